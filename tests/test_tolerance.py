@@ -10,7 +10,8 @@ from conftest import BF16_KERNELS, KERNELS, Case, on, on_cases, repeat, seed_of
 
 # Random problems with results of one or two elements, or rows with one or two keys, whose right results once exceeded the budget (because
 # eager attention happened to have almost no error). DRAWS has the seeds (VOLTA_FA_TEST_SEED) that exceeded it; seed 0 did on an H200.
-# A Case's `lengths` has (queries, keys) of packed sequences; its `bias` names the dimensions that are not 1, then the dtype ("own": q's).
+# A Case's `lengths` has (queries, keys) of packed sequences, and `spare` is max_seqlen beyond the longest. `bias` names the dimensions that
+# are not 1 (b, h, q, k), then the dtype ("own": q's); `alibi` names dimensions of the slopes, and `sinks` a dtype.
 ONE_COLUMN = Case(seqlen_q=1, seqlen_k=58, headdim=16, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
 ONE_BY_ONE = Case(seqlen_q=1, seqlen_k=58, headdim=1, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
 TWO_KEYS = Case(

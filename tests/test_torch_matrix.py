@@ -22,6 +22,7 @@ import torch_releases
 import volta_fa
 from conftest import LIBRARY, NEEDS_COMPILER, REPOSITORY
 
+# release, installed torch, its Python, seconds, verdict of each check ("- reason": the release lacks what is checked)
 GOOD = torch_matrix.Release("2.10.0", "2.10.0+cu128", "3.11.7", 100, {"stream": "ok", "inductor": "ok"})
 BAD = torch_matrix.Release("2.15.0", "2.15.0+cu132", "3.11.7", 200, {"stream": "- c10::Stream tells it", "inductor": "AssertionError: no"})
 
@@ -95,8 +96,9 @@ WRONG = '<failure message="AssertionError: it is wrong&#10;more">a traceback</fa
 
 @pytest.fixture
 def pretend(tmp_path, monkeypatch):
-    """Returns a function that installs a fake uv and Python: tests of the fake have this result (XML) and exit status. `oldest`: "fails"
-    where it stands for the environment with the oldest transformers. The fake Python fails if it inherits VOLTA_FA_SIMULATE."""
+    """Returns a function that installs a fake uv and Python: tests of the fake have this result (XML) and exit status. A release runs them
+    with its transformers, then with the oldest, which PYTHONPATH names: with `oldest` "fails" the fake exits with 4 there. It exits with
+    3 if it inherits VOLTA_FA_SIMULATE."""
 
     def install(result: str, status: int, oldest: str = "runs") -> None:
         python = PYTHON.format(result=result, status=status, oldest=oldest)

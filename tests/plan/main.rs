@@ -43,6 +43,7 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
 
 const DEFAULT: BackwardMode = BackwardMode { deterministic: false, fp32_gradients: false, has_dlse: false, split: false };
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
+/// fp32 tensors in full precision: each number is split into two fp16 parts.
 const SPLIT: BackwardMode = BackwardMode { fp32_gradients: true, split: true, ..DEFAULT };
 
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
@@ -295,7 +296,7 @@ fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);
         let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
-        // one tile per block; a stream-K grid has the tiles of all heads and entries on one axis
+        // one tile per block; a stream-K grid has the tiles of all heads and entries, here 8 * 2, on one axis
         let [of_head, heads] = f.stream_k.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
         assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
@@ -317,6 +318,7 @@ fn separate_dq_kernel_has_no_accumulator() {
         let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
         let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
         assert_eq!((p.main.variant.pass, p.postprocess.unwrap().variant.pass), (Pass::BackwardDkDv, Pass::BackwardDq));
+        // no fp32 accumulator of dq: it has no columns and no splits
         assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.main_launches), (0, 0, 1));
         assert_eq!((p.main.blocks[1], p.postprocess.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.postprocess.unwrap().blocks[0] * p.postprocess.unwrap().variant.block_rows) as i64 >= 1000);

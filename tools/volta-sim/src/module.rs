@@ -59,10 +59,9 @@ impl Module {
     /// The bytes are no cubin for sm_70 or sm_75, nvdisasm is not found, or it fails. Instructions that the simulator
     /// does not know are no error until they are executed.
     pub fn load_with(cubin: &[u8], nvdisasm: Option<&Path>) -> Result<Module> {
-        let cubin_bytes = cubin;
-        let cubin = Cubin::parse(cubin_bytes)?;
-        let mut listings = disasm::disassemble(cubin_bytes, nvdisasm)?;
-        let kernels = cubin
+        let parsed = Cubin::parse(cubin)?;
+        let mut listings = disasm::disassemble(cubin, nvdisasm)?;
+        let kernels = parsed
             .kernels
             .iter()
             .map(|meta| {
@@ -70,7 +69,7 @@ impl Module {
                 Kernel::decode(meta, listing)
             })
             .collect::<std::result::Result<_, String>>()?;
-        Ok(Module { cubin, kernels })
+        Ok(Module { cubin: parsed, kernels })
     }
 
     /// The architecture it was compiled for, 70 for sm_70.
