@@ -1,4 +1,4 @@
-"""Models and pipelines of diffusers through volta_fa, by tools/programs/run_diffusers.py, and test_xformers.py with xformers installed.
+"""Runs models and pipelines of diffusers on volta_fa (tools/programs/run_diffusers.py), and test_xformers.py with xformers installed.
 
 They run in subprocesses with another PYTHONPATH, because other tests must not find diffusers and xformers. The script prints a row per
 model and way of using volta_fa, with the numbers of attention calls that volta_fa ran and left to PyTorch ("fell back").

@@ -70,8 +70,8 @@ pub(super) fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }
 
-/// A thread's last plan after what it was made from: its key, the device, and the tuning (measured choices of kernels), by its address.
-/// Tunings live as long as the process.
+/// A thread's last plan, and before it what the plan was made from: a key, the device, and the tuning (measured choices of kernels).
+/// Tunings live as long as the process, so their address identifies them.
 pub(super) type PlanCache<Key, Plan> = Cell<Option<((Key, DeviceLimits, *const Tuning), Plan)>>;
 
 /// Returns the thread's last plan if key, device and tuning are the same, else the result of `plan`. Layers of a model and steps of

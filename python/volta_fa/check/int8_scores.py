@@ -1,6 +1,6 @@
 """Checks the kernels of `volta_fa::fwd_fast` against their model, which is the CPU backend of that operator. The operator quantizes q and k
 to int8, and its model has the same error against exact attention. Kernels differ from the model only by the rounding of probabilities, and
-where a value in the middle between two codes rounds to the other one. `correctness` calls this module."""
+where a value halfway between two int8 codes rounds to the other code. `correctness` calls this module."""
 
 from __future__ import annotations
 
