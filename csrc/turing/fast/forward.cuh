@@ -20,9 +20,11 @@
 // j - 1.
 //
 // Words: a span is Span keys, and a step computes one. A unit is what 1 in an integer product is worth as a score, log2 units: q's
-// scale times k's. A piece is a chunk of 16 bytes that a thread moves. remat_* functions compute a value again, so that it holds no
-// register in between; keep_in_register stops the compiler from that. state.cuh has rows' scales and references, and the addresses
-// of K and V. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block) and SHARED_BYTES (of a block).
+// scale times k's. Of 64 keys (kScaleKeys) those of the lanes with the same lane % 4 share a scale, one of four (kScales). A piece
+// is a chunk of 16 bytes that a thread moves: 8 columns of V (kChunk) or 16 codes. chunk_after() and swizzled() give chunks'
+// addresses in shared memory (tile.cuh). remat_* functions compute a value again, so that it holds no register in between;
+// keep_in_register stops the compiler from that. state.cuh has rows' scales and references, and the addresses of K and V. The
+// kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block) and SHARED_BYTES (of a block).
 #pragma once
 
 #include "conditional.cuh"
@@ -440,6 +442,7 @@ struct FastForward {
         data.z = half2_mul(data.z, factor), data.w = half2_mul(data.w, factor);
         store_shared(slot + offsets.v_store() + (piece - kCodePieces) * (kRowsV * kPitch), data);
     }
+    // Loads the scale of the lane's keys in the block of 64 that has `key`.
     template <class From>
     __device__ __forceinline__ static float load_k_scale(const From& from, int key) {
         return __ldg(from.scales() + key / kScaleKeys * kScales + (thread_index() & 3));

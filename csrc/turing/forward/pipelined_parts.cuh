@@ -1,9 +1,10 @@
 // What the turing forward kernel (pipelined.cuh) is made of: its sizes, the choices that keep all kernels within 255 registers, and
 // the softmax of a tile. A chunk is 8 columns of a row, 16 bytes. A tile is kTileKeys keys, a step two tiles. The ring is Slots
 // slots of shared memory, each with a step's rows of K and V. While a tile's probabilities are computed, the kernel multiplies the
-// next tile's K and the last tile's V. Keys are listed where a block mask names the key blocks (BlockMaskGrid). remat_* functions
-// compute or load again what would otherwise hold a register. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a
-// block), STEP (keys of a step) and SHARED_BYTES (of a block).
+// next tile's K and the last tile's V. A stream (RowStream) is a thread's part of the copies of K or V to the ring. Keys are listed
+// where a block mask names the key blocks (BlockMaskGrid). remat_* functions compute or load again what would otherwise hold a
+// register. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a
+// block).
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -89,10 +90,12 @@ struct PipelinedParts {
     static constexpr bool kRegistersFull = kOperandRegisters >= 192;
     static constexpr bool kFragmentsAhead =
         !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);  // else a group is loaded when it is used
+    // Whether registers keep the row and chunk that a thread copies. Else each copy computes them again.
     static constexpr bool kChunkCoordsKept = !(
-        // else the row and chunk that a thread copies are computed again each time
+        // each of these takes registers of its own
         kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen) || Grid::kListed));
-    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else so are their addresses in row 0 of page 0
+    // Whether registers keep the streams: addresses of a thread's chunks in row 0, of page 0. Else each load computes them again.
+    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);
     // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring: 32 bytes of each thread.
     static constexpr bool kStreamsInShared = kRegistersFull && kRequiredFeatures && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);

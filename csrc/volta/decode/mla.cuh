@@ -20,6 +20,7 @@
 // values, e a lane's element (0 to 7) of an accumulator. A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm
 // and column qn of the warp's 2x2. s is the work tile: `rows` packed rows (row r: query r / nheads, head r % nheads) from `row` on,
 // tokens `first` to end - 1. Staged latents are KeyElement::kScale times the numbers that codes stand for.
+// CacheUnit is what cache pointers and strides count: a column, of 2 bytes, or of 1 byte in a quantized cache.
 // The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), THREADS (of a block), BLOCKS_PER_SM, and STEP (rows of
 // output that shared memory holds at a time).
 #pragma once
@@ -259,7 +260,7 @@ class MlaMainloop {
     }
 
 public:
-    static constexpr int kTokenGroups = 1;
+    static constexpr int kTokenGroups = 1;  // groups of warps that split the tokens of a work tile: all warps share each step
     // Rows of output that shared memory holds at a time: STEP of the kernel's row (not tokens of a step, which are kTokens).
     static constexpr int kRowsAtOnce = STEP;
     static constexpr int kWorkBytes = sizeof(Shared) - (kSharedOperands > 0 ? 0 : sizeof(Shared::queries));

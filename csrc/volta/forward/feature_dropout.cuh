@@ -1,7 +1,9 @@
 // Dropout, alone or with a bias, in volta forward kernels of one or two features: overrides functions of ScoreFeature
 // (score_feature.cuh). Random numbers are Philox4x32 (philox.cuh), which multiplies and XORs a counter (column / 4, row, head,
-// offset) with a key in each of seven rounds. So a lane's calls share the products of head, of column and of row in rounds 0 and 1:
-// of_head, of_column, of_row and of_both (head and column) are the names of philox.cuh's table, K is the key of round 1.
+// offset) with a key in each of seven rounds. So a lane's calls share the products of head, of column and of row in rounds 0 and 1.
+// Each product has a low and a high word. In round 0, of_head and of_column are those of the counter. In round 1, of_row is that of
+// word x, which head and row decide, and of_both that of word z, which column, offset and key decide. after_round_1() XORs their
+// words to the counter after round 1. K is the key of round 1. One call gives a lane the numbers of four keys of two rows.
 #pragma once
 
 #include "volta/forward/feature_bias.cuh"
@@ -9,8 +11,9 @@
 
 namespace volta {
 
-// What a lane keeps from step to step. kAll: all shared parts of rounds 0 and 1 and the seed, in the lane's scratch (shared
-// memory). kSeed: the seed, and x after round 0 (of head and row), in registers. kNothing: all is computed again: no registers.
+// What a lane keeps from step to step. kAll: all shared parts of rounds 0 and 1 and the seed, in the lane's scratch (16-byte chunks
+// of shared memory, `between` bytes apart). kSeed: the seed, and x after round 0 (of head and row), in registers. kNothing: all is
+// computed again, without registers.
 enum class DropoutKeeps { kAll, kSeed, kNothing };
 
 // Dropout of packed probabilities: fp16 pairs before the second product. Rolled: rounds in a rolled loop.

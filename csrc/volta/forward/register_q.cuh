@@ -326,7 +326,7 @@ struct ForwardRegisterQ {
 #pragma unroll
                 for (int w = 0; w < 8; w++) s.tile[mt][0][w] = even.tile[mt][0][w] + odd.tile[mt][0][w];
             features.add_to(p, s);
-            probabilities.exchange();
+            probabilities.exchange();  // a lane gets the other eight keys' probabilities (w = 1) from its neighbor
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
                 const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
