@@ -5,8 +5,9 @@ are those of a GPU. Then tools/volta-sim times one SM's part of every launch, wi
 (icache=false). Nothing here is measured: no GPU takes part. "Of peak" is the share of the tensor pipe's rate at the boost clock, which a T4
 rarely holds at its 70 W.
 
-TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for causal, over the sum of all kernels of the pass: backward's
-includes the row statistics, the zeroing and the conversion of dq. Launch overhead is not counted.
+B is batch, H nheads, M seqlen_q, N seqlen_k, D headdim. TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for
+causal, over the sum of all kernels of the pass: backward's includes the row statistics, the zeroing and the conversion of dq. Launch
+overhead is not counted.
 
 The last rows of each pass have one feature each. A bias is (1, nheads, seqlen_q, seqlen_k) in fp16. "dbias" adds its gradient, on a V100
 alone: there the kernels store it themselves. "deterministic" is a backward pass whose sums have a fixed order. One more table has each
@@ -39,7 +40,7 @@ BIAS_GRADIENT, DETERMINISTIC = "dbias", "deterministic"
 
 #: Tokens of the table of shares, and target shares of a Turing chip's tensor pipe by GPU, pass and headdim.
 SHARES_AT = 4096
-AIMS = {
+TARGETS = {
     "t4": {FORWARD: {64: 0.7, 128: 0.7, 256: 0.6}, BACKWARD: {64: 0.5, 128: 0.5, 256: 0.4}},
     "rtx2080ti": {FORWARD: dict.fromkeys((64, 128, 256), 0.8), BACKWARD: dict.fromkeys((64, 128, 256), 0.6)},
 }
@@ -53,7 +54,7 @@ class Case:
     shape: Shape
     heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
     feature: str = ""  # one of FEATURES, BIAS_GRADIENT, DETERMINISTIC or "mask"
-    bytes = 0.0  # for driver: operations bound it
+    bytes = 0.0  # for driver.Case: operations bound it, not the bytes that decoding reads
 
     def __str__(self) -> str:
         s = self.shape
@@ -177,7 +178,7 @@ def in_short(listed: Sequence[Case], gpu: str) -> list[Case]:
 
 def _is_share(case: Case, gpu: str) -> bool:
     """Returns whether the case is in the table of shares."""
-    return gpu in AIMS and _is_plain(case, gpu) and not case.shape.causal and case.shape.seqlen_q == SHARES_AT
+    return gpu in TARGETS and _is_plain(case, gpu) and not case.shape.causal and case.shape.seqlen_q == SHARES_AT
 
 
 def _is_plain(case: Case, gpu: str) -> bool:
@@ -264,7 +265,7 @@ def _share_grid(results: Sequence[Result], gpu: str) -> Grid:
         sorted(shares, key=lambda r: (r.row.case.direction != FORWARD, r.row.case.shape.headdim)),
         {
             "pass": lambda r: f"{r.row.case.direction} D={r.row.case.shape.headdim}",
-            "target": lambda r: f"{AIMS[gpu][r.row.case.direction][r.row.case.shape.headdim]:.0%}",
+            "target": lambda r: f"{TARGETS[gpu][r.row.case.direction][r.row.case.shape.headdim]:.0%}",
             "share": lambda r: f"{r.share():.1%}",
             "perfect i-cache": lambda r: f"{r.share(1):.1%}",
             **{f"busy: {title}": lambda r, name=name: f"{r.main['pipes'][name]:.0%}" for name, title in PIPES.items()},
@@ -279,8 +280,8 @@ def _feature_grid(results: Sequence[Result], gpu: str) -> Grid:
     found = {r.row.case: r.tflops() for r in results}
     plain = dict.fromkeys((c.direction, c.shape) for c in found if c.feature)
     for direction, shape in plain:
-        whole = found.get(Case(direction, shape))
-        shares = [ratio(found.get(Case(direction, shape, feature=f)), whole) for f in features]
+        without = found.get(Case(direction, shape))
+        shares = [ratio(found.get(Case(direction, shape, feature=f)), without) for f in features]
         if any(shares):
             name = str(Case(direction, shape))
             grid.rows.append([name, *("-" if share is None else f"{share:.2f}" for share in shares)])

@@ -14,7 +14,7 @@ use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use tch::Tensor;
 
-/// Most results of an operator.
+/// Maximum number of results of an operator.
 const MAX_RESULTS: usize = 5;
 
 /// Results of a call, in the order of the schema; None for an absent one, and past the last.

@@ -30,16 +30,17 @@ WIDTH = 0
 
 
 def reading(read, change):
-    """Returns a case of a width that a function of no arguments reads."""
+    """Returns a case: a mask function of `kv < read()`, and `change(width)`, which sets what `read` reads."""
     return lambda b, h, q, kv: kv < read(), change
 
 
 def call(function, *args):
-    """Returns a function that calls with one more argument."""
+    """Returns a change: `function(*args, width)`."""
     return lambda n: function(*args, n)
 
 
 def item(items, at=0):
+    """Returns a case of a container's item."""
     return reading(lambda: items[at], call(items.__setitem__, at))
 
 
@@ -305,7 +306,7 @@ def test_every_call_of_a_compiled_program_sees_the_state(name):
     assert len(kept._entries) == len(set(WIDTHS))  # not packed again for 40
 
 
-#: Cases whose masks are kept, because their values show whether they hold.
+#: Cases whose masks are kept: the recording has the values that the mask function read, and these show whether the mask still holds.
 KEPT = """
     closure global_variable property_of_an_object deque clock numpy_array tensor data_of_a_tensor number_in_a_tensor view_of_a_tensor
     tensor_of_numpy_memory shape_of_a_tensor parameter_of_a_module torchs_and_masks sum_of_a_tensor tensor_of_inference_mode

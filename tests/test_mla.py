@@ -26,7 +26,9 @@ QUANTIZED = ("int8", "fp8_e5m2", "fp8_e4m3")
 
 
 def latents(lengths, nheads=16, page=64, **options) -> Cached:
-    """`lengths`: (queries, cached tokens) of each sequence. `page`: tokens of a page, 0 for a dense cache."""
+    """`lengths`: (queries, cached tokens) of each sequence. Options are fields of CacheCase (volta_fa.check.cache_cases): `page` is the
+    tokens of a page, 0 for a dense cache; `batch_idx` gives cache_batch_idx; `all_cached` gives no cache_seqlens; `layout="wide"` is a
+    slice of a larger tensor; `spread` is the standard deviation of q and the latents."""
     return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads, 1, page, **options)
 
 
@@ -37,6 +39,7 @@ def draw(backend, case):
     options = {name: problem.options[name] for name in OPTIONS if name in problem.options}
     for name in ("scale", "descale"):
         if f"k_{name}" in problem.options:
+            # check_sequences dequantizes values by their own scales, which are those of the latents
             options[f"latent_{name}"] = problem.options[f"v_{name}"] = problem.options[f"k_{name}"]
     return problem, options
 
@@ -129,7 +132,7 @@ def test_a_code_of_nan(backend, code):
     """A NaN code of e4m3 in a column that is key and value makes the query's whole output and lse NaN."""
     problem, options = draw(backend, latents([(1, 40), (1, 90)], kv_dtype="fp8_e4m3"))
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    entry, row = (t[3] for t in problem.places[0])
+    entry, row = (t[3] for t in problem.places[0])  # where the cache has token 3 of sequence 0
     problem.q[..., 5] = 0
     problem.k_cache.view(torch.uint8)[entry, row, 0, 5] = code
     out, lse = fwd_mla(problem.q, problem.k_cache, **options)
@@ -381,7 +384,7 @@ def test_a_second_tensor_of_values(backend):
 @pytest.mark.parametrize("name", ["negative length", "long length", "page", "negative page", "entry"])
 @on("sim", "cuda", "sim-bf16", "cuda-bf16")
 def test_unchecked_values(backend, name):
-    """The sequence is NaN, the other is right."""
+    """A call that does not check lengths and pages: the sequence with an invalid one is NaN, the other is right."""
     page, spoil = UNCHECKED[name]
     arguments = good(backend, page=page)
     backend.simulate()

@@ -22,11 +22,14 @@ fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
 def trees(lengths, **options) -> Cached:
-    """lengths: (draft tokens, cached tokens, appended tokens) of each sequence. Option page: tokens of a page, 0 for a dense cache."""
+    """lengths: (draft tokens, cached tokens, appended tokens) of each sequence. Options are fields of CacheCase
+    (volta_fa.check.cache_cases): page is the tokens of a page, 0 for a dense cache; batch_idx gives cache_batch_idx; layout orders the
+    cache in memory; spread is the standard deviation of q, k and v; descale "h" gives one scale per KV head."""
     return Cached(lengths, tree=True, **options)
 
 
 def even(n, *cached, **options) -> Cached:
+    """Returns sequences of n draft tokens each, with these numbers of cached tokens, drafts included, and none to append."""
     return trees(tuple((n, tokens, 0) for tokens in cached), **options)
 
 
@@ -73,6 +76,7 @@ TILES = [
 SHARED = [even(8, 2500, 30, nheads=8, headdim=128), even(16, 3000, nheads=4, headdim=64, window_left=2900)]
 
 
+# slices: a few cases of each list, where all would take too long
 @on_cases(
     (["cpu-fp32", "sim", "cuda"], LAYOUTS + WINDOWS + COPIED + QUANTIZED),
     (["cpu-fp64", "cpu-bf16"], LAYOUTS[::4] + QUANTIZED[:1]),

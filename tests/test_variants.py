@@ -1,4 +1,5 @@
-"""Tests of every compiled attention kernel (variant) in the simulator, on the problems of `python -m volta_fa check`, in two warp orders.
+"""Tests of every compiled attention kernel (variant) in the simulator (`on("sim")`), on the problems of `python -m volta_fa check`, each
+in two warp orders.
 
 A tuning (`force`) makes the planner choose the variant. tests/plan/ tests that some plan chooses each variant by itself. Kernels that merge
 states or serve KV caches are in test_merge.py, test_decode_kernels.py and test_kvcache.py."""
@@ -48,7 +49,7 @@ def is_deterministic(variant) -> bool:
 
 
 def launched(backend, case, forward: bool, deterministic=False) -> list[str]:
-    """Returns the names of the kernels that an op launches for this problem. Runs none of them."""
+    """Returns the names of the kernels that an op launches for this problem."""
     (q, k, v, dout), options = case.problem(backend)
     call = partial(torch.ops.volta_fa.fwd, q, k, v, **options)
     if not forward:
@@ -57,7 +58,7 @@ def launched(backend, case, forward: bool, deterministic=False) -> list[str]:
         out, lse = torch.zeros_like(dout), torch.zeros(rows)
         rng_state = torch.zeros(2 if "dropout_p" in options else 0, dtype=torch.int64)
         call = partial(torch.ops.volta_fa.bwd, dout, q, k, v, out, lse, rng_state=rng_state, **options, deterministic=deterministic)
-    return [launch["kernel"] for launch in backend.launches(call, "launches")]
+    return [launch["kernel"] for launch in backend.launches(call, how="launches")]  # executes none of them
 
 
 @pytest.mark.parametrize("variant, problem", PROBLEMS)
@@ -90,5 +91,5 @@ def run(backend, variant, case):
     (q, k, v, dout), options = case.problem(backend)
     if variant["pass"] == "Forward":
         dout = None
-    backend.forward_on_cpu = variant["pass"] != "Forward"
+    backend.forward_on_cpu = variant["pass"] != "Forward"  # then only the backward pass is simulated
     check(backend, q, k, v, dout, **options, deterministic=is_deterministic(variant))

@@ -88,6 +88,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // launches of a stream run in order, so the parts of a batch that is too large for one grid share the scratch memory
     let entries = a.total_q().map_or(plan.launch_entries(a.batch), |_| 1);
+    // a group of rows has its statistics together: -lse / scale and -delta of each row (on volta each twice), in group_floats floats
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
     let dq_accum = empty(&[i64::from(plan.dq_accum_splits), entries, a.nheads, rows, columns], Kind::Float)?;
@@ -108,7 +109,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     ranges.extend(stored.iter().flat_map(StoredMemory::tensors).map(|(name, t)| written_range(name, t)));
     let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
-    // after `begin`: the simulator fills writable memory with NaN there, but a sum starts from zeros
+    // after `begin`: the simulator fills writable memory with NaN there, but a sum starts from zeros. `&[]`: no other range changes
     launches.also_write(&[], dbias.as_ref().filter(|_| !stores_dbias).map(|t| ("dattn_bias", t)));
     // kernels store no gradient of scores that a window hides
     if let Some(dbias) = stored_dbias.filter(|_| a.window != Window::FULL) {
@@ -184,8 +185,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         } else if let Some(stream_k) = &stream_k {
             launches.run(&plan.main, batches, bytes_of(&stream_k.params(params, launcher)))?;
         } else {
-            // With atomics there is one launch. If deterministic, each key block (keys of one block) of a launch adds to a dq accumulator of
-            // its own. So a launch has as many key blocks as there are accumulators. The tail is a last launch with smaller key blocks.
+            // With atomics there is one launch. If deterministic, each key block (keys of one block) of a launch adds to its own accumulator
+            // of dq. So a launch has as many key blocks as there are accumulators. The tail is a last launch with smaller key blocks.
             for launch_number in 0..plan.main_launches {
                 params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;
                 run(&plan.main, params)?;

@@ -19,7 +19,7 @@ pub struct JobOptions {
     pub functional: Option<Schedule>,
 }
 
-/// Run the job in a JSON file (see the README for its format); paths in it are relative to the file.
+/// Runs the job in a JSON file (see the README for its format); paths in it are relative to the file.
 ///
 /// # Errors
 /// A file cannot be read or written, or the launch fails.

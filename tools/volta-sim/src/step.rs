@@ -27,6 +27,7 @@ pub struct Step<'a> {
     pub w: &'a mut Warp,
     /// index of the group of threads that executes
     pub group: usize,
+    /// lanes of the group, whose threads share a pc
     pub together: u32,
     /// lanes that it executes: threads of the group whose guard holds, or for a uniform destination all lanes whose guard holds
     pub m: u32,
