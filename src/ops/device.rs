@@ -185,8 +185,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         } else if let Some(stream_k) = &stream_k {
             launches.run(&plan.main, batches, bytes_of(&stream_k.params(params, launcher)))?;
         } else {
-            // With atomics there is one launch. If deterministic, each key block (keys of one block) of a launch adds to its own accumulator
-            // of dq. So a launch has as many key blocks as there are accumulators. The tail is a last launch with smaller key blocks.
+            // With atomics there is one launch. If deterministic, each key block (keys of one block) of a launch adds to its own dq
+            // accumulator. So a launch has as many key blocks as there are accumulators. The tail is a last launch with smaller key blocks.
             for launch_number in 0..plan.main_launches {
                 params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;
                 run(&plan.main, params)?;

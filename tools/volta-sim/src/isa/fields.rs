@@ -29,8 +29,9 @@ enums! {
         /// the low half, or the high one, as both halves
         H0H0,
         H1H1,
-        /// one byte, one half
+        /// byte of this number (0 to 3)
         B(u8),
+        /// half of this number (0: low, 1: high)
         H(u8),
         /// an fp32 constant that is read as fp16, in both halves
         F32,
@@ -131,7 +132,7 @@ pub struct MemRef {
     /// the base is a 64-bit register pair
     pub wide: bool,
     pub uniform: Reg,
-    /// so is the uniform register
+    /// the uniform register is a pair too
     pub uniform_wide: bool,
     pub off: i64,
     /// log2 scale on the base register ([R4.X4+..])
