@@ -5,7 +5,8 @@
 // of the KV tokens of one row tile. The grid is persistent: TileScheduler deals each block an equal range of all tokens as a list
 // of work tiles. The warps of a block split the tokens of a tile (FlashDecoding inside a block), so each group of warps leaves one
 // partial result. The block combines these in shared memory. If it is the row tile's only block (tile.blocks is 1), it writes the
-// output. Else it writes one partial to global memory, and the last block of the row tile combines these (partials.cuh).
+// output. Else it writes one partial to global memory. The blocks of a row tile combine these in a tree of at most kRadix partials
+// a node: the last block to arrive at a node combines it (combine_blocks, partials.cuh).
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS and SHARED_BYTES (of a block).
 #pragma once
@@ -101,8 +102,9 @@ struct Block {
                 } else if (tile.blocks == 1) {
                     combine_partials(p, partials.from(first), kTokenGroups, rows, Write{p, tile, first});
                 } else {
+                    // A block has two slots, as it shares at most two row tiles with others: the one that an earlier block
+                    // (tile.first_block) begins, and the one that it begins. 0: the leaves of combine_blocks' tree.
                     const long long slot = GlobalPartials::slot(blockIdx.x, tile.first_block);
-                    // 0: the lowest level of combine_blocks
                     combine_partials(p, partials.from(first), kTokenGroups, rows, WritePartial(p.partials, 0, slot, first));
                 }
                 if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();

@@ -15,9 +15,12 @@
 
 namespace decode {
 
-// Which token and columns of a tile (eight tokens) a lane loads, from the family's Layout. A lane has a chunk of eight columns of
-// every 32 of K and of every 64 of V. of() (cache_registers.cuh) maps a column of a product to one of the tensor, where the chunks
-// of one 16-byte load are adjacent. first_column(): of the warp. Above headdim 256 two warps divide them (column_groups.cuh).
+// Which token and columns of a tile (eight tokens) a lane loads, from the family's Layout. first_column(), kGroupHeaddim: first and
+// number of the warp's columns (V: first_column_v(), kGroupHeaddimV). Above headdim 256 two warps divide a row (column_groups.cuh).
+//
+// A lane has a chunk of eight columns of every 32 of K and of every 64 of V. Keys<n> and Columns<format, n, 64> are a lane's n
+// chunks (cache_registers.cuh). Products take columns in another order than the tensor has, in which the chunks of one 16-byte load
+// are adjacent: of() maps a column of a product to one of the tensor.
 template <class Layout>
 struct OperandCoords {
     static constexpr int kValueTokens = Layout::kValueTokens;
@@ -40,7 +43,7 @@ class DirectLoader {
     const float* scale_[StepScales::kRegisters];  // where the lane's scales are, if tokens have any (kTokenScales; scales.cuh)
     const CacheUnit *k_base_, *v_base_;  // k_ and v_ at row 0 of page 0, kept because quantized steps enter pages often
     bool page_valid_;  // false: the block table names a page outside the cache
-    int token_;  // the step's first
+    int token_;  // the step's first; all lanes have the same, and add Coords' token of a tile
 
 public:
     __device__ __forceinline__ DirectLoader(const DecodeParams& p, const WorkTile& s, int token, const void* = nullptr, int = 0,

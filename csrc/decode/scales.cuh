@@ -9,8 +9,8 @@
 
 namespace decode {
 
-// Scales and zero points of a step's kStepTokens tokens. A register holds kTensorsPerRegister of the tensors below, kStepTokens
-// lanes each: lane l has that of token l % kStepTokens.
+// Scales and zero points of a step's kStepTokens tokens (8 or 16). A register holds kTensorsPerRegister of the tensors below,
+// kStepTokens lanes each: lane l has that of token l % kStepTokens.
 struct StepScales {
     // Number of each tensor. Registers take them in this order.
     static constexpr int kKeyScale = 0, kValueScale = 1, kKeyZeroPoint = 2, kValueZeroPoint = kKeyZeroPoints ? 3 : 2;
@@ -21,8 +21,8 @@ struct StepScales {
                          kRegisters = (kCount + kTensorsPerRegister - 1) / kTensorsPerRegister;
     float own[kRegisters];
 
-    // Returns the number of the tensor whose value this lane has in register i. Only with two tensors a register there is a
-    // register 1.
+    // Returns the tensor (address and strides) whose values this lane has in register i. Register 1 exists only where a register
+    // holds two tensors.
     __device__ __forceinline__ static const CacheScale& lane_scale(const CacheScales& s, int i) {
         const int tensor = (threadIdx.x & 31) / kStepTokens % kTensorsPerRegister;  // number in the register
         if (kTensorsPerRegister == 4) return tensor < 2 ? tensor == 0 ? s.k : s.v : tensor == 2 ? s.k_zero_point : s.v_zero_point;

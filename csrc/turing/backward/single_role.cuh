@@ -15,9 +15,13 @@
 // A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
 // offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q) and kScores (dS^T).
 // SHARED_BYTES, of a block, comes from the kernel's row in src/kernels. by_rows() and by_chunks() give lanes' addresses for
-// ldmatrix, pair_after(x, n) the address 2 * n chunks after x (fragments.cuh). rows.origin() is the sequence's first row in Q and
-// dO, rows.scratch_offset() an offset in dQ's accumulator, floats. range.end is the end of the queries that see the block's keys,
-// range.rows() the number of rows that may be loaded.
+// ldmatrix, pair_after(x, n) the address 2 * n chunks after x (fragments.cuh).
+//
+// VisitedQueries: query rows first() to `end` see the block's keys (fused kernels visit all); `unmasked`: their steps that need no
+// mask; rows(): rows that loads may read. HeadRows: one query head; origin(): the sequence's first row in
+// the tensors; scratch_offset(): an offset in dQ's accumulator, floats. StepStats:
+// -lse / scale and -delta of a step's queries; scale() makes the first -lse in log2 units. InitialScores: what S^T begins with,
+// terms of ALiBi or of a bias.
 #pragma once
 
 #include "backward/probabilities.cuh"

@@ -4,7 +4,8 @@
 // next tile's K and the last tile's V. A stream (RowStream) is a thread's part of the copies of K or V to the ring. Keys are listed
 // where a block mask names the key blocks (BlockMaskGrid). remat_* functions compute or load again what would otherwise hold a
 // register. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a
-// block).
+// block). kRequiredFeatures: score features that all problems of the kernel use, so it applies them without a test.
+// ForwardLayout::kRows: query rows of a tile that a lane has scores of, two.
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -53,9 +54,10 @@ struct PipelinedParts {
     // Kernels that require ALiBi or a bias begin products with its terms (one_feature.cuh).
     static constexpr bool kInitialAlibi = kRequiresAlibi;
     static constexpr bool kInitialBias = kRequiresBias;
-    // Softcap alone is applied late, where probabilities are computed beside the next products. Row maxima can be found from
-    // products alone, because softcap is an increasing function. The softmax takes the function's states as scores: score = factor
-    // * state(product) + constant (score_function.cuh). Row maxima are corrected by the constant at the end.
+    // Whether the kernel's only score feature is a score function (softcap). It is applied late, where probabilities are computed
+    // beside the next products. Row maxima can be found from products alone, because softcap is an increasing function. The softmax
+    // takes the function's states as scores: score = factor * state(product) + constant (score_function.cuh). Row maxima are
+    // corrected by the constant at the end.
     static constexpr bool kOnlyFunction = kRequiresScoreFunction;
     static constexpr bool kCarriedDropout = kRequiresDropout;  // the generator's state stays in registers for the whole loop
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then the

@@ -38,9 +38,9 @@ struct DqAccumulator {
         a = make_float4(x.x, y.x, x.y, y.y), b = make_float4(z.x, w.x, z.y, w.y);
     }
 
-    // Which row and which chunk of eight columns a thread of postprocess converts: a warp has 16 of 32 rows, those with the same
-    // bit 1, by 16 columns. So its loads cover whole lines and its stores whole 32-byte sectors.
-    static constexpr int kLanesPerRow = 4;
+    // Which row, and which chunk of eight columns of the first 32, a thread of postprocess converts first: a warp has 16 of 32
+    // rows, those with the same bit 1, by 16 columns. So its loads cover whole lines and its stores whole 32-byte sectors.
+    static constexpr int kLanesPerRow = 4;  // threads of a row, in two warps; each goes on with every fourth chunk
     static __device__ __forceinline__ int row_of(int thread) {
         const int lane = thread % 32, warp = thread / 32;
         return lane / 2 % 2 + warp % 2 * 2 + lane / 4 * 4 + warp / 4 * 32;

@@ -44,7 +44,8 @@ __device__ __forceinline__ int biased_exponent(float x) { return static_cast<int
 __device__ __forceinline__ float power(int biased) { return __uint_as_float(static_cast<unsigned>(biased) << 23); }
 
 // Loads steps of 16 chosen tokens into registers, and stages them in shared memory a step later. kThreads neighboring threads of a
-// warp share a token. The interface is that of MlaMainloop::LatentLoader. In names, tile is the columns of one fp8 scale.
+// warp share a token. The interface is that of MlaMainloop::LatentLoader. In names, tile is the columns of one fp8 scale. Of the
+// Mainloop: kTokens tokens of a step, kTokenThreads threads of a token, kPitch bytes of a staged token's row.
 template <class Mainloop>
 class SparseLoader {
     using M = Mainloop;
@@ -71,7 +72,7 @@ private:
     __device__ __forceinline__ static int token() { return threadIdx.x / kThreads; }
     __device__ __forceinline__ static int chunk() { return threadIdx.x % kThreads; }
 
-    // Addresses of a chosen token's row and of its scales. `chosen`: an entry of the list.
+    // Addresses of a chosen token's row and of its scales. `chosen`: an entry of the list. Strides are in bytes.
     struct Row {
         const unsigned char *data, *scales;
 
@@ -225,9 +226,9 @@ private:
     }
 };
 
-// The chosen tokens of a query: the Tokens policy of MlaMainloop. kTokenScales, kScales: staged tokens have factors.
-// kNanIsInfinity: NaN codes are staged as infinity. kRowScales: rows of q have factors. kMaxLogits: rows' largest scores are
-// written.
+// The chosen tokens of a query: the Tokens policy of MlaMainloop. kTokenScales: each staged token has a factor. kScales: tokens or,
+// in other policies, sequences have one. kNanIsInfinity: NaN codes are staged as infinity. kRowScales: rows of q have factors.
+// kMaxLogits: rows' largest scores are written.
 struct SparseTokens {
     static constexpr bool kFp8 = decode::kKeyFormat == CacheFormat::E4m3, kTokenScales = kFp8 || decode::kBf16,
                           kScales = kTokenScales, kNanIsInfinity = kFp8, kRowScales = decode::kBf16, kMaxLogits = true;
