@@ -33,8 +33,8 @@ struct Largest {
 }
 
 impl Largest {
-    /// v and dout are below 4, so dP is below 16 * headdim and dS, which kernels keep in fp16, below twice that; and 2^-25 of the largest
-    /// magnitude is not 0. With terms of dlse too, dS is below 2^14.
+    /// v and dout are below 4, so dP is below 16 * headdim and dS, which kernels keep in fp16, below twice that: 2^14 at headdim 512. And a
+    /// number that is 2^-25 of the largest does not become 0. Terms of dlse are below 2^13, so that dS stays in fp16's range with them.
     const ONE_NUMBER: Largest = Largest { factors: 2, dlse: 13 };
     /// With `mode.split`. Kernels scale dS themselves (csrc/backward/store_scores.cuh), so magnitudes may be large, and low parts stay
     /// normal.
@@ -119,11 +119,6 @@ fn power(exponents: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(exponents.f_add_scalar(127)?.f_mul_scalar(1 << 23)?.f_view_dtype(Kind::Float)?.f_to_kind(kind)?)
 }
 
-/// Divides a gradient by the powers of v and of dout, in place.
-fn unscale(t: &mut Tensor, v: &Exponents, dout: &Exponents) -> Result<()> {
-    multiply(t, &v.0.f_add(&dout.0)?.f_neg()?)
-}
-
 /// Splits exponents in two halves. 2^sum may overflow where a product with it does not. Of two factors that are both at least 1, or both at
 /// most 1, a product overflows only if the whole does.
 fn halves(sum: &Tensor) -> Result<[Tensor; 2]> {
@@ -171,6 +166,7 @@ fn parts(t: &Tensor, columns: i64) -> Result<Tensor> {
 /// Computes (out, softmax_lse).
 pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let largest_exponent = Largest::ONE_NUMBER.factors as i32;
+    // batch-invariant: v that fp16 holds is not scaled, so that its bits do not depend on other tokens (keeps_ordinary)
     let v = Values { largest_exponent, is_shared: false, keeps_ordinary: a.features.batch_invariant, low_column: 0 };
     let cast = Cast::new(inputs, a, Operands { v: Some(v), low_column: 0 }, None, launcher)?;
     // in fp16 a mean of many values would lose digits that fp32 attention keeps
@@ -273,7 +269,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     let scaled = Saved { out, dout: scaled_dout, softmax_lse, dlse, attn_bias_requires_grad: saved.attn_bias_requires_grad };
     let mut g = device::backward(&cast.inputs, &scaled, &cast.problem, mode, launcher)?;
     let kind = inputs.q.kind();
-    // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone
+    // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone. of_dq comes from exponents of k, of_dk of q.
     let [of_dq, of_dk] = cast.of_gradients()?;
     for (t, own) in [(&mut g.dq, of_dq), (&mut g.dk, of_dk)] {
         let [first, second] = halves(&v.0.f_add(&dout.0)?.f_add(&own)?.f_neg()?)?;
@@ -282,9 +278,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     }
     g.dv = dout.inverse()?.scale(&g.dv, kind, a)?;
     for t in g.dattn_bias.iter_mut().chain(&mut g.dsinks) {
-        // one exponent for all elements, whatever the shape
-        let single = |e: &Exponents| Ok::<_, crate::error::Error>(Exponents(e.0.f_reshape([0_i64; 0].as_slice())?));
-        unscale(t, &single(&v)?, &single(&dout)?)?;
+        // one exponent for all elements, whatever the shape (Shared::ByAll)
+        multiply(t, &v.0.f_add(&dout.0)?.f_neg()?.f_reshape([0_i64; 0].as_slice())?)?;
     }
     Ok(g)
 }
