@@ -222,6 +222,7 @@ fn planned(call: &str, a: &Attention, (has_dlse, fp32_gradients, flag): (bool, b
     let (numbers, kernels) = found.unwrap_or_else(|e| (e.message, Vec::new()));
     let one = |k: &PlannedKernel| {
         let stream_k = k.stream_k.map_or(String::new(), |s| format!(" {} of {}, {} splits", s.stream_k_tiles, s.iterations, s.splits));
+        // of a backward stream-K kernel: maximum steps of a split, and the first key block that may be split
         let backward = k.backward_stream_k.map_or(String::new(), |s| format!(" limit {} from {}", s.limit, s.first_split));
         format!("{} {:?} {:?}{stream_k}{backward}", k.variant.name, k.blocks, k.reason)
     };

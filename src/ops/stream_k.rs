@@ -57,7 +57,8 @@ impl Scratch {
     }
 
     /// Prepares a simulator that runs some blocks only, to time them: the last split of each tile finds all other arrivals counted, and the
-    /// others never find themselves the last. So as many timed blocks combine splits as in a full run.
+    /// others never find themselves the last. So as many timed blocks combine splits as in a full run. `semaphores_of`: the indices of a
+    /// tile's semaphores.
     fn fake_arrivals<Numbers: Iterator<Item = usize>>(
         &self,
         splits: &mut [StreamKSplit],
@@ -126,7 +127,8 @@ impl Launch {
     }
 }
 
-/// Scratch memory and schedule of a stream-K launch of the backward pass.
+/// Scratch memory and schedule of a stream-K launch of the backward pass. Only tiles (key blocks) from `first_tile` on are split. All heads
+/// have the same schedule, and scratch memory for these tiles.
 pub struct BackwardLaunch {
     schedule: Rc<BackwardStreamKSchedule>,
     /// KV heads of all batch entries.

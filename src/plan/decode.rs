@@ -85,7 +85,6 @@ fn decode_shape(
 ) -> Result<DecodePlan> {
     let kernels = *COMPILED;
     let [(chosen, reason)] = choose(kernels, [pass], shape, features, d)?;
-    // Takes the smallest row tile of these headdims that fits the wanted rows, else the largest.
     /// Most rows to fit in a batch with long sequences: prefill computes those, and most others have one query.
     const MIXED_ROWS: i64 = 32;
     // batch-invariant calls take the tile that fits the rows of one query, whatever the number of queries
@@ -94,15 +93,16 @@ fn decode_shape(
         true => rows.min(MIXED_ROWS),
         false => rows,
     };
+    // takes the smallest row tile of these headdims that fits the wanted rows, else the largest
     let fits =
         |v: &&'static Variant| (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v) && is_applicable(v, shape, features, d);
-    let rank = |rows: u32| (i64::from(rows) < wanted, if i64::from(rows) < wanted { -i64::from(rows) } else { i64::from(rows) });
+    let rank = |rows: u32| (i64::from(rows) < wanted, i64::from(rows).abs_diff(wanted));
     let variant = match reason {
         Reason::Tuned => chosen,
         _ => kernels.of(&chosen.family, pass).filter(fits).min_by_key(|v| rank(v.block_rows)).unwrap_or(chosen),
     };
     let blocks = d.sms * variant.blocks_per_sm;
-    // csrc/decode/partials.cuh: two partial results per block; each level of the combine tree has row states of its own
+    // csrc/decode/partials.cuh: two partial results per block; each level of the combine tree has row states (two floats) of its own
     let splits = 2 * i64::from(blocks);
     let levels = i64::from(combine_levels(blocks));
     let rows_of_split = i64::from(variant.block_rows);
@@ -139,7 +139,7 @@ pub fn indexer_head_shift(nheads: i64) -> i32 {
     HEAD_SHIFTS.into_iter().find(|&shift| nheads <= 1 << shift).unwrap_or(HEAD_SHIFTS[1])
 }
 
-/// Plans a call that has logits.
+/// Plans `volta_fa::indexer_logits`. The caller returns without a launch if the result is empty.
 pub fn indexer(x: &Indexer, d: &DeviceLimits) -> Result<PlannedKernel> {
     thread_local!(static LAST: PlanCache<Indexer, PlannedKernel> = const { Cell::new(None) });
     cached_plan(&LAST, *x, d, || {

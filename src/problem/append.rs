@@ -18,6 +18,7 @@ pub struct Target<'a> {
     pub seqlen_q: i64,
     /// Most keys that the cache can hold for a sequence.
     pub seqlen_k: i64,
+    /// Sizes of q.
     pub queries: &'a Sizes,
 }
 
