@@ -451,7 +451,7 @@ def test_classes_are_apart():
     """Classes of a tuning (ranges of a problem's sizes with one choice of kernel) do not overlap, and contain their measured shape."""
     need("sim")
     listed = [class_ for class_, _ in tune.classes(SIMULATOR, INFO["variants"], ())]
-    assert len(listed) <= tune.MOST_CHOICES
+    assert len(listed) <= tune.MAX_CHOICES
 
     def has(class_, shape):
         bounds = class_.bounds

@@ -6,7 +6,13 @@ read the codes in place; calls with many queries first dequantize. `sim` is the 
 
 `Cached` is a problem: its first argument has (queries, cached tokens, appended tokens) of each sequence. `page`: tokens of a page (default
 16; 0: no pages). `layout`: order of the cache's dimensions; "kv": K and V share a tensor; "wide": gaps between rows. `descale`: fp8 scales
-are one ("one"), of each KV head ("h"), or of each sequence and KV head ("bh")."""
+are one ("one"), of each KV head ("h"), or of each sequence and KV head ("bh"). `sinks`: their dtype, "own" is q's. `own_new`: packed
+new tokens have cu_seqlens_k_new. `all_cached`: no cache_seqlens, so all tokens of the cache count. `spread`: standard deviation of q, k
+and v. A problem has its tensors (q, new, k_cache, v_cache), `options`, the call's other arguments, and `places`: of each sequence,
+the cache entry (page) and row of each token. WRITTEN names the options that appending writes.
+
+Lengths: ONE has one query and EVEN three of each sequence, and none appends; APPEND is ONE with the query's token appended; CHUNKS mixes 0
+to 33 queries, whose tokens are appended."""
 
 from __future__ import annotations
 
@@ -249,7 +255,7 @@ def test_against_fp64(backend, case):
 @pytest.mark.parametrize("kv_dtype", CACHE_KV_DTYPES)
 @on("cpu-fp32", "sim", "cuda")
 def test_numbers_of_all_sizes(backend, kv_dtype):
-    """Tokens whose scales differ by orders of magnitude, and the most important ones have small ones."""
+    """Right for tokens whose magnitudes, and so their scales, range from 2^-9 to 2^5 (keys: to 1) in random order."""
     case = Cached(((1, 200, 0), (3, 77, 0)), packed=True, nheads=4, nheads_k=2, kv_dtype=kv_dtype)
     problem = case.problem(backend)
     for which, cache in (("k", problem.k_cache), ("v", problem.v_cache)):

@@ -30,7 +30,7 @@ _ROUNDS = 3
 #: Seconds per figure, and calls between two events. A launch costs the CPU about 10 us, and several calls hide this.
 _OF_A_FIGURE, _CALLS = 0.01, 8
 #: Maximum number of choices that src/tuning.rs reads from a file.
-MOST_CHOICES = 512
+MAX_CHOICES = 512
 
 _BACKWARD_SEQLENS = (512, 1024, 2048, 4096)
 _BACKWARD_HEADS = 40
@@ -111,7 +111,7 @@ class Class:
 class Alternative:
     """An alternative for a class: the kernels to force, and the entry in a tuning file."""
 
-    takes: dict[str, Any]  # the entry
+    takes: dict[str, Any]  # what the entry chooses, beside the bounds of the class
     variant: dict[str, Any] | None = None
     deterministic: bool = False
 
@@ -132,12 +132,12 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
     square = [v for v in plain if v["family"] in families[:1] and v["headdim"] == v["headdim_v"]]
     widths = sorted({v["headdim"] for v in square if v["pass"] == "Forward"})
     for above, headdim in zip([0, *widths], widths):
-        blocks, shares = ([v for v in square if (v["pass"], v["headdim"]) == (of, headdim)] for of in ("Forward", "ForwardStreamK"))
+        blocks, stream_k = ([v for v in square if (v["pass"], v["headdim"]) == (of, headdim)] for of in ("Forward", "ForwardStreamK"))
         if len(blocks) < 2:
             continue
         kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
         # the same tiles on a stream-K grid: choosing the usual variant excludes that grid
-        kernels += [Alternative({"pass": v["pass"], "variant": v["name"]}, v) for v in shares]
+        kernels += [Alternative({"pass": v["pass"], "variant": v["name"]}, v) for v in stream_k]
         for nheads, seqlen, causal in itertools.product(_FORWARD_HEADS, _FORWARD_SEQLENS, (False, True)):
             found.append((Class("Forward", headdim, above, seqlen, nheads, causal), kernels))
     headdims = sorted({v["headdim"] for v in plain if v["pass"] == "Backward"})
@@ -172,7 +172,7 @@ def tune(target: Target, results: Sequence[KernelResult], deadline: float, advan
         if choice:
             tuned.choices.append(choice)
     by_gain = sorted(tuned.choices, key=lambda c: -c["note"]["times_as_fast"])
-    tuned.choices = by_gain[:MOST_CHOICES]
+    tuned.choices = by_gain[:MAX_CHOICES]
     try:
         _write(tuned, about)
     except (OSError, ValueError) as error:
@@ -193,6 +193,7 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
     for _ in range(_ROUNDS):
         for alternative, work, of in zip(alternatives, works, times):
             with target.running(alternative.variant, failed, alternative.deterministic):
+                # most: runs after the first, of _CALLS calls each
                 of.append(median_ms(work, target.device, _OF_A_FIGURE, most=10, calls=_CALLS))
     # of each alternative: how many times as fast as the plan's kernel it was in its worst round
     gains = [min(mine / theirs for mine, theirs in zip(times[own], of)) for of in times]
