@@ -18,10 +18,9 @@
 // ldmatrix, pair_after(x, n) the address 2 * n chunks after x (fragments.cuh).
 //
 // VisitedQueries: query rows first() to `end` see the block's keys (fused kernels visit all); `unmasked`: their steps that need no
-// mask; rows(): rows that loads may read. HeadRows: one query head; origin(): the sequence's first row in
-// the tensors; scratch_offset(): an offset in dQ's accumulator, floats. StepStats:
-// -lse / scale and -delta of a step's queries; scale() makes the first -lse in log2 units. InitialScores: what S^T begins with,
-// terms of ALiBi or of a bias.
+// mask; rows(): rows that loads may read. HeadRows: one query head; origin(): the sequence's first row in the tensors;
+// scratch_offset(): an offset in dQ's accumulator, floats. StepStats: -lse / scale and -delta of a step's queries; scale() makes
+// the first -lse in log2 units. InitialScores: what S^T begins with, terms of ALiBi or of a bias.
 #pragma once
 
 #include "backward/probabilities.cuh"
