@@ -27,7 +27,7 @@ const MAX_SCRATCH: u64 = 64 << 20;
 /// Keys of a block whose times these are.
 const LARGE_BLOCK: u32 = 128;
 /// Time of smaller blocks relative to large ones, as a fraction (numerator, denominator). At headdim 64, N=1024, 32 heads on 8 KV heads, a
-/// step takes 3.1 us instead of 5.2 on the simulator's V100. There smaller blocks have two roles of warps (P and dV; dS and dK), large
+/// step takes 3.1 us instead of 5.2. There smaller blocks have two roles of warps (P and dV; dS and dK), large
 /// ones have one.
 const SMALL: (u64, u64) = (6, 10);
 /// Limits of a split's steps that are tried: 2 to 19 twentieths of the longest key block.
