@@ -34,7 +34,7 @@ _FEW_PAGES = {"kv_cache_memory_bytes": 160 << 20, "disable_log_stats": False}
 _FEW_LATENTS = {"kv_cache_memory_bytes": 23 << 20, "disable_log_stats": False}
 _MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False}
 #: 0.26.0 has no int8 cache, no class for Qwen3.5 without images, and refuses Gemma 3 without images too.
-#: Gemma 4's jobs and PaliGemma's are 0.33.0's.
+#: Jobs of Gemma 4, PaliGemma 2 and Molmo 2 are 0.33.0's.
 _NOT_0_26 = ("qwen3.5", "deepseek-int8", "gemma3-text", "gemma4", "paligemma2", "molmo2")
 #: _SDPA makes vLLM's vision encoder call PyTorch's attention, in all jobs with images; _VISION makes volta_fa run these calls.
 _VISION = {"VOLTA_FA_VLLM_VISION": "1", "VOLTA_FA_LOG": "1"}
@@ -153,7 +153,7 @@ def latent_jobs() -> list[dict]:
 
 
 def image_jobs() -> list[dict]:
-    """Returns the jobs of models with images. Tokens of an image see each other in Gemma 3's language model."""
+    """Returns the jobs of models with images. In the language models but Qwen3-VL's, tokens of an image see each other."""
     images = {"prompts": "images", "engine": _EAGER | _SDPA}
     chunks = images | {"engine": _EAGER | _SDPA | {"max_num_batched_tokens": 256}}
     fp8 = images | {"engine": _EAGER | _SDPA | {"kv_cache_dtype": "fp8"}}

@@ -1,5 +1,6 @@
-"""A small Molmo 2, which transformers does not have: configuration, processor, weights, and a model in float32 as the reference. models.py,
-engine.py and reference.py import it, which registers it with transformers. vLLM computes the rest with its own classes.
+"""A small Molmo 2, which transformers 5.17 lacks: configuration, processor, weights, and a model in float32 as the reference. models.py,
+engine.py and reference.py import it, which registers it with transformers, in place of a later release's own. vLLM computes the rest with
+its own classes.
 
 An image becomes two crops of one size, the whole image each time, where the real processor cuts large images into more. Its tokens, the
 rows' ends included, see each other. Tokens of images follow the vocabulary, so no model generates one.
@@ -109,8 +110,8 @@ class Molmo2Processor(t.ProcessorMixin):
         return t.BatchFeature(found | (dict(self.image_processor(images)) if images else {}))
 
 
-t.AutoConfig.register("molmo2", Molmo2Config)
-t.AutoProcessor.register(Molmo2Config, Molmo2Processor)
+t.AutoConfig.register("molmo2", Molmo2Config, exist_ok=True)
+t.AutoProcessor.register(Molmo2Config, Molmo2Processor, exist_ok=True)
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
