@@ -71,7 +71,7 @@ COMPARISONS = [
     ("qwen3.5-int8-custom", "qwen3.5-int8-triton", "Gated DeltaNet, int8 cache"),
     ("granite4-custom", "granite4-triton", "Mamba 2, CUDA graphs, prefix caching"),
     ("granite4-uncached-custom", "granite4-uncached-triton", "Mamba 2, no prefix caching, eager"),
-    ("jamba-custom", "jamba-triton", "Mamba 1, eager"),
+    ("jamba-custom", "jamba-triton", "Mamba 1"),
     ("deepseek-fp8-custom", "deepseek-fp8-triton", "MLA, fp8 cache"),
     ("deepseek-int8-custom", "deepseek-fp8-triton", "MLA, int8 cache, vLLM's in fp8"),
     ("deepseek-preempted-custom", "deepseek-long-triton", "MLA, preemption"),
@@ -183,9 +183,9 @@ def image_jobs() -> list[dict]:
 def fork_jobs() -> list[dict]:
     """Returns the jobs of 1Cat-vLLM: its three ways to volta_fa (docs/guides/1cat-vllm.md)."""
     name, cached = "FLASH_ATTN_V100", {"enable_prefix_caching": True}
-    backend = {"VOLTA_FA_VLLM_1CAT": "backend"}
+    backend = {"VOLTA_FA_VLLM_1CAT": "backend", "VOLTA_FA_LOG": "1"}
     kernels = ("FA2_D256_PREFILL", "FP8_PREFILL_BRIDGE", "PREFILL_GATHER_DENSE")  # of 1Cat-vLLM, which would take long prompts
-    package = {"VOLTA_FA_VLLM_1CAT": "package"} | {f"VLLM_FLASH_V100_{kernel}": "0" for kernel in kernels}
+    package = {"VOLTA_FA_VLLM_1CAT": "package", "VOLTA_FA_LOG": "1"} | {f"VLLM_FLASH_V100_{kernel}": "0" for kernel in kernels}
     return [
         *pair("llama128", "llama128"),
         job("1cat-backend-custom", "llama128", name, env=backend),

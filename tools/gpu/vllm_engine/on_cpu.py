@@ -159,6 +159,7 @@ def main() -> None:
     print(f"{folder.name}: {count} tokens, images {spans}")
     for begin, end in zip(ends, ends[1:]):
         print(f"tokens {begin} to {end}: error {errors[begin:end].max():.1e}")
+    sys.stdout.flush()
     os._exit(0)  # vLLM ends a process group that never had a GPU with an error
 
 

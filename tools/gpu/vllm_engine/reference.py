@@ -6,6 +6,7 @@ nats, to RESULTS/reference.json. Needs peft for jobs with LoRA.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def main() -> None:
                     model = PeftModel.from_pretrained(model, models / "lora")
                 model, loaded = model.to(DEVICE).eval(), (job["model"], job.get("lora", False))
             found = errors(model, job, result)
-            measured[job["name"]] = {"max": max(found), "rms": (sum(x * x for x in found) / len(found)) ** 0.5}
+            largest = max(found) if all(map(math.isfinite, found)) else math.inf  # max() alone passes over NaN
+            measured[job["name"]] = {"max": largest, "rms": (sum(x * x for x in found) / len(found)) ** 0.5}
         except Exception as error:  # one model must not keep the others from being measured
             print(f"{job['name']}: {type(error).__name__}: {error}", file=sys.stderr)
     (folder / "reference.json").write_text(json.dumps(measured, indent=1))

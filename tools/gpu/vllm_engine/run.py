@@ -73,16 +73,22 @@ def environment(job: dict, work: Path) -> dict[str, str]:
     return {**os.environ, **fixed, **job.get("env", {})}
 
 
+def files_of(job: dict, options) -> list[Path]:
+    """Returns the files of a job: NAME.job.json, which it writes; NAME.json, the result, which it removes; NAME.log."""
+    folder = options.output / job["version"]
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{job['name']}{end}" for end in (".job.json", ".json", ".log")]
+    files[0].write_text(json.dumps(job))
+    files[1].unlink(missing_ok=True)
+    return files
+
+
 class Job:
-    """A running job of jobs.py: a process of engine.py or load.py, and its files NAME.job.json, NAME.json (the result) and NAME.log."""
+    """A running job of jobs.py: a process of engine.py or load.py, and its files (files_of)."""
 
     def __init__(self, job: dict, options) -> None:
         self.job, self.begin = job, time.time()
-        folder = options.output / job["version"]
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / f"{job['name']}{end}" for end in (".job.json", ".json", ".log")]
-        files[0].write_text(json.dumps(job))
-        files[1].unlink(missing_ok=True)
+        files = files_of(job, options)
         script = "load.py" if job["kind"] == "load" else "engine.py"
         command = [sys.executable, str(HERE / script), *map(str, files[:2]), str(options.work / "models")]
         if job["kind"] == "load":
@@ -104,6 +110,8 @@ def run_all(waiting: list[dict], options) -> None:
     while waiting or running:
         late = time.time() - begin > options.time_limit
         if late:
+            for job in waiting:  # a job without a result counts as failed
+                files_of(job, options)[2].write_text("not started before the time limit\n")
             waiting = []
         while waiting and len(running) < options.slots:
             running.append(Job(waiting.pop(0), options))
