@@ -26,6 +26,7 @@ import gc
 import importlib.util
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -354,7 +355,8 @@ def attention_errors(patcher, name, device):
                 exact[:, h : h + 1] = F.scaled_dot_product_attention(*one, attn_mask=part)
             exact = exact if kwargs.get("skip_output_reshape") else exact.transpose(1, 2).flatten(2)
             errors = [(found.double() - exact).abs().max().item() for found in (out, own)]
-            seen[kind] = {"volta_fa": errors[0], "own": errors[1], "ratio": errors[0] / errors[1] if errors[1] else float(errors[0] > 0)}
+            ratio = errors[0] / errors[1] if errors[1] else math.inf if errors[0] else 0.0
+            seen[kind] = {"volta_fa": errors[0], "own": errors[1], "ratio": ratio}
         return out
 
     patcher = patcher.clone()
@@ -514,6 +516,12 @@ def release():
 # ---- all processes, the table and the verdict --------------------------------------------------------------------
 
 
+def worst_ratio(row):
+    """Returns the largest ratio of a row's attention calls; infinity if one is not a number, which max() may pass over."""
+    ratios = [e["ratio"] for e in row.get("attention", {}).values()]
+    return max((math.inf if math.isnan(ratio) else ratio for ratio in ratios), default=None)
+
+
 def judge(rows):
     """Adds to each row the ratio of its error to that of SDPA, and `problem` where it breaks the rule."""
     own = {row["model"]: row["error"] for row in rows if row["path"] == "SDPA" and "error" in row}
@@ -532,10 +540,12 @@ def judge(rows):
             if uses_volta_fa and not row["calls"].get("ran") and not masked_flash:
                 row["problem"] = f"no call ran on volta_fa: {row['calls']}"
         if "difference" in row:
-            allowed = row["largest"] * 2**-16 if row["calls"].get("ran") else 0.0
-            if not row["difference"] <= allowed:
+            allowed = row["largest"] * 2**-16
+            if not row["calls"].get("ran"):
+                row["problem"] = f"no call ran on volta_fa: {row['calls']}"
+            elif not row["difference"] <= allowed:
                 row["problem"] = f"differs by {row['difference']:.3g} from ComfyUI's own result, allowed {allowed:.3g}"
-        worst = max((e["ratio"] for e in row.get("attention", {}).values()), default=None)
+        worst = worst_ratio(row)
         if worst is not None and not worst <= ALLOWED:
             row["problem"] = f"attention: error {worst:.2f} times that of ComfyUI's"
 
@@ -548,7 +558,7 @@ def table(rows):
     for row in rows:
         calls = dict(row.get("calls", {}))
         ran = calls.pop("ran", 0)
-        worst = max((e["ratio"] for e in row.get("attention", {}).values()), default=None)
+        worst = worst_ratio(row)
         step = row.get("seconds_per_step")
         cells = [(row.get("error", row.get("difference")), "9.2e"), (row.get("ratio"), "6.2f"), (worst, "9.2f")]
         cells += [(None if step is None else step * 1e3, "9.1f"), (row.get("memory_mib"), "7.0f")]
