@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..errors import first_line
 from ..integrations.sdpa import disable_sdpa
 from . import atomics, machine
 from .kernels import Target, lacks_memory
@@ -295,7 +296,7 @@ def _time(speeds: Speeds, target: Target, point: Point | CachePoint, name: str) 
         if lacks_memory(error):
             point.missing[name] = OUT_OF_MEMORY
             return
-        point.missing[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+        point.missing[name] = first_line(error)
         if is_ours:  # errors of PyTorch's own kernels are no failure of this library
             speeds.troubles.append(f"{name}, {point}: {type(error).__name__}: {point.missing[name]}")
 
