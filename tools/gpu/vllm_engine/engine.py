@@ -82,7 +82,7 @@ def image_prompts(model: str) -> list[dict]:
 
 def start(models: Path, **options):
     """Returns the engine of this job. `options` are arguments of vllm.LLM; the job's own override them."""
-    import molmo2  # noqa: F401, which registers what transformers lacks
+    import molmo2  # noqa: F401, which registers what older transformers lack
     import vllm.config.model as limits
     from vllm import LLM
 

@@ -251,7 +251,7 @@ def write_model(name: str, folder: Path, device: str) -> None:
 
 
 def write_molmo2(folder: Path, device: str) -> None:
-    """Writes a model that transformers does not have."""
+    """Writes a model that transformers 5.17 does not have."""
     generator = torch.Generator(device).manual_seed(1)
     state = {key: draw("molmo2", key, torch.Size(shape), generator).half().cpu() for key, shape in molmo2.shapes().items()}
     folder.mkdir(parents=True, exist_ok=True)
