@@ -90,8 +90,8 @@ class Molmo2ImageProcessor:
         return t.BatchFeature(found)
 
 
-class Molmo2Processor(t.ProcessorMixin):
-    """What vLLM needs of the real one."""
+class SmallMolmo2Processor(t.ProcessorMixin):
+    """What vLLM needs of the real one. The name is its own: a later transformers looks up its classes by name first."""
 
     attributes = ("tokenizer",)
     image_use_col_tokens = use_single_crop_start_token = True
@@ -102,7 +102,7 @@ class Molmo2Processor(t.ProcessorMixin):
         self.tokenizer, self.image_processor, self.chat_template = tokenizer, Molmo2ImageProcessor(), None
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **_options) -> "Molmo2Processor":
+    def from_pretrained(cls, folder: str | Path, **_options) -> "SmallMolmo2Processor":
         return cls(t.AutoTokenizer.from_pretrained(folder))
 
     def __call__(self, text: str = "", images: list | None = None, videos: None = None, **_options) -> t.BatchFeature:
@@ -111,7 +111,7 @@ class Molmo2Processor(t.ProcessorMixin):
 
 
 t.AutoConfig.register("molmo2", Molmo2Config, exist_ok=True)
-t.AutoProcessor.register(Molmo2Config, Molmo2Processor, exist_ok=True)
+t.AutoProcessor.register(Molmo2Config, SmallMolmo2Processor, exist_ok=True)
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -154,7 +154,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def write_config(folder: Path) -> None:
     """Writes the files beside the weights and the tokenizer."""
     Molmo2Config(architectures=["Molmo2ForConditionalGeneration"], dtype="float16").save_pretrained(folder)
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Molmo2Processor"}))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "SmallMolmo2Processor"}))
 
 
 class Molmo2Reference:
