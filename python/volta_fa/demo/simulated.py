@@ -36,7 +36,7 @@ class Gpu:
     pytorch_tflops: float
 
 
-GPUS = (Gpu("v100", "V100", 21.9), Gpu("t4", "T4", 12.4))
+GPUS = (Gpu("v100", "V100", 24.5), Gpu("t4", "T4", 13.1))
 
 
 @dataclass
