@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import addresses
-import volta_fa.addresses
+import volta_fa.diagnostics
 from conftest import NEEDS_COMPILER, REPOSITORY, need
 from processes import run_forked
 
@@ -186,8 +186,8 @@ def test_addresses_reach_pages_and_commands_and_leave_them(tmp_path, monkeypatch
         assert text in install
     assert "is published" not in install and "url: https://host/files/" in (tmp_path / addresses.FORMS).read_text()
     assert json.loads((tmp_path / addresses.FILE).read_text()) == known
-    monkeypatch.setattr(volta_fa.addresses, "_FILE", tmp_path / addresses.FILE)
-    assert volta_fa.addresses.send(Path("a.json")) == "Send a.json as an issue at https://host/issues"
+    monkeypatch.setattr(volta_fa.diagnostics, "_ADDRESSES", tmp_path / addresses.FILE)
+    assert volta_fa.diagnostics.send(Path("a.json")) == "Send a.json as an issue at https://host/issues"
     addresses.write(none, tmp_path)
-    assert volta_fa.addresses.send(Path("a.json")) == "Send a.json to the person who gave you volta_fa"
+    assert volta_fa.diagnostics.send(Path("a.json")) == "Send a.json to the person who gave you volta_fa"
     assert [(tmp_path / path).read_text() for path in files] == before

@@ -1,10 +1,11 @@
 """Finds GPUs, drivers and torch builds that do not work together, and says in one line what to install. `volta_fa.info()`, the command line
-and `enable_sdpa()` report these lines; `import volta_fa` schedules a warning (`warn_when_cuda_starts`)."""
+and `enable_sdpa()` report these lines; `import volta_fa` schedules a warning (`warn_when_cuda_starts`). `send` says where a report goes."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import re
 import warnings
 from collections.abc import Iterable
@@ -20,6 +21,8 @@ _OLD_CUDA, _LAST_OLD_TORCH = "cu118", "2.7.1"
 _MACHINE_CODE_CUDA = (12, 0)
 #: The first driver of each major release of CUDA. It also runs the minor releases.
 _FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
+#: URLs of the release's files, its sources and its issue tracker, each empty if not published. `make release` writes it.
+_ADDRESSES = Path(__file__).with_name("addresses.json")
 
 
 def pip_line(release: str, cuda: str) -> str:
@@ -132,3 +135,9 @@ def warn_when_cuda_starts() -> None:
     later = getattr(torch.cuda, "_lazy_call", None)
     if later is not None:
         later(warn)
+
+
+def send(file: Path) -> str:
+    """Returns an instruction to send `file`, a report, to the issue tracker; without one, to the person who provided the package."""
+    issues = json.loads(_ADDRESSES.read_text())["issues"]
+    return f"Send {file} " + (f"as an issue at {issues}" if issues else "to the person who gave you volta_fa")

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from .. import diagnostics, progress
-from ..addresses import send
+from ..diagnostics import send
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
 from .kernels import Target

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..addresses import send
+from ..diagnostics import send
 from ..progress import Lines
 from .check import choose_device
 
