@@ -21,9 +21,10 @@
 //   begins_block()                     -           yes          yes                 -
 //   largest n                          any         Ahead        64 / Step           64 / Step
 //
-// Their constructors take (grid, block, first column, end of columns). ListedSteps loads an entry one block before use; its
-// template parameter Ahead is the largest n. CompactListedSteps holds three registers fewer and waits for loads at each block.
-// ListedBlockSteps is for kernels that loop over a block's steps. The file of each has its name.
+// Their constructors take (grid, thread block, first column, end of columns), or in backward kernels (block lists, address of a
+// list, end of columns) for ListedSteps. It loads an entry one block before use; its template parameter Ahead is the largest n.
+// CompactListedSteps holds three registers fewer and waits for loads at each block. ListedBlockSteps is for kernels that loop over
+// a block's steps. The file of each has its name.
 #pragma once
 
 #include "tile.cuh"

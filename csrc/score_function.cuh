@@ -5,8 +5,9 @@
 //   f(softmax_scale * product) = factor() * state(product) + constant()      in log2 units
 //   f'(softmax_scale * product) = derivative(state(product))
 //
-// f is increasing, so the largest product of a row has the largest score. A softmax may take states as scores and factor() as their
-// scale: a constant changes the lse alone. A second function would be a struct like Softcap, with a feature of its own.
+// f is increasing, so the largest product of a row has the largest score. (Its state is the smallest: factor() is negative.) A
+// softmax may take states as scores and factor() as their scale: a constant changes the lse alone. A second function would be a
+// struct like Softcap, with a feature of its own.
 #pragma once
 
 #include "ptx.cuh"
@@ -20,8 +21,8 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// softcap * tanh(x / softcap). The state is the logistic function 1 / (e^2x + 1) of x / softcap: tanh(x) = 1 - 2 * logistic. Its
-// absolute error is about 2^-23, which is enough for a score. sm_70 has no tanh instruction.
+// softcap * tanh(x), with x = softmax_scale * product / softcap. The state is the logistic function 1 / (e^2x + 1), and tanh(x)
+// is 1 - 2 * state. Its absolute error is about 2^-23, which is enough for a score. sm_70 has no tanh instruction.
 class Softcap {
     float to_exponent_;  // 2 * softmax_scale / softcap, in log2 units
     float cap_;  // softcap, in log2 units
@@ -60,8 +61,8 @@ public:
     }
 
     // How a tile's states are computed. A masked product is -inf, and its score must be -inf, so its state infinite: 1 / (0 + 0).
-    // The state of a plain tile, 1 / (e^2x + 1), would be 1. So states of a tile with masked products are 1 / e^2y (kMaskable),
-    // where the other products were first replaced by maskable_product(), whose e^2y is e^2x + 1. Volta's forward kernels do so.
+    // The state of a plain tile, 1 / (e^2x + 1), would be 1. So a tile with masked products has states 1 / e^2y (kMaskable). There
+    // maskable_product() first turns the other products into those of y, where e^2y = e^2x + 1. Volta's forward kernels do so.
     using TileKind = float;
     static constexpr TileKind kPlain = 1.f, kMaskable = 0.f;  // addend of the denominator
     __device__ __forceinline__ float state(float product, TileKind kind) const {

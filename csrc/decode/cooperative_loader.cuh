@@ -1,18 +1,19 @@
 // Loads K and V for four warps that need the same tokens: in tiles of 64 query rows, and of 32 from headdim 256 on. Each warp loads
-// a part of a step, and stores it in shared memory for all four. Below, a tile is eight tokens, and a step is kStepTiles tiles.
+// a part of a step, and stores it in shared memory for all four. Below, a tile is eight tokens (kTileTokens), and a step is
+// kStepTiles tiles (kStepTokens tokens).
 //
 // Without this, the other warps' loads would hit L1, but L1 serves one 128-byte line a cycle, and eight lanes of an operand touch
 // four. Here a warp loads whole lines, shared memory serves eight lanes' 16 bytes a cycle, and loads in flight have more registers.
 //
 // There are two buffers, so a step needs one barrier: all warps have read a buffer before the barrier that precedes its next
-// store. Shared memory holds fp16: the warp that loads bf16 converts it once.
+// store. Shared memory holds fp16: the warp that loads bf16 (kBf16: queries, cache and output are) converts it once.
 //
 // A Layout with kCooperative says where chunks of eight columns lie, in blocks of 64 slots of 16 bytes, without bank conflicts:
 //
 //   key_slot(token, chunk)    where a key's chunk lies (eight chunks are 64 columns)
 //   key_slot(lane)            where the lane's chunk of the first 32 columns lies; its chunk of the other 32: that ^ kKeySlots
 //   value_slot(token, chunk)  where a value's chunk lies
-//   value_slot(lane)          for the lane's token value_token; its other token lies 32 slots on
+//   value_slot(lane)          for the first of the lane's two tokens of a tile (Layout::value_token); the other's is 32 slots on
 #pragma once
 
 #include "decode/bf16_value.cuh"
@@ -98,7 +99,8 @@ public:
         if constexpr (kBf16) return unify_value_scale();
         return 1.f;
     }
-    // A tile's operands of the current step.
+    // A tile's operands of the current step: of the lane's token of K, its eight of columns 32 * j to 32 * j + 31; of the lane's
+    // token h (0 or 1) of V, its eight of columns 64 * j to 64 * j + 63.
     struct KeyOperands {
         static constexpr bool kTwoScales = false;  // the loader has no int4 cache, whose chunks have two scales
         const CooperativeLoader& loader;
@@ -196,6 +198,7 @@ private:
         }
         load_from<0>(columns, seqlen_k);
     }
+    // Load I and those after it: eight columns, 4 words, each. load_columns<N, 4> does nothing unless `columns` > N.
     template <int I>
     __device__ __forceinline__ void load_from(int columns, int seqlen_k) {
         if constexpr (I < kStepTiles * kLoads) {

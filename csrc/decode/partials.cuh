@@ -1,5 +1,5 @@
 // Combines partial results of decode row tiles (split-KV, as FlashDecoding), in a fixed order, so the output is deterministic. Used
-// by block.cuh. A row tile is up to BLOCK_ROWS query rows, (query, head) pairs of a sequence that read one KV head.
+// by block.cuh, split_partials.cuh. A row tile is up to BLOCK_ROWS query rows, (query, head) pairs of a sequence and one KV head.
 //
 // A partial has, for each row, the softmax state (row_max and sum of SoftmaxRow, softmax.cuh) and the unnormalized output over some
 // of its tokens. The token groups of a block, warps with different tokens, leave partials in shared memory (SharedPartials). A

@@ -15,8 +15,12 @@
 // A Family, {volta,turing}/forward/split.cuh, has the products and the Layout of a lane's scores: Queries::multiply() is S = Q K^T,
 // add_output() is O += P V, key_of_row() the key in a row of the shared tile. multiply_high(), multiply_low(), add_high() and
 // add_low() do the part of the high or of the low parts of K or V. Its step has kTiles tiles of scores; a lane's keys in a tile are
-// kNextTile after those in the tile before. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of
-// a step), THREADS and SHARED_BYTES (of a block).
+// kNextTile after those in the tile before. Queries hold a warp's rows of Q, in registers and, with kSharedBytes a row, in shared
+// memory: the last arguments of load() are its address and the warp's first row in it. Probabilities hold P, split. Output<Columns>
+// has a lane's sums o[0][j][v], element v of tile j of kOutputTiles<Columns>: it lies in column(lane, j, v).
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a
+// block).
 #pragma once
 
 #include "dense_steps.cuh"
@@ -107,7 +111,8 @@ struct AppliedFunction {
 };
 
 // Turns the products s of a step into probabilities. Bits::kHidesAll: a block-sparse mask, whose bits then also hide what lengths,
-// causal masks and windows hide. Rescales the output `o` where row maxima move. `row`: the warp's first.
+// causal masks and windows hide. Rescales the output `o` where row maxima move. `row`: the warp's first. unmasked.contains(key):
+// all of the warp's rows see the step from `key` on, so it needs no mask.
 // `bits`: loaded for the step, of a block-sparse mask. `scale`: factor of scores in the exponent; 1 in generic kernels (kGeneric:
 // parameters choose the score features), whose scores apply_score_mod() has scaled to log2 units.
 template <class Family, class Steps, class Bits, class Output>
@@ -117,7 +122,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
                                                  SoftmaxRows<typename Family::Layout, 1>& softmax, Output& o) {
     using Layout = typename Family::Layout;
     const int key = keys.first();
-    // Computed again, so that it holds no registers in between. So remat_*() read special registers again (ptx.cuh).
+    // Computed again at each use, from special registers that remat_*() read again (ptx.cuh): it holds no registers in between.
     const auto mask = [&] { return mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())); };
     if (kGeneric)
 #pragma unroll
@@ -416,7 +421,7 @@ struct WideForward {
         __syncthreads();
 #pragma unroll 1
         for (; keys.exists(); keys.advance(visited)) {
-            const u32 columns = first_column() * 2;
+            const u32 columns = first_column() * 2;  // bytes from a row's first column to the warp's
             tiles.store(slot + kSlotBytes);
             tiles.load_v(0, keys.first());
             Products s, large;

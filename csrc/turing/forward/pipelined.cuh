@@ -47,6 +47,14 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
     using typename Parts::Block, typename Parts::CopyPlacement, typename Parts::CopyPositions, typename Parts::Fragments,
         typename Parts::Keys, typename Parts::Output, typename Parts::Probabilities, typename Parts::Softmax,
         typename Parts::StreamK, typename Parts::StreamV, typename Parts::Tile, typename Parts::TileSoftmax;
+    // Sizes: kChunks, kGroups, kTileBytes are of Q and K, those with V of V and the output. kOffsetV: bytes from K to V in a slot.
+    // Choices by the registers that a kernel leaves free (kRegistersFull: few):
+    //   kFragmentsAhead   whether a group of K and V is loaded while the products of the group before run, else when it is used
+    //   kChunkCoordsKept  whether registers keep the row and chunk that a thread copies; kStreamsKept: these chunks' addresses in
+    //                     row 0; kMaskKept: the mask; kKeysKept: the keys of all Philox rounds; else they are computed again
+    //   kStreamsInShared  whether those addresses lie in shared memory, after the ring
+    // kPagesInBranch: a branch guards loads of page numbers, else a predicate. kBlockLoop: loops over listed blocks and inside over
+    // their steps. kBitsAhead: steps from the load of a block mask's bits to their use. kEnd: a copy after a tile's last products.
 
     __device__ __forceinline__ static void run(const FwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared[];

@@ -1,7 +1,8 @@
 // Lane layouts of the volta backward kernels (mma.m8n8k4): which scores and gradient elements a lane holds, where operands lie in
 // shared memory, and how scores become operands. products.cuh and the kernels of this folder use it; nothing outside does.
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh). Here
+// quad is lane % 4, and half is lane / 16.
 //
 // Every product is made of 16x16 tiles. Row t of operand A of quad-pair qm is key t%4 + 4*qm + 8*(t/4) of 16 (own_row_of): eight
 // consecutive lanes, one shared-memory wavefront, then read eight consecutive keys. Column n of quad-pair qn is query 8*qn +

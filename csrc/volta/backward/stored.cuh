@@ -2,7 +2,11 @@
 // backward/stored_gradients.cuh, for headdims above 192 and for fp32 tensors. They say what each member is. A warp has 64 by 64
 // elements of a product: 4 by 4 tiles of 16 by 16. c: its accumulators; a and b: shared addresses of the lane's operands.
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// *_operand(), *_a() and *_b() return the byte offset of a lane's operand in its tile. `row`, `column`: the warp's first there.
+// for_each_pair() calls f(row, column, x, y) for sums x, y of neighboring columns. Row and column count from the warp's first.
+//
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh). Here
+// quad is lane % 4, and half is lane / 16.
 // chunk_after() steps along a row of a swizzled tile, row_swizzle(4) is what four rows further change in the swizzle (tile.cuh).
 #pragma once
 
@@ -27,7 +31,7 @@ struct StoredFamily {
     static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
         volta::load_rows(x, stats);
     }
-    static __device__ __forceinline__ int tile_row(int row) { return row; }
+    static __device__ __forceinline__ int tile_row(int row) { return row; }  // a row's place in a tile; turing permutes rows
     static __device__ __forceinline__ u32 own_operand(const Lane& lane, int row) {
         return volta::own_operand<TermColumns>(0, lane, row);
     }
@@ -73,7 +77,7 @@ struct StoredFamily {
 
     // ---- dK and dV --------------------------------------------------------------------------------
     static constexpr int kLoadParts = 2;  // parts in which add_keys and add_queries take a step's loads: what spills least
-    using KeySums = Gradient<4, 2>;  // [16 keys][block of 32 columns][half]
+    using KeySums = Gradient<4, 2>;  // [m: 16 keys][j: block of 32 columns][i: half of a chunk of operand B][v: element]
     static __device__ __forceinline__ u32 key_a(const Lane& lane, int row) { return score_operand(0, lane, row); }
     static __device__ __forceinline__ u32 key_b(const Lane& lane, int column) {
         return column_operand<OtherTermRows>(0, lane, column / 32);
