@@ -1,8 +1,9 @@
 // Offsets of query rows in the backward pass's scratch memory: the row statistics (-lse / scale and -delta) and the accumulator of
 // dq. Included by all backward kernels. RowStats is a family's layout of the statistics ({volta,turing}/backward/row_stats.cuh).
 //
-// There a sequence's rows are rounded up to a multiple of RowStats::kRowRounding. So each step of a kernel finds statistics,
-// and room for dq, for all of its rows, and needs no bounds test.
+// There a sequence's rows are rounded up to a multiple of RowStats::kRowRounding (32). Main kernels that own keys step over at most
+// as many queries. So each step finds statistics, and room for dq, for all of its rows, and needs no bounds test. Blocks that own
+// more queries (dq kernels, store_scores.cuh) test them against rounded_rows().
 #pragma once
 
 #include "seqlen_info.cuh"

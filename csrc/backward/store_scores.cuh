@@ -348,6 +348,9 @@ struct BackwardScores {
         }
     }
 
+    // Computes and stores the block's tile. Grid: x is a tile of queries and of keys, y a query head of the launch, z a batch
+    // entry. A launch has KV heads from stored.first_head on, and stored.key_tiles tiles of 128 keys from first_key_tile on. A
+    // block stores nothing if lengths, causal mask or window hide all of its scores.
     static __device__ __forceinline__ void run(const BwdParams& p, const StoredScores& stored, Blocks blocks = Blocks()) {
         static_assert(!Blocks::kListed || (Split && kHasScoreFeatures), "only the loop over tiles hides scores");
         extern __shared__ __align__(1024) unsigned char shared_memory[];

@@ -33,7 +33,9 @@
 //                         the same row
 //   rescale(lane, o, factor)      multiplies output rows; `factor` is that of the lane's score_row
 //   each_output(lane, o, own, f)  replaces each output x by f(x, `own` of its row, whether x is in the last four of eight columns)
-//   add_values(lane, o, p, v)     output += P V; p: packed probabilities, in the lanes that have the scores
+//   add_values(lane, o, p, v)     output += P V; p: packed probabilities, in the lanes that have the scores. pack() (scales.cuh)
+//                                 makes them fp16 times kPackedOne (2^8), so the output has this factor too, row sums do not.
+//                                 Combining the partial results divides by it (partials.cuh)
 //   each_pair(lane, o, f)         calls f(row, column, x, y) for outputs x and y of two neighboring columns
 //
 // Names: mt is a row tile of a warp, tile a tile of tokens of a step, j a chunk of eight columns. q, k, v and o are a lane's parts
@@ -135,7 +137,7 @@ public:
                   group_steps = (steps + kTokenGroups - 1) / kTokenGroups;
         int steps_left = min(group_steps, steps - token_group * group_steps);
         [[maybe_unused]] int group_first = 0;
-        if constexpr (kBatchInvariant) {  // a fixed part of the work tile's split (kSplitTokens); its rows may see fewer tokens
+        if constexpr (kBatchInvariant) {  // a fixed part of a split (split_scheduler.cuh); its rows may see fewer tokens
             constexpr int kGroupTokens = kSplitTokens / kTokenGroups;
             static_assert(kSplitTokens % kTokenGroups == 0 && kGroupTokens % kStepTokens == 0, "parts are whole steps");
             const int begin = s.first / kSplitTokens * kSplitTokens + token_group * kGroupTokens;
@@ -342,7 +344,7 @@ public:
                 partials.state[token_group * BLOCK_ROWS + first_row + 8 * mt + Layout::score_row(lane)] = {softmax[mt].row_max,
                                                                                                            sum};
         }
-        // Only the warps that have rows of this part store outputs. All warps call finish.
+        // Only the warps that have rows of this part store outputs, kPartialStride floats from row to row. All warps call finish.
 #pragma unroll 1
         for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
             if (first_row / kRowsAtOnce == first / kRowsAtOnce) {

@@ -68,7 +68,8 @@ struct SequenceWork {
     }
 };
 
-// One piece of a block's work: the tokens [first, end) of one row tile.
+// One piece of a block's work: the tokens [first, end) of one row tile. It may have none: of a row tile without tokens, or of a
+// block whose steps num_splits gives to others (TileScheduler::next). The block still counts, with a partial result of sum 0.
 struct WorkTile {
     int batch, head_k;
     int row, rows;  // the tile's first packed row in the sequence and KV head, and number of rows

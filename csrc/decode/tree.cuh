@@ -23,7 +23,8 @@ struct DraftTokens<false> {};
 
 // Loads a row's draft tokens, without those that the window hides. Returns its depth. Query 0 is the sequence's first.
 __device__ __forceinline__ int load_draft_tokens(const DecodeParams& p, const WorkTile& s, int query, DraftTokens<true>& row) {
-    // tree_mask takes the place of the bias, which these kernels lack
+    // tree_mask takes the place of the bias, which these kernels lack. Its stride is in words. Packed sequences have stride 0, and
+    // their words begin at q_offset, which is 0 in dense batches.
     const auto words = reinterpret_cast<const unsigned long long*>(p.score_options.bias);
     unsigned long long bits = __ldg(words + s.batch * p.score_options.bias_batch_stride + s.q_offset + query);
     if (s.seqlen_q < 64) bits &= (1ull << s.seqlen_q) - 1;

@@ -11,6 +11,9 @@ namespace turing {
 // Bits of a warp's Rows rows (of the product, and of the list) in a step of at most 32 columns. A lane holds those of one row, bit
 // 0 for the first column. Loads run one step ahead to hide their latency, and leave the word as it is: shifting it would wait.
 // Layout (fragments.cuh): a lane's element v of a score tile is at its first row and column plus the slots of v.
+//
+// Steps (ListedSteps, listed_steps.cuh) iterates over the list's steps. For the step n later, has_bits_after(n) tells whether its
+// block is partial, tile_after(n) the number of its bit tile, column_in_tile(n) its first column (0 to 63) there.
 template <class Layout, int Rows>
 class StepBits {
     static_assert(Rows <= 32, "a word a lane");
@@ -60,7 +63,7 @@ public:
         word_ = columns.has_bits() ? loaded_ >> columns.column_in_tile(0) % 32 : ~0u;
         word_ = first > last || (kKeyRows && i >= mask.seqlen_k) ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
-    // Hides the scores without a bit in N neighboring tiles: those of row m, from `column` in the step on. tile(n): the lane's
+    // Hides the scores without a bit in N neighboring tiles: those of row tile m, from `column` in the step on. tile(n): the lane's
     // scores of the n-th. All lanes of the warp call it together.
     template <int N, class TileOf>
     __device__ __forceinline__ void hide(int m, int column, TileOf tile) const {

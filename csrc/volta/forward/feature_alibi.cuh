@@ -12,6 +12,10 @@ namespace volta {
 // only tiles on the diagonal need a correction, and the sign changes once.
 //
 // AfterFunction: products begin with 0, because the function takes them alone; the number is added to its value, log2 units.
+//
+// Grid is the kernel's grid policy, which has a block's head and batch entry. mask.low and mask.high: row i sees keys i + low to
+// i + high. ForwardLayout (layout.cuh): of each 16x16 tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and kKeys
+// (4) consecutive keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
 template <int RowTiles, int KeyTiles, bool AfterFunction, class Grid>
 class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
@@ -84,7 +88,8 @@ public:
                 }
             }
             if (AfterFunction) dot = ScoreFunction(problem, p.score_options)(dot);
-            // Scores leave out -slope * (i - r), where i - r is the lane. A NaN is left to the product.
+            // Scores leave out -slope * (i - r), where i - r is the lane. fmaxf turns a NaN into -inf, which raises no maximum: the
+            // product Q K^T has the NaN too, and passes it to the row.
             x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
         }
         __syncwarp();
@@ -139,6 +144,7 @@ public:
         const auto row_of = [&](int mt, int r) { return 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r); };
         const int from_diagonal = key + ForwardLayout::first_key(lane) - row - offset(mask);
         const bool last_time = key + kKeys >= row + kRows - 1 + offset(mask);  // the next tile is after the diagonal of all rows
+        // i counts from the warp's first row here: i - r above
         s.each([&](float& x, int mt, int nt, int v) {
             const int i = row_of(mt, ForwardLayout::row_of(v)),
                       past_diagonal = from_diagonal + 16 * nt + ForwardLayout::key_slot(v) - i;
@@ -150,7 +156,7 @@ public:
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 const float by = 2.f * slope_ * static_cast<float>(row_of(mt, r));
-                softmax.row[mt][r].limit -= by;
+                softmax.row[mt][r].limit -= by;  // in the scores' units, as slope_ and by; row_max is in log2 units
                 softmax.row[mt][r].row_max -= by * scale(p);
             }
         slope_ = -slope_;

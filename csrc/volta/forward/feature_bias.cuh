@@ -1,4 +1,5 @@
-// fp16 attn_bias in volta forward kernels of one feature: overrides functions of ScoreFeature (score_feature.cuh).
+// fp16 attn_bias, alone or with dropout (feature_dropout.cuh), in volta forward kernels of one or two features: overrides functions
+// of ScoreFeature (score_feature.cuh).
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
@@ -7,6 +8,9 @@ namespace volta {
 
 // The bias is loaded one product ahead. With one tile of keys a step (register_q.cuh) it is the product's initial accumulator, and
 // its address lies in the lane's scratch in shared memory. With more (shared_q.cuh), it is added after the product.
+//
+// ForwardLayout (layout.cuh): of each 16x16 tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and four consecutive
+// keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;

@@ -6,9 +6,9 @@
 namespace volta {
 
 // A score function maps a product q . k to a state, and score = factor * state + constant in log2 units (score_function.cuh).
-// Softcap is cap tanh x = cap (1 - 2 / (e^2x + 1)) with x = score / cap: its state is 1 / (e^2x + 1), its factor -2 cap, its
-// constant cap. The softmax takes states with factor as their scale, so scores are never computed. Row maxima lack the constant
-// until finish().
+// Softcap is cap tanh x = cap (1 - 2 / (e^2x + 1)) with x = softmax_scale * product / cap: its state is 1 / (e^2x + 1), its factor
+// -2 cap and its constant cap, both times log2(e). The softmax takes states with factor as their scale, so scores are never
+// computed. Row maxima lack the constant until finish().
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, ScoreFunction::kFeature, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
@@ -29,6 +29,7 @@ public:
                                                    Rescale rescale) const {
         // m: a row's largest product. SoftmaxRow gets its scaled state, so with scales of 1, and returns as limit the scaled state
         // above which a maximum moves. The test compares limits with products, so the limit becomes the product of that state.
+        // kAll, not kMovedRows: no batch-invariant kernel requires features.
         s.update_row_max(softmax, rescale, [&](SoftmaxRow& row, float m) {
             const float factor = row.template update_row_max<RescaledRows::kAll>(scale * function_.state(m), 1.f, 1.f);
             row.limit = function_.product(row.limit * inverse_scale);
@@ -37,7 +38,8 @@ public:
     }
     // Masked products are -inf. Their scores must be -inf, so their states infinite (factor() is negative). A plain tile's state 1
     // / (e^2x + 1) would be 1. So in tiles with masked products (kMaskable) states are 1 / e^2y, infinite for y = -inf.
-    // maskable_product() turns other products into y with e^2y = e^2x + 1: their states stay. `unit` turns log2 into y.
+    // maskable_product() turns other products into those of y with e^2y = e^2x + 1: their states stay. `unit` turns log2(e^2y) into
+    // that product.
     __device__ __forceinline__ void set_masked(bool masked, Tile& s) {
         kind_ = ScoreFunction::kPlain;
         if (!masked) return;

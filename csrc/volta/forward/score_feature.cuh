@@ -17,7 +17,7 @@ static_assert(!kRequiredFeatures || (!kVarlen && !kHasFp32Bias), "no such kernel
 // Whether a block's first key is rounded down to a multiple of 16: bias and random numbers come in groups of 4 keys, pages of 16.
 constexpr bool kRoundedKeys = kPaged || kGeneric || kRequiresBias || kRequiresDropout;
 
-// Shared memory of a lane, for what has no register: 16-byte chunks, `between` bytes apart.
+// Shared memory of a lane, for what has no register: 16-byte chunks, `between` bytes apart, from shared address `first` on.
 struct LaneScratch {
     u32 first = 0;
     int between = 0;
@@ -26,8 +26,9 @@ struct LaneScratch {
 };
 
 // The interface, in the order of calls. This primary template, without a feature, does what plain kernels need. Arguments
-// `int, int` are row and key, the first of the warp's tile of scores (init_row_max: row; drop: row tile and u). Each comment says
-// which features override the function, and what theirs does.
+// `int, int` are row and key, the first of the warp's tile of scores (init_row_max: row; draw: its 16 keys' first; drop: row tile
+// and u). Each comment says which features override the function, and what theirs does. Feature: kFeature* bits (features.cuh).
+// Grid: the kernel's grid policy (layout.cuh), which has a block's head and batch entry.
 template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class ScoreFeature {
     static_assert(Feature == 0, "no code for this combination of features");
