@@ -18,8 +18,9 @@ class CompactListedSteps {
     // First column of this step, and of the listed block after this step's; low bits: kExists, and kHasBits of partial blocks.
     int first_, next_block_;
 
-    // Returns the first column of the list's block number `i`, with flags; kNoColumn, without flags, past the list's last. An
-    // invalid entry (lists are not validated) gives kNoColumn with flags: its steps run, and are masked.
+    // Returns the first column of the list's block number `i`, with flags. Past the list's last block it returns kNoColumn, a
+    // multiple of kListedColumns past every sequence, without flags: the block does not exist. An invalid entry
+    // (lists are not validated) gives kNoColumn with flags: its steps run, and are masked.
     __device__ __forceinline__ int block(const BlockLists& lists, int i) const {
         const int partial = clamped_partial(lists, __ldg(list_ + kPartialBlocks)), full = max(__ldg(list_ + kFullBlocks), 0);
         int entry = -1;
@@ -32,7 +33,8 @@ class CompactListedSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // `of`: the thread block, for its list. Unnamed: the first column, which other iterators take; here the list has it.
+    // `of`: the thread block, for its list. Unnamed: the first column, which other iterators take; here the list has it. `end`: the
+    // end of the columns that exist; 0: no step exists.
     template <class Grid, class Block>
     __device__ __forceinline__ CompactListedSteps(const Grid& grid, const Block& of, int, int end) : list_(of.list), position_(0) {
         first_ = end > 0 ? block(grid.lists(), 0) : kNoColumn;

@@ -11,7 +11,7 @@ __device__ __forceinline__ unsigned char* bytes_of_page(const Operand& x, int pa
     const long long offset = page * x.batch_stride + row * x.row_stride + head * x.head_stride;
     return reinterpret_cast<unsigned char*>(const_cast<unsigned short*>(x.ptr)) + offset;
 }
-// Address of a token's scale or zero point.
+// Address of a token's scale or zero point. Strides count floats.
 __device__ __forceinline__ float* scale_of_page(const CacheScale& x, int page, int row, int head) {
     return x.ptr + page * x.batch_stride + row * x.row_stride + head * x.head_stride;
 }
@@ -89,6 +89,7 @@ struct Element<CacheFormat::E4m3> : ByteElement {
     static constexpr float kScale = 144.f;
     static constexpr bool kNanIsInfinity = true;
     static constexpr int kMantissaBits = 3, kMinExponent = -6, kExponentBias = 7;
+    // Two codes as fp16. `high`: in the upper bytes of both halves; `magnitude`: without their signs, in the lower bytes.
     __device__ __forceinline__ static unsigned pair(unsigned high, unsigned magnitude) {
         const unsigned factor = 0x78807880;  // 36864 = 2^8 * 144
         // Sign and magnitude are in the upper byte. Subtracting half the magnitude moves it one bit lower, and the sign stays.

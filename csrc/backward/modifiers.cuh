@@ -129,9 +129,10 @@ __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
     return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + head);
 }
 
-// Returns which probabilities of the lane's two rows (queries), 0 and 1, are kept: bit kept_bit(row, key). `mine` and `others` are
-// kept_bits() of two Philox calls, the lane's and its partner's. A call decides four keys of queries r (bit 2 is 0) and r + 4. The
-// lane has r + 4 if has_bit_of_4 is 1, else r. Its own call is for its row `mine_is`, its partner's for the other.
+// Returns which probabilities of the lane's two rows (queries), 0 and 1, are kept: bit kept_bit(row, key) (philox.cuh). `mine` and
+// `others` are kept_bits() of two Philox calls, the lane's for its row `mine_is` (0 or 1) and its partner's for the lane's other
+// row. A call decides four keys of query r, whose bit 2 is 0, and of query r + 4. has_bit_of_4: 1 if both of the lane's rows have
+// bit 2 set, so that each is the r + 4 of its call; else 0.
 __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, int has_bit_of_4, int mine_is) {
     mine = mine >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
     others = others >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;

@@ -25,7 +25,8 @@ struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
 
 // Bits of a warp's Rows rows in a step of Step keys. A lane holds the word of one row. load() runs ahead of the step and leaves the
 // word as memory has it, because shifting would wait for the load; combine() then makes bit 0 that of the step's first key. `keys`
-// is an iterator over the list's steps (ListedSteps, ...; block_lists.cuh).
+// is an iterator over the list's steps (ListedSteps, ...; block_lists.cuh). A Layout (score_layout.cuh) says which queries and keys
+// of a tile a lane has: first_query and row_slot(r), first_key and key_slot(v) of its rows r and elements v.
 template <int Rows, int Step>
 class MaskBits {
     static_assert(Rows <= 32 && Step <= 32 && 32 % Step == 0, "a word a lane");
@@ -39,7 +40,8 @@ class MaskBits {
 
 public:
     static constexpr bool kHidesAll = true;  // the bits also hide what lengths, causal masks and windows hide
-    // Loads the bits of the step that comes `steps` after the current one, if that is in a partial block.
+    // Loads the bits of the step that comes `steps` after the current one, if that is in a partial block. Tile numbers come from
+    // GPU memory, unvalidated: one outside the tensor reads as 0, which hides all.
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps) {
         load(grid, keys, steps, list_row);

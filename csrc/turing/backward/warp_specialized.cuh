@@ -18,7 +18,9 @@
 // A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
 // offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q), kScores (dS^T), and
 // kPartner (P^T between warps). SHARED_BYTES, of a block, comes from the kernel's row in src/kernels. by_rows() and by_chunks()
-// give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks after x (fragments.cuh).
+// give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks after x (fragments.cuh). score_offset() and
+// score_chunk() place dS^T: rows are keys, in chunks of eight queries. StepStats (step_loads.cuh) has the queries' -lse /
+// scale and -delta, delta = rowsum(dO * O). Its scale() turns these into -lse in log2 units plus a shift, and -delta / 2^12.
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -81,8 +83,8 @@ struct BackwardWarpSpecialized {
 
     // Waits at the named barrier of two partners, until P is stored.
     static __device__ __forceinline__ void wait_partner() { named_sync(1 + remat_thread() / 32 % kPartners, 64); }
-    // Signals that P is stored. The first role need not wait: the block's barrier keeps P until the partner has read it. Other
-    // kernels wait: there it gained less than 1%.
+    // Signals that P is stored. The first role need not wait: the block's barrier keeps P until the partner has read it. Kernels
+    // that are not staggered wait nevertheless: not to wait gained them less than 1%.
     static __device__ __forceinline__ void arrive_partner() {
         if (!kStaggered) return wait_partner();
         named_arrive(1 + remat_thread() / 32 % kPartners, 64);

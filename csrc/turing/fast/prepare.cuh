@@ -1,6 +1,6 @@
-// Prepares K and V for the fast forward kernel (forward.cuh, `volta_fa::fwd_fast`). A thread block takes BLOCK_ROWS keys of one
-// sequence and KV head (grid: blocks of keys, KV heads, batch entries). Codes come in blocks of kScaleKeys (64) keys with kScales
-// (4) scales, one for each 16 keys. A chunk is eight columns.
+// Prepares K and V for the fast forward kernel (forward.cuh, `volta_fa::fwd_fast`). A thread block takes BlockKeys keys of one
+// sequence and KV head (grid: blocks of keys, KV heads, batch entries). BlockKeys and SHARED_BYTES come from the kernel's row in
+// src/kernels. Codes come in blocks of kScaleKeys (64) keys with kScales (4) scales, one for each 16 keys. A chunk is 8 columns.
 //
 // Computes K less its mean, as int8 codes (codes.cuh), the largest finite |V|, and a bit for each element of a boolean mask. A
 // second launch scales bf16 V to fp16, finite values below 1 (PreparePhase). To smooth K (subtract its mean, so that codes have a
@@ -92,8 +92,8 @@ struct FastPrepare {
                 const int key = key_of(load);
                 data[load] = has_chunk && key < keys ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk();
             }
-            // `poison` is 0, or NaN if an element is not finite: 0 * x sums to one of them. Added to the scale, it makes the scores
-            // of these keys NaN. (The maximum would drop a NaN.)
+            // `poison` is the sum of 0 * x: NaN if an element is not finite, else 0. Added to the scale, it makes the scores of
+            // these keys NaN. (The maximum would drop a NaN.)
             float largest = 0.f, poison = 0.f;
             // Computes a row again from the loaded words, which take fewer registers: called twice for each.
             const auto row = [&](Row& x, int load) {
@@ -172,8 +172,9 @@ struct FastPrepare {
     }
 
     // Packs the boolean mask to bits, a word for 32 keys of a row. A warp packs 32 rows by 32 keys at a time; lane i writes the
-    // word of row i. All warps of the launch share these tiles. Batch entries or heads that share a mask have
-    // a mask_bits stride of 0: it is packed once.
+    // word of row i. All warps of the launch share these tiles. Batch entries or heads that share a mask have a mask_bits stride of
+    // 0: it is packed once. A head has mask_words words by mask_rows rows: queries rounded up to 32, or 32 rows if all queries
+    // share one. Keys and rows that do not exist get 0.
     __device__ __forceinline__ static void pack_mask(const FastParams& p) {
         const unsigned lane = threadIdx.x % 32, block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
         const unsigned blocks = gridDim.x * gridDim.y * gridDim.z, heads = p.mask_bits_head_stride ? p.problem.nheads : 1;

@@ -21,7 +21,9 @@ struct SpanMask {
     u32 bits[kWords];
 
     // `key`: the span's first, a multiple of kSpan. So a span lies in one word, or begins with one (the shift below is then 0).
-    // p.mask_bits: prepare.cuh packs a boolean mask to words of 32 keys, [batch][head][keys / 32][row].
+    // Row i sees keys i + window.low to i + window.high, inclusive. remat_*() read special registers again, to hold none (ptx.cuh);
+    // remat_head<true> also serves grids whose first axis is heads. p.mask_bits: prepare.cuh packs a boolean mask to words of 32
+    // keys, [batch][head][keys / 32][mask_rows rows]. mask_rows is 32 if all queries share one row: hence the min().
     __device__ __forceinline__ SpanMask(const FastParams& p, int key) {
         const int lane = remat_thread_index() & 31, row = Kernel::remat_warp_row(p) + lane / 4 + 8 * (lane % kRows);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());

@@ -38,7 +38,7 @@ struct ForwardLayout {
     }
 
     // kRows: rows of a lane in a tile. Element v belongs to row row_of(v), which is query first_query() + row_slot(row_of(v)).
-    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;  // kKeys: size of the aligned group with a row's keys
+    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;  // kKeys: size of the aligned group of a row's keys in a tile
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return (kHasDropout ? 4 : 8) * r; }
     static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
@@ -84,8 +84,8 @@ __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], co
         }
 }
 
-// Writes out, divided by the rows' sums, and lse of the warp's rows, from `row` on. o: the sums of P V; accumulator j
-// of a row tile has columns 8j to 8j + 7.
+// Writes out, divided by the rows' sums, and lse of the warp's rows, from `row` on. o: the sums of P V; accumulator j of a row tile
+// has columns 8j to 8j + 7. finish_row() (forward/output.cuh) stores a row's lse and returns its output's factor, about 1 / sum.
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int head, int row,
                                              const SoftmaxRows<ForwardLayout, RowTiles>& softmax,

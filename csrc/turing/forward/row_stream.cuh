@@ -1,5 +1,6 @@
 // Loads of K and V for the turing forward kernel (pipelined.cuh): from global memory to registers, and from there to the slots of a
-// ring in shared memory, without branches or predicates on rows. A slot holds a step, the keys of an iteration.
+// ring in shared memory, without branches or predicates on rows. A slot holds a step, the keys of an iteration. Kernels with a
+// paged cache load by themselves, from addresses in pages. They take only the thread's place and store() from here.
 #pragma once
 
 #include "tile.cuh"
@@ -8,7 +9,8 @@ namespace turing {
 
 // Streams steps of Step rows of K or V. A thread moves one chunk (8 columns, 16 bytes) of a row in each pass. Past the last row it
 // loads the last row again: those scores are masked, and 0 times an existing row adds no new NaN. If a step has fewer chunks than
-// threads, the last threads take none. Row r in shared memory is the step's key number Layout::key_of_row(r). Chunks: of a row.
+// threads, the last threads take none. Row r in shared memory is the step's key number Layout::key_of_row(r), a permutation that
+// the layout of the scores requires. So a thread's keys may differ from its rows in shared memory. Chunks: of a row.
 template <class Layout, int Chunks, int Step, int Threads>
 struct RowStream {
     static constexpr int kPasses = (Step * Chunks + Threads - 1) / Threads;
@@ -16,7 +18,7 @@ struct RowStream {
     static constexpr bool kAllTakePart = kRowsPerPass * Chunks == Threads;
     static_assert(kRowsPerPass * kPasses == Step && kRowsPerPass * Chunks <= Threads && kRowsPerPass % 8 == 0,
                   "the rows of one thread have the same swizzle");
-    // Distance of a thread's key in one pass from that in the next.
+    // Distance of a thread's key in one pass from that in the next. One number is enough: the kernel has at most two passes.
     static constexpr int kKeysToNextPass = kPasses == 1 ? 0 : Layout::key_of_row(kRowsPerPass);
 
     const unsigned short* column;  // the thread's chunk of row 0; past the columns, the row's last chunk
@@ -35,7 +37,8 @@ struct RowStream {
     __device__ __forceinline__ static unsigned offset(int thread) { return swizzled<Chunks>(thread / Chunks, thread % Chunks); }
 
     // Loads pass number `pass` of a step. `key`: the thread's key in the first pass, a row of the matrix; `last`: the last row.
-    // OnlyInside: does not load a chunk past the columns; registers keep their contents.
+    // row_stride: elements. OnlyInside: does not load a chunk past the columns; registers keep their contents. load_from() takes
+    // the address of the thread's chunk instead.
     template <bool OnlyInside>
     __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int key, int last) const {
         load_from<OnlyInside>(data, rows_after(column, min(key + pass * kKeysToNextPass, last), row_stride));

@@ -19,7 +19,8 @@ struct JointScores {
     using Scores = Accumulator[2][2];
     using Coord = ScoreCoord<KeysLayout>;
 
-    // -lse of the step's queries in log2 units, for kernels without score features; others load it tile by tile.
+    // What is added in the exponents of the step's queries, for kernels without score features; others load it tile by tile. It is
+    // loaded as -lse / scale (row_statistics.cuh). scale() turns that into -lse in log2 units plus kExponentShift.
     using Addends = ExponentAddends<KeysLayout, 2>;
     // Sets the initial accumulators: 0, and for dP -delta (row_stats.cuh). `stats`: the lane's statistics of the step. Dropout
     // multiplies dP alone: its accumulators begin with 0, and -delta is added after.
@@ -89,7 +90,8 @@ struct JointScores {
                 load_rows(addends.of_row, stats + RowStats::kNegLseAt + 16 * n * RowStats::kRowFloats);
                 addends.scale(p.problem.scale_log2, kExponentShift);
             }
-            // x becomes P * 2^kExponentShift (2^-100), which pack_probability_tile() takes; kExponentUnit (2^100) restores P for dS
+            // x becomes P * 2^kExponentShift (2^-100), which pack_probability_tile() packs to fp16 P * 2^12. kExponentUnit (2^100)
+            // restores P for dS.
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(kHasBias ? x[v] + addends.of(0, v) : x[v]);
             PackedTile probabilities = pack_probability_tile(x);
@@ -161,7 +163,8 @@ private:
         const int thread = remat_thread_index();
         return Coord(Lane(thread & 31), row + 16 * n, KeyBlock::number(p) * S::kRows + thread / 32 * 32 + 16 * m);
     }
-    // As store_packed(), but without branches. A lane has two keys of a tile, two apart.
+    // As store_packed() (fragments.cuh), but without branches. A lane has two keys of a tile, two apart: packed_first() and
+    // packed_second() are the shared addresses of either key's four queries. keys_left counts from the lane's first key.
     static __device__ __forceinline__ void store(u32 address, int m, int n, const PackedTile& tile, int keys_left) {
         store_shared2_if(keys_left > 16 * m, packed_first(address, m, n), tile.x[0], tile.x[1]);
         store_shared2_if(keys_left > 16 * m + 2, packed_second(address, m, n), tile.x[2], tile.x[3]);

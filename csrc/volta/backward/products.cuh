@@ -2,7 +2,9 @@
 // rows (dK and dV in main kernels, dQ in dq.cuh). Own rows are those that a block owns (keys, in dq.cuh queries), step rows those
 // that it visits, S::kStep at a time. A Shape S (shape.cuh) has the sizes: kChunks chunks of eight columns, kRowBytes of a row.
 // m counts tiles of 16 own rows, n of 16 step rows, j blocks of 32 columns.
-// chunk_after() steps along a row of a swizzled tile (tile.cuh). remat_*() reads special registers again (ptx.cuh).
+// Tiles of P^T and dS^T have rows of kScoreChunks (4) chunks of eight step rows, kScoreRowBytes long.
+// chunk_after() steps along a row of a swizzled tile (tile.cuh). row_swizzle(n): by how many chunks the swizzle moves a chunk
+// from a row to the row n further. remat_*() reads special registers again (ptx.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"

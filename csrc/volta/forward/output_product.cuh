@@ -1,6 +1,7 @@
 // Second product, O += P V, of volta forward kernels whose V lies in shared memory without padding (shared_q, column_groups).
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh). An
+// output tile has 16 rows and 16 columns. A chunk is eight fp16 columns, 16 bytes, so V has two for each output tile.
 #pragma once
 
 #include "volta/forward/layout.cuh"
@@ -19,7 +20,8 @@ __device__ __forceinline__ void accumulate_columns(Accumulator (&o)[RowTiles][Ou
     constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // loads that are issued together, ahead of their use
     const auto load = [&](int i) {
         const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
-        // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk.
+        // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk. (Not where a row's chunks
+        // are no multiple of eight: there the pitch already moves odd rows to other banks.)
         const int group = kChunksV % 8 == 0 ? j ^ u : j;
         return load_shared(address(w) + u * Pitch + group * 4 * kChunkBytes);
     };
@@ -30,7 +32,7 @@ __device__ __forceinline__ void accumulate_columns(Accumulator (&o)[RowTiles][Ou
     for (int i = 0; i < kLoads; i++) {
         const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
         if (i % kAtOnce == 0) {
-            __syncwarp();
+            __syncwarp();  // ptxas would move more loads up, and need more registers
 #pragma unroll
             for (int n = i + kAtOnce; n < i + 2 * kAtOnce && n < kLoads; n++) v[n] = load(n);
         }
