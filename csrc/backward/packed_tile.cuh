@@ -78,9 +78,9 @@ public:
         // Of eight queries, call i (0 to 3) has queries i and i + 4, for an aligned group of four keys (philox.cuh). The lane's
         // call is number odd + 2 * has_bit_of_4.
         const unsigned drawn = rule.kept_bits(philox.numbers((coord.query(0) & ~4) + odd + 2 * has_bit_of_4, coord.key(0) & ~3));
-        // own: bits of the lane's queries `odd` and odd + 2; others: of its other two. `>> odd` moves the lane's two keys to
-        // columns 0 and 2. merge_calls takes has_bit_of_4 twice: it says which rows of each call are the lane's, and which call the
-        // lane made.
+        // own: bits of the lane's queries `odd` and odd + 2 (r = 0 and 1); others: of its other two. Key c (0 to 3) of query r has
+        // bit 2 * r + c % 2 + 16 * (c / 2). So `>> odd` moves the lane's two keys to those of keys 0 and 2. merge_calls takes
+        // has_bit_of_4 twice: it says which rows of each call are the lane's, and which call the lane made.
         const unsigned own = merge_calls(drawn, __shfl_xor_sync(~0u, drawn, Layout::kQueryPartnerMask), has_bit_of_4, has_bit_of_4);
         const unsigned others = __shfl_xor_sync(~0u, own, Layout::kKeyPartnerMask);
         const unsigned even_queries = (odd ? others : own) >> odd, odd_queries = (odd ? own : others) >> odd;

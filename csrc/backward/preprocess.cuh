@@ -1,7 +1,7 @@
 // First kernel of the backward pass, except before fused kernels (DqMode::kStore), which do its work themselves. Writes the row
 // statistics that main and dq kernels load, -lse / scale and -delta (row_statistics.cuh). Clears the fp32 accumulators of dq
-// (dq_accum_splits): one for atomics, one for each key block of a launch where sums have a fixed order, none before a dq kernel.
-// Bound by memory: reads dout and out once, writes the accumulators.
+// (dq_accum_splits): one for atomics, one for each key block of a launch where sums have a fixed order, none before a dq kernel or
+// store_scores.cuh (whose gradients kernel stores dq). Bound by memory: reads dout and out once, writes the accumulators.
 #pragma once
 
 #include "backward/row_statistics.cuh"

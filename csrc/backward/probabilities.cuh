@@ -10,10 +10,11 @@
 
 #include "softmax.cuh"
 
-// P is kept in fp16 as P * 2^12. volta's kernels, and turing's with two roles (warps that compute P, warps that compute dP), pack
-// by integers: pack_shifted, which flushes values below 2^-14, so P below 2^-26 becomes 0. turing's other kernels pack by
-// conversions, which keep subnormals. P * 2^12 overflows fp16 (65504) only above P = 15.99: rounding of S and lse can make P larger
-// than 1, where |S * scale_log2| is about 2^24.
+// P is kept in fp16 as P * 2^12. volta's main kernels, turing's main kernel with two roles (warp_specialized.cuh: warps that
+// compute P, warps that compute dP) and store_scores.cuh (where P is one fp16 number) pack by integers: pack_shifted, which flushes
+// values below 2^-14, so P below 2^-26 becomes 0. The other kernels that pack P do it by conversions, which keep subnormals.
+// (dq.cuh packs dS alone.) P * 2^12 overflows fp16 (65504) only above P = 15.99: rounding of S and lse can make P larger than 1,
+// where |S * scale_log2| is about 2^24.
 constexpr float kProbabilityBits = 12.f;
 constexpr float kProbabilityUnit = 4096.f;  // 2^kProbabilityBits
 // pack_shifted takes numbers times 2^-112: then fp32 bits are those of fp16, shifted, as exponent biases differ by 127 - 15 = 112.

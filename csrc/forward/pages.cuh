@@ -80,7 +80,8 @@ public:
         for (int i = 0; i < Step; i += kPageGroup) wrap_row(cache, row_, index_);
         look_up(cache, token, end);
     }
-    // Returns the address `rows` rows after `column`, an address that counts as if group g began at row 0 of page 0.
+    // Returns the address `rows` rows after `column`, an address that counts as if group g began at row 0 of page 0. Strides are in
+    // elements: row_stride from a row to the next, batch_stride from a page of the cache to the next.
     __device__ __forceinline__ const unsigned short* address(const Cache& cache, const Operand& x, const unsigned short* column,
                                                              int g, int rows) const {
         int index;
@@ -104,9 +105,9 @@ struct NoPages {
 template <int Step, int Groups, bool InBranch>
 using PageIteratorIfPaged = typename Conditional<kPaged, PageIterator<Step, Groups, InBranch>, NoPages>::Type;
 
-// Loads tiles of K or of V through pages, one after the other, and leaves out what does not exist, as TileStream (tile.cuh), whose
-// `next` is the thread's first chunk of a tile. A thread loads a row in each of kPasses passes, kRowsPerPass rows apart; these rows
-// lie in the groups that its Pages iterate over.
+// Loads tiles of K or of V through pages, one after the other. As in TileStream (tile.cuh), registers of chunks that do not exist
+// keep their contents, and `next` is the thread's first chunk (8 columns) of a tile. A thread loads chunks of one row in each of
+// kPasses passes, kRowsPerPass rows apart; these rows lie in the groups that its Pages iterate over.
 template <int Chunks, int Rows, int Threads>
 struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream = TileStream<Chunks, Rows, Threads>;

@@ -2,6 +2,9 @@
 // argument Keys. A VAE (image decoder of diffusion models) has one head, whose row tiles leave many SMs idle in their last wave.
 // Blocks compute splits of the keys of these tiles, and store their results in scratch memory. The last block to finish a tile
 // combines its splits in key order. No block waits, and the output is deterministic.
+//
+// TileSplit (tile_split.cuh) is a block's work: a row tile (row_block), and a range of its steps of kStep keys (first to end). It
+// is split number `index` of `splits`; 1 means all keys. stream_k_tile numbers the split tiles. Family: mma layout (split.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -34,6 +37,7 @@ public:
     __device__ __forceinline__ static int end(const Mask& mask, const Block& block) {
         return min(mask.key_end(block.row, Rows), block.split.template key_end<kStep>());
     }
+    // Returns an iterator over the block's steps. Ahead: of how many later steps it also tells the keys, for loads.
     template <int Ahead, int Rows, class Block>
     __device__ __forceinline__ Steps<Ahead> steps(const FwdParams&, const Block& block, const Mask& mask) const {
         const int first = max(mask.key_first(block.row) & ~(kStep - 1), block.split.first * kStep);

@@ -9,7 +9,8 @@
 namespace turing {
 
 // dQ of a step is kStep queries x headdim. A warp computes kPairs pairs of column tiles (16 queries x 16 columns each), over all
-// keys of the block. Where pairs do not divide evenly among warps but half pairs would, over half of the keys.
+// keys of the block. Where pairs do not divide evenly among warps but half pairs would, over half of the keys: 8 warps
+// that share 16 queries take 12 pairs (headdim 192) as 3 each, so that two warps share each pair (kKeyParts = 2).
 template <class S>
 struct DqProduct {
     static constexpr int kAllPairs = S::kChunks / 2;  // of 16 queries
@@ -25,8 +26,9 @@ struct DqProduct {
     // With fewer pairs than warps, the last warps have none. The first clause is known at compile time.
     static __device__ __forceinline__ bool has_pair(u32 warp) { return kAllPairs >= kColumnWarps || pair(warp) < u32(kAllPairs); }
 
-    // Addresses that a lane gives to ldmatrix, for a warp. dS^T is transposed by the load: matrices 0 and 1 are the two groups of
-    // eight queries of the first eight keys. K's matrices 0 and 1 are all 16 keys of the first chunk.
+    // Addresses that a lane gives to ldmatrix, for a warp. ds, keys: shared addresses of dS^T and K. pair_after(x, n) is 2 * n
+    // chunks (of 8 columns) after x, score_offset() a chunk's offset in dS^T. dS^T is transposed by the load: matrices 0 and 1 are
+    // the two groups of eight queries of the first eight keys. K's matrices 0 and 1 are all 16 keys of the first chunk.
     static __device__ __forceinline__ u32 a_operand(u32 ds, u32 lane, u32 warp) {
         return ds + score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
     }
@@ -66,6 +68,7 @@ struct DqProduct {
     }
 
     // Adds the warp's pairs j to j + Pairs - 1 to the accumulator by atomics. `accum`: at output_offset() of the step's first row.
+    // A tile of the accumulator, 16 queries by 8 columns, is [element v][lane], so a warp's atomics cover whole 128-byte lines.
     template <int Pairs>
     static __device__ __forceinline__ void add(const Accumulator (&c)[Pairs][2], float* accum, int j) {
 #pragma unroll

@@ -4,13 +4,17 @@
 //
 // A warp has 32 keys: S^T = K Q^T, P^T = exp(scale * S^T - lse), dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dV += P^T dO, dK +=
 // dS^T Q. All warps compute dQ += dS K of the step before. A fragment of K serves 32 queries of S, and a fragment of dS two pairs
-// of columns of dQ: a fifth fewer loads from shared memory, which bound the kernel with 16 queries. P, dP and dS of 32 queries
-// would take too many registers. So each half of a step, 16 queries, goes from dP through dV and dK alone. Shared memory has K, and
-// one tile of Q, dO and dS: 32 KB, so two blocks fit an SM. One tile of each costs a second barrier per step.
+// of column tiles (8 columns each) of dQ: a fifth fewer loads from shared memory, which bound the kernel with 16 queries. P, dP and
+// dS of 32 queries would take too many registers. So each half of a step, 16 queries, goes from dP through dV and dK alone. Shared
+// memory has K, and one tile of Q, dO and dS: 32 KB, so two blocks fit an SM. One tile of each costs a second barrier per step.
 //
 // A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
 // offsets in shared memory are kOwn (K), kStepTiles (Q, and dO kStepTile after it) and kScores (dS^T). SHARED_BYTES, of a block,
-// comes from the kernel's row in src/kernels.
+// comes from the kernel's row in src/kernels. VisitedQueries: the query rows that see the block's keys, first() to end, how many of
+// them loads may read (rows()), and steps that need no mask (unmasked). HeadRows: the sequence's first row in the tensors
+// (origin()), and offsets, in floats, of a query head's rows in scratch memory (scratch_offset()). by_rows() and by_chunks() give
+// lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks after x. multiply_pair() adds the products of two
+// chunks, 16 columns, to S or dP; accumulate_pair() adds to 16 columns of dV or dK.
 #pragma once
 
 #include "backward/probabilities.cuh"

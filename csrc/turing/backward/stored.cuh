@@ -1,6 +1,7 @@
 // The turing Family, a template argument, of the backward kernels that store P and dS in memory: for large headdims and fp32
 // tensors. backward/store_scores.cuh computes P and dS, backward/stored_gradients.cuh dV, dK and dQ from them. Here are a warp's
 // products, 64 by 64 elements, and the lane layout. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// by_rows() and by_chunks() give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks (16 elements) after x.
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -54,6 +55,7 @@ struct StoredFamily {
     static __device__ __forceinline__ u32 other_operand(const Lane& lane, int row) {
         return by_chunks<TermColumns>(0, lane.lane) + row * TermColumns::kRowBytes;
     }
+    // c[m][n]: tile m of 16 keys, n of 16 queries. Accumulator j has eight of a tile's queries; k is eight of a pair's 16 terms.
     static __device__ __forceinline__ void multiply_scores(float (&c)[4][4][8], u32 a_address, u32 b_address) {
 #pragma unroll
         for (int pair = 0; pair < TermColumns::kChunks / 2; pair++) {

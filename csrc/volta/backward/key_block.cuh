@@ -13,7 +13,8 @@ namespace volta {
 // the batch entry.
 struct KeyBlock : BatchAxis {
     static constexpr bool kStreamK = false;
-    // The planner (src/plan) chooses the order of the axes; the kernel infers it from the grid's size.
+    // The planner (src/plan) chooses the order of the axes; the kernel infers it from the grid's size. With as many KV heads as
+    // blocks of keys, both orders cover the same (block of keys, KV head) pairs.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
     // Number of the block of keys in its head. One launch may take a part of a head's blocks, from first_key_block on.
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }

@@ -42,6 +42,8 @@ struct DecodeLayout {
     // operand, and where a token's chunk is stored. Higher bits of the lane are XORed into lower ones so that eight lanes never
     // share a bank: lanes that store the chunks of one token, and neighbors that read operands.
     static constexpr bool kCooperative = true;
+    // Slots come in blocks of 64: 8 tokens by 8 chunks. kKeySlots: XOR from the slot of one of a key's chunks 0 to 3 to that of the
+    // chunk 4 (32 columns) further. For values, tokens 4 to 7 are in the second half.
     static constexpr int kKeySlots = 32 ^ 2;  // 32: to the second half of a block's slots; 2: to other banks
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
@@ -87,6 +89,7 @@ struct DecodeLayout {
         }
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
+            // The XORs of key_token and query_row: lane ^ 8 has this lane's tokens in elements e ^ 4, lane ^ 4 its rows in e ^ 2.
             const Accumulator& sum = c[mt];
             float half[4];
 #pragma unroll
@@ -122,7 +125,8 @@ struct DecodeLayout {
     __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {
         u32 a[RowTiles][4];
-        // Lanes that hold the packed probabilities of the lane's row of operand A, in token order.
+        // The first of the lanes that hold the packed probabilities of the lane's row of operand A, row t of the tile. By
+        // score_row, bit 1 of a row is bit 2 of the lane. The loop takes them in token order: 2 * i and 2 * i + 1 (score_token).
         const int source = (l.lane & 17) | ((l.lane & 2) << 1);
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)

@@ -14,7 +14,9 @@ class BlockMaskGrid : public DataParallelGrid {
     const FwdBlockParams& params_;
 
 public:
-    // The second argument is how many steps loads run ahead: three in register_q.cuh (16 keys a step), else one.
+    // Iterator over the steps of keys, bits that hide scores, loader of tiles of K and V. The base class, one block per row tile,
+    // has the rest of the policy: combine_splits(), remat_*(), kHasHeadAndBatchAxes. The second argument of ListedSteps is how
+    // many steps loads run ahead: three in register_q.cuh (16 keys a step), else one.
     template <int Step>
     using Steps = ListedSteps<Step, Step == 16 ? 3 : 1>;
     template <int Rows, int Step>
@@ -30,7 +32,7 @@ public:
     struct Block : ListedBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ListedBlock<BlockRows, ForwardLayout::kEitherOrder>;
         __device__ __forceinline__ Block(const Problem&, const BlockMaskGrid& grid) : Base(grid.params_) {}
-        // Keys that may be loaded, whatever the list and the step (the template argument).
+        // Keys that may be loaded: all of the sequence, whatever the step (the template argument), because the list chooses.
         template <int>
         __device__ __forceinline__ int key_first(const Mask&) const {
             return 0;
