@@ -1,7 +1,6 @@
-// Fast forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V in spans with fp16 sums. prepare.cuh runs
-// before it and makes the int8 codes of K. GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes
-// (codes.cuh), and a span of keys sums P V in fp16 before it is added to the fp32 output. Scores of a few tiles (8 keys) become
-// probabilities, kept in registers for a span.
+// Fast forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V in spans with fp16 sums. prepare.cuh makes
+// K's int8 codes (codes.cuh) before. GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies codes, and a span of
+// keys sums P V in fp16 before it is added to the fp32 output. Scores of a few tiles (8 keys) become probabilities, for a span.
 //
 // Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V of 15.6 KB. The L0
 // instruction cache has 16 KB. All code that a block executes stays below 46 KB, the L1.5 instruction cache: so queries and output
