@@ -157,6 +157,7 @@ def test_a_second_library_registers_nothing(copy):
 
 
 def test_a_library_that_was_loaded_before_the_package(copy):
+    """The package takes it, and so does a copy of the package."""
     code = f"import torch; torch.ops.load_library({str(volta_fa.library_path())!r}); import volta_fa, copied"
     ran = run_pieces(code, path=copy.parent)
     assert ran.returncode == 0 and not ran.stderr, ran.stderr

@@ -16,9 +16,10 @@
 //                      more bytes in flight
 //
 // Quantized K and V become fp16 only when a product takes them: as kScale of their Element times their codes, and int4's columns 4
-// to 7 of eight as 16 times that (quantized.cuh). An fp8 NaN may become infinity there (kNanIsInfinity): x + 0 * x makes it NaN
-// again. Scales of tokens multiply scores and probabilities (scales.cuh), those of a whole sequence scores and the output. bf16
-// becomes fp16 by factors, powers of two, for queries, keys and values; scores and the output are divided by them (bf16_value.cuh).
+// to 7 of eight as 16 times that, which Layout::scores() and the output's factors undo (quantized.cuh). An fp8 NaN may become
+// infinity there (kNanIsInfinity): x + 0 * x makes it NaN again. Scales of tokens multiply scores and probabilities (scales.cuh),
+// those of a whole sequence scores and the output. bf16 becomes fp16 by factors, powers of two, for queries, keys and values;
+// scores and the output are divided by them (bf16_value.cuh).
 //
 // Results leave through shared memory (block.cuh): run() stores each row's softmax state, then kRowsAtOnce rows of output at a
 // time. After each part it calls finish(first), which combines the token groups' results of these rows.

@@ -196,7 +196,7 @@ __device__ __forceinline__ void write(const FwdParams& p, int batch, int head, i
     float* lse = p.softmax_lse + sequence.lse_row(batch, head);
 #pragma unroll
     for (int r = 0; r < Layout::kRows; r++) {
-        // false: probabilities were not rounded to fp16; 0: the one row tile
+        // false: probabilities were not rounded to fp16; 0: the one row tile. The scale removes kPackedOne too.
         const float scale = finish_row<false>(p, sequence, lane, head, row, softmax, 0, r, lse);
         const int i = row + Layout::first_query(lane) + Layout::row_slot(r);
         if (i >= sequence.seqlen_q()) continue;

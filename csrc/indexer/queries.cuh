@@ -9,8 +9,8 @@ namespace indexer {
 
 constexpr int kColumns = 128, kChunks = kColumns / kChunk;  // a chunk: 8 fp16, 16 bytes
 // Bytes between rows of queries and keys in shared memory. One chunk of padding makes the pitch odd in chunks, so the rows that a
-// quarter-warp reads at once, eight consecutive ones or every second one of eight, fall into different 16-byte bank groups. Without
-// a swizzle, chunks have immediate offsets.
+// quarter-warp reads at once, eight consecutive ones or the four even or odd ones of eight, fall into different 16-byte bank
+// groups. Without a swizzle, chunks have immediate offsets.
 constexpr int kPitch = (kChunks + 1) * kChunkBytes;
 constexpr int kStagedRows = 16;  // rows that a warp stages at a time: those of one row tile of the products
 
@@ -21,7 +21,7 @@ using KeyCodes = Element<CacheFormat::E4m3>;
 struct QueryRows {
     const IndexerParams& p;
     int batch, query, head;
-    int count;  // rows that exist
+    int count;  // heads from `head` on: rows from this number on are missing
 
     // `row`: the warp's first row, counted in the block's tile, whose first query is `first_query`.
     __device__ __forceinline__ QueryRows(const IndexerParams& p_, int batch_, int first_query, int row)

@@ -93,7 +93,8 @@ impl Launch {
     pub fn new(kernel: &PlannedKernel, plan: StreamKPlan, launcher: &dyn Launcher) -> Result<Launch> {
         thread_local!(static LAST: Kept<StreamKPlan, StreamKSchedule> = const { RefCell::new(None) });
         let schedule = schedule(&LAST, plan, StreamKPlan::schedule);
-        // per row, in floats: its output, and 8 of row maxima and sums for each 128 columns (`store_partial`)
+        // per row, in floats: its output, and 8 for each 128 columns, because each lane that has a part of the row stores row_max and sum
+        // (`store_partial` in csrc/volta/forward/layout.cuh)
         let columns = i64::from(kernel.variant.headdim_v);
         let floats = i64::from(kernel.variant.block_rows) * (columns + 8 * (columns as u64).div_ceil(128) as i64);
         let scratch = Scratch::new(i64::from(plan.stream_k_tiles), i64::from(schedule.max_splits) * floats, launcher)?;

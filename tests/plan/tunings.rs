@@ -106,6 +106,7 @@ fn skips_inapplicable_tuning_choices() {
 #[test]
 fn tuned_kernel_selects_its_family() {
     let named = |name, like: Variant| Variant { name, ..like };
+    // rows of Volta under Turing's name, which need the scratch memory of their own family
     let turing = Family { scratch: VOLTA.scratch, ..TURING };
     let rows = [
         named("forward", like("volta_fwd_64x64", turing)),

@@ -45,7 +45,7 @@ struct BackwardWarpSpecialized {
     // tensor cores have products while a role computes P or dS, and the second one hardly waits for P. Else both compute dQ
     // together: its code exists once, so that loops with score features fit the instruction cache, and fused kernels do not spill.
     static constexpr bool kStaggered = kWithDq && !kFused && !kHasScoreFeatures;
-    // One tile of P^T between the roles; dS has two slots in staggered kernels.
+    // One tile of P^T between the roles. dS has as many as the ring has slots, in staggered kernels two.
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
     // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
     // lies there; of V only these chunks do.
@@ -219,7 +219,7 @@ struct BackwardWarpSpecialized {
             }
             return;
         }
-        u32 kept = 0;  // bits of draw_kept_tile, 4 further for each column tile
+        u32 kept = 0;  // four bits for each column tile, by which the lane keeps scores of it (draw_kept_tile)
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
             kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))

@@ -1,7 +1,7 @@
 """`python -m volta_fa versus-1cat`: times attention by volta_fa and by 1Cat-vLLM's package at the shapes that 1Cat-vLLM published.
 1Cat-vLLM is a fork of vLLM for V100s; its attention is the package flash_attn_v100. All shapes are those of Qwen3.5 and 3.6 on one of four
 GPUs: headdim 256, 6 query heads on 1 KV head. Published times are of real cards, mostly of a Tesla PG503-216 (a V100 with 72 SMs), from
-1Cat-vLLM's docs/design of 2026-08-22; `Shape.source` names the file and the clock."""
+1Cat-vLLM's docs/design of 2026-08-22; `Shape.source` names the file, and the clock where it matters or is known."""
 
 from __future__ import annotations
 
