@@ -19,7 +19,7 @@ import torch
 import volta_fa
 import volta_fa.check
 from conftest import INFO, need
-from volta_fa import addresses, diagnostics, progress
+from volta_fa import diagnostics, progress
 from volta_fa.check import cached, correctness, int8_scores, kernels, machine, performance, problems, report, tolerance
 from volta_fa.check.correctness import KernelResult, Worst
 from volta_fa.check.kernels import Target
@@ -511,7 +511,7 @@ def test_says_where_to_send_the_report_of_a_gpu(kind, tmp_path, capsys):
     settings = Settings(Target(kind, torch.device("cpu")), tmp_path, seed=0, quick=True, tune=False, kernels="*")
     report.write(Findings(settings, trouble=None))
     page = capsys.readouterr().out
-    assert (addresses.send(tmp_path / "volta_fa-check.json") in page) == (kind == "cuda") and "no host name" in page
+    assert (diagnostics.send(tmp_path / "volta_fa-check.json") in page) == (kind == "cuda") and "no host name" in page
 
 
 def test_says_why_there_is_no_gpu(monkeypatch):
