@@ -142,7 +142,7 @@ def test_quantized_caches(machine: None, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_latents(machine: None, dtype: torch.dtype) -> None:
-    """Latents: the cache of multi-head latent attention, 576 columns per token, of which 512 are also the values."""
+    """Latents: the cache of multi-head latent attention, 576 columns per token. The first 512 are also the values."""
     q, latents = uneven(1, 40, 16, 576, dtype=dtype), uneven(1, LONG, 1, 576, dtype=dtype)
 
     def attend(first: int, last: int) -> tuple[Tensor, Tensor]:

@@ -359,7 +359,7 @@ def unchecked_pages(backend):
 @pytest.mark.usefixtures("on_device")
 @on("sim", "cuda")
 def test_anchors_on_a_page_that_does_not_exist(backend):
-    """They give NaN in the rows of their sequence, all of which see them here, and right numbers in others."""
+    """They give NaN in the rows of their sequence, which all see them here, and right numbers in others."""
     each, q, cu_seqlens_q, _, caches, lengths = unchecked_pages(backend)
     options = {"anchor_tokens": 4, "window_left": 2, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": 37}
     right, _ = anchored_window_attention_with_kvcache(q, *caches, **options, **lengths)

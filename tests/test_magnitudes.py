@@ -67,7 +67,7 @@ def test_rows_of_q_may_differ_by_a_million(backend, packed):
 @pytest.mark.parametrize("column", [1.0, 2.0**12, 2.0**20], ids=str)
 @on(*BF16_KERNELS)
 def test_gradients_of_giant_scores_are_finite(backend, column):
-    """Scores of 5e5 to 5e17, of which fp32 resolves few digits after the point or none: one column of q and k decides."""
+    """Scores of 5e5 to 5e17: one column of q and k decides. fp32 resolves few of their digits after the point, or none."""
     q, k, v, dout = Case(77, 77, 64, batch=1, nheads=2).inputs(backend)
     for t in (q, k):
         t[..., 5] *= column * 2000

@@ -98,7 +98,7 @@ def test_packed_documents_with_padding():
 
 
 def test_chunks():
-    """transformers' chunked mask becomes a block mask, of which more than 80 % is absent, with the same visible keys."""
+    """transformers' chunked mask becomes a block mask with the same visible keys. More than 80 % of it is absent."""
     mask_function = masking_utils.chunked_causal_mask_function(256, torch.zeros(1, dtype=torch.int64))
     geometry = dict(batch_size=1, q_length=SEQLEN, kv_length=SEQLEN, mask_function=mask_function)
     mask = volta_fa.transformers.mask(**geometry)

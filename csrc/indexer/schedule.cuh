@@ -35,7 +35,7 @@ __device__ __forceinline__ int queries_of_tile(const IndexerParams& p) {
 template <int Rows, int Step>
 struct Tile {
     // The time to load queries, in whole steps, from a simulated 7,000 cycles. A step takes 5,600 with 256 rows, 1,700 with 64:
-    // 1.25 and 4.1 steps, of which 1 and 3 are counted.
+    // 1.25 and 4.1 steps. The schedule counts 1 and 3.
     static constexpr int kLoadSteps = Rows > 64 ? 1 : 3;
     int batch, query, key_end, first_step, steps;
 

@@ -21,7 +21,7 @@ constexpr float kSmallestScale = 1e-18f;
 
 // The codes of one sequence and KV head, made by the prepare kernel. In a packed tensor sequence b begins with block k_offset / 64
 // + b: the sequences before it have at most that many blocks, because each has at most one that is not full. p.batch counts the
-// entries of the whole call, of which a launch takes those from first_batch on. p.k_rows: rows of codes of one KV head, a multiple
+// entries of the whole call; a launch takes those from first_batch on. p.k_rows: rows of codes of one KV head, a multiple
 // of 64. p.v_max_stride: maxima of one KV head and entry, one for each thread block of the longest sequence.
 template <int Headdim>
 struct KeyCodes {

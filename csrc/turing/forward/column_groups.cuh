@@ -26,8 +26,8 @@
 
 namespace turing {
 
-// Layout of the summed scores (score_layout.cuh says what shared code expects of one). Of 16 rows, of which ForwardLayout gives
-// each lane two, it has eight: each lane's first, or each lane's second. A lane has keys 4 * quad to 4 * quad + 3 of a step's 16.
+// Layout of the summed scores (score_layout.cuh says what shared code expects of one). ForwardLayout gives each lane two of 16
+// rows. This layout has eight: each lane's first, or each lane's second. A lane has keys 4 * quad to 4 * quad + 3 of a step's 16.
 struct ColumnGroupsLayout {
     using Lane = turing::Lane;
     using Tile = float[4];

@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from .. import diagnostics, progress
-from ..diagnostics import send
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
 from .kernels import Target
@@ -386,7 +385,7 @@ def write(findings: Findings) -> None:
     path.write_text(json.dumps(data(findings), indent=1, allow_nan=False) + "\n")
     _console.print(
         f"report: {path}: versions, GPU, driver, clocks, and each kernel's error and time; no host name, user name or serial number"
-        + (f"\n{send(path)}" if findings.settings.target.kind == "cuda" else ""),
+        + (f"\n{diagnostics.send(path)}" if findings.settings.target.kind == "cuda" else ""),
         soft_wrap=True,
     )
     if any(point.ms for point in findings.speeds.points):

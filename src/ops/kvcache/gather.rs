@@ -40,7 +40,7 @@ fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 
     ])
 }
 
-/// Makes numbers per sequence, (batch) int64: from a tensor, or the same for all.
+/// Makes a number for each sequence, (batch) int64: from a tensor, or the same for all.
 struct Numbers {
     batch: i64,
     device: Device,
