@@ -63,7 +63,7 @@ GPUS = {
 #: Machine constants (VOLTA_FA_SIM_SET, comma-separated NAME=VALUE) of the usual models.
 MODELS = ("", "icache=false")
 #: Parts of an SM that can bound a kernel, by their names in the simulator's reports.
-PIPES = {"tensor": "tensor", "mio": "shared memory, L1", "xu": "XU", "issue": "issue slots"}
+PIPES = {"tensor": "tensor", "mio": "shared memory, L1", "l2_bw": "L2", "dram_bw": "DRAM", "xu": "XU", "issue": "issue slots"}
 #: What warps wait for, by the simulator's names of stalls.
 WAITS = {
     "barrier": "barriers",

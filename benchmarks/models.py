@@ -36,6 +36,7 @@ from .volta import FORWARD as FORWARD_PASS
 # ---- models ------------------------------------------------------------------------------------------------------
 #
 # Numbers are those of the published configurations (config.json on the Hugging Face hub, or the model's paper), read on 2026-11-23.
+# A causal `sliding_window` counts the query's own key, so `window` is one less. ModernBERT's counts keys on either side.
 
 #: Uses of a model; FORWARD is the prefill of a language model, and the forward pass of others.
 TRAIN, FORWARD, DECODE = "training", "forward", "decode"
@@ -74,7 +75,7 @@ class Row:
     @property
     def window(self) -> int:
         """The attention's window; 0 if it hides no key."""
-        return self.attention.window if self.attention.window < self.seqlen_k else 0
+        return self.attention.window if self.attention.window < self.seqlen_k - 1 else 0
 
     def __str__(self) -> str:
         a = self.attention
@@ -108,14 +109,14 @@ def layers_of_models(sms: int) -> Iterator[Row]:
     yield from language_model("Qwen3 8B", {"": Attention(32, 8, 128)}, train=1024, prefill=8192)
     yield from language_model("Qwen3 32B", {"": Attention(64, 8, 128)})
     yield from language_model("Qwen3.5 9B, full attention", {"": Attention(16, 4, 256)})
-    yield from language_model("Mistral 7B v0.1", {"": Attention(32, 8, 128, window=4096)}, prefill=8192, decode=(8, 8192))
+    yield from language_model("Mistral 7B v0.1", {"": Attention(32, 8, 128, window=4095)}, prefill=8192, decode=(8, 8192))
     gemma2 = Attention(16, 8, 256, softcap=50.0)
-    yield from language_model("Gemma 2 9B", {"global": gemma2, "local": replace(gemma2, window=4096)})
+    yield from language_model("Gemma 2 9B", {"global": gemma2, "local": replace(gemma2, window=4095)})
     gemma3 = Attention(8, 4, 256)
-    yield from language_model("Gemma 3 4B", {"global": gemma3, "local": replace(gemma3, window=1024)})
-    yield from language_model("Gemma 4 E4B", {"local": Attention(8, 2, 256, window=512)})
+    yield from language_model("Gemma 3 4B", {"global": gemma3, "local": replace(gemma3, window=1023)})
+    yield from language_model("Gemma 4 E4B", {"local": Attention(8, 2, 256, window=511)})
     gpt_oss = Attention(64, 8, 64, sinks=True)
-    yield from language_model("gpt-oss 20B", {"full": gpt_oss, "sliding": replace(gpt_oss, window=128)})
+    yield from language_model("gpt-oss 20B", {"full": gpt_oss, "sliding": replace(gpt_oss, window=127)})
     latents = Attention(16, 1, 576, headdim_v=512, latents=True)
     lite = language_model("DeepSeek V2 Lite", {"": Attention(16, 16, 192, headdim_v=128)})
     yield from (replace(row, attention=latents) if row.use == DECODE else row for row in lite)

@@ -37,8 +37,8 @@ from volta_fa.errors import CommandError
 from . import driver, report, volta
 from .attention import Shape
 from .driver import GPUS, Result, Row
+from .long_sequences import LENGTHS, machine, miss_share
 from .report import Grid
-from .tables import LENGTHS, machine, miss_share
 
 #: Of an entry of a fat binary: its kind if it is a cubin, and its flags by compression.
 _CUBIN, _LZ4, _ZSTD = 2, 0x2000, 0x8000

@@ -22,7 +22,7 @@ GB/s the bytes of the keys.
 _SPARSE = """Sparse latent attention (`volta_fa::fwd_sparse_mla`) on a simulated V100: selection of tokens, and attention.
 
 All query heads read one latent per token, whose first 512 columns are the values (MLA). Each query chooses distinct tokens of a cache of
-32,768 in pages of 64, at random. Times leave out the combination of partial results between SMs.
+32,768 in pages of 64, at random.
 """
 TOKENS, PAGE = 32768, 64
 

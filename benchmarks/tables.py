@@ -28,60 +28,69 @@ from volta_fa.check.kernels import environment
 from volta_fa.check.problems import float32_precision
 from volta_fa.errors import CommandError
 
-from . import decode, report, sparse, volta
+from . import decode, models, report, sparse, volta
 from .attention import Shape
-from .driver import GPUS, MODELS, Benchmark, Result, Row, run
+from .driver import GPUS, PIPES, WAITS, Benchmark, Result, Row, run
+from .long_sequences import LONG_SEQUENCES
 from .measure import Work, aligned
 from .report import Grid
 from .volta import BACKWARD, BIAS_GRADIENT, FORWARD
 
 # ---- targets -----------------------------------------------------------------------------------------------------
 
-TARGETS_TEXT = """The speed of usual shapes, beside their targets, on a simulated V100.
+TARGETS_TEXT = """The speed of usual shapes and of what people run, beside the targets of the project, on a simulated V100.
 
-TFLOP/s of the whole pass with the default model and with a perfect instruction cache, as `benchmarks.volta` counts them.
-"Tensor pipe" and "shared memory" are busy shares of the slowest kernel's time, with the default model. "Balance" is the work of the average
-SM, relative to that of the busiest: below 1, the last wave of blocks leaves SMs idle.
+TFLOP/s of the whole pass with the default model and with a perfect instruction cache, as `benchmarks.volta` counts them; GB/s of decoding.
+"Busy" is the busiest part of an SM, or its share of L2 or DRAM, and how much of the slowest kernel's time it works, with the default model.
+The tensor pipe's share stands beside it. "Balance" is the work of the average SM, relative to that of the busiest: below 1, the last wave
+of blocks leaves SMs idle. "Warps wait for" has the two largest shares of all warps' time without an instruction.
 """
 
-#: Direction, feature ("": none), tokens, batch and target TFLOP/s at headdims 64 and 128, with `volta.usual_heads`.
-USUAL = [
-    (FORWARD, "packed", 2048, 1, (84, 87)),
-    (FORWARD, "packed", 2048, 8, (84, 87)),
-    (FORWARD, "sinks", 2048, 1, (85, 88)),
-    (FORWARD, "bias", 2048, 1, (68, 70)),
-    (BACKWARD, "bias", 2048, 1, (60, 62)),
-    (BACKWARD, BIAS_GRADIENT, 2048, 1, (50, 52)),
-    (FORWARD, "causal", 1024, 1, (72, 70)),
-    (FORWARD, "causal", 4096, 1, (90, 90)),
-    (BACKWARD, "causal", 1024, 1, (60, 60)),
-    (BACKWARD, "causal", 4096, 1, (78, 78)),
-    (FORWARD, "", 512, 1, (66, 66)),
-    (FORWARD, "causal", 512, 1, (48, 46)),
-    (BACKWARD, "", 512, 1, (66, 66)),
-    (BACKWARD, "causal", 512, 1, (45, 46)),
-    (FORWARD, "", 4096, 1, (100, 98)),
-    (BACKWARD, "", 2048, 1, (82, 83)),
+#: Direction, feature ("": none), tokens, batch and target TFLOP/s by headdim, with `volta.usual_heads`.
+USUAL: list[tuple[str, str, int, int, dict[int, int]]] = [
+    (FORWARD, "", 4096, 1, {64: 104, 128: 104, 256: 86}),
+    (FORWARD, "", 1024, 1, {64: 88, 128: 90, 256: 78}),
+    (FORWARD, "causal", 4096, 1, {64: 96, 128: 96, 256: 82}),
+    (FORWARD, "causal", 1024, 1, {64: 76, 128: 76, 256: 66}),
+    (BACKWARD, "", 2048, 1, {64: 86, 128: 88, 256: 78}),
+    (BACKWARD, "causal", 4096, 1, {64: 84, 128: 84, 256: 76}),
+    (BACKWARD, "causal", 1024, 1, {64: 66, 128: 66, 256: 60}),
+    (FORWARD, "packed", 2048, 1, {64: 84, 128: 87}),
+    (FORWARD, "packed", 2048, 8, {64: 84, 128: 87}),
+    (FORWARD, "sinks", 2048, 1, {64: 85, 128: 88}),
+    (FORWARD, "bias", 2048, 1, {64: 68, 128: 70}),
+    (BACKWARD, "bias", 2048, 1, {64: 60, 128: 62}),
+    (BACKWARD, BIAS_GRADIENT, 2048, 1, {64: 50, 128: 52}),
+    (FORWARD, "", 512, 1, {64: 66, 128: 66}),
+    (FORWARD, "causal", 512, 1, {64: 48, 128: 46}),
+    (BACKWARD, "", 512, 1, {64: 66, 128: 66}),
+    (BACKWARD, "causal", 512, 1, {64: 45, 128: 46}),
 ]
-#: Direction, shape and target TFLOP/s (0: none).
+#: Direction, shape and target TFLOP/s.
 OTHERS = [
     *((BACKWARD, Shape(1, 32, 2048, 2048, d, nheads_k=8), tflops) for d, tflops in ((64, 74), (128, 75))),
     (FORWARD, Shape(1, 32, 1024, 1024, 96), 78),
     (BACKWARD, Shape(1, 40, 1024, 1024, 96), 70),
     (FORWARD, Shape(1, 32, 1024, 1024, 192, headdim_v=128), 74),
     (BACKWARD, Shape(1, 40, 1024, 1024, 192, headdim_v=128), 66),
-    # without targets: rows that show what the speed of those above depends on
-    *((BACKWARD, Shape(1, 32, n, n, d, True, nheads_k=8), 0) for n in (2048, 4096) for d in (64, 128)),
-    *((BACKWARD, Shape(1, 32, 2048, 2048, d), 0) for d in (64, 128)),
 ]
 #: Prefill of 4096 tokens over a paged cache: headdim, query heads, KV heads, cached tokens before, target TFLOP/s.
 PREFILL = [(256, 6, 1, before, 70) for before in (0, 16384, 128000)] + [(128, 32, 8, before, 85) for before in (0, 16384)]
+#: Rows of benchmarks.models by the beginnings of their names, and target TFLOP/s, of decoding the share of GB/s.
+MODELS_TARGETS = {
+    "gpt-oss 20B, sliding, forward": 42,
+    "gpt-oss 20B, sliding, training": 36,
+    "ModernBERT base, local, training": 34,
+    "ViT-L/14, training": 42,
+    "SDXL, 64x64 to text, forward": 40,
+}
+LOCAL_DECODE, LOCAL_DECODE_GB_S = "Gemma 4 E4B, local, decode", 550
 
 
 def target_rows(_: argparse.Namespace) -> list[Row]:
     found = []
     for direction, feature, n, batch, targets in USUAL:
-        for d, tflops in zip((64, 128), targets):
+        for d, tflops in targets.items():
             shape = Shape(batch, volta.usual_heads(direction, "v100"), n, n, d, feature == "causal")
             found.append((volta.Case(direction, shape, feature="" if feature == "causal" else feature), tflops))
     found += [(volta.Case(direction, shape), tflops) for direction, shape, tflops in OTHERS]
@@ -89,18 +98,34 @@ def target_rows(_: argparse.Namespace) -> list[Row]:
     for headdim, nheads, kv_heads, before, tflops in PREFILL:
         case = decode.Case(headdim, (4096 + before,), nheads // kv_heads, 4096, kv_heads=kv_heads)
         rows.append(Row(f"prefill D={headdim} H={nheads} on {kv_heads}, 4096 behind {before}", case, target=tflops))
+    for layer in models.layers_of_models(GPUS["v100"].sms):
+        name = str(layer)
+        rows += [Row(name, models.case_of(layer), target=t) for begin, t in MODELS_TARGETS.items() if name.startswith(begin)]
+        if name.startswith(LOCAL_DECODE):
+            rows.append(Row(name, models.case_of(layer), targets=(LOCAL_DECODE_GB_S / GPUS["v100"].dram_gb_s,)))
     return rows
 
 
 def target_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    def rate(r: Result, model: int) -> str:
+        return f"{r.gb_s(model):.0f} GB/s" if r.row.targets else f"{r.tflops(model):.1f}"
+
+    def busiest(r: Result) -> str:
+        name, share = max(r.main["pipes"].items(), key=lambda pipe: pipe[1])
+        return f"{PIPES[name]} {share:.0%}"
+
+    def waits(r: Result) -> str:
+        return ", ".join(f"{WAITS[name]} {share:.0%}" for name, share in sorted(r.main["waits"].items(), key=lambda w: -w[1])[:2])
+
     columns = {
         "case": lambda r: r.row.name,
-        "target": lambda r: f"{r.row.target:g}" if r.row.target else "-",
-        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+        "target": lambda r: f"{LOCAL_DECODE_GB_S} GB/s" if r.row.targets else f"{r.row.target:g}",
+        "TFLOP/s": lambda r: rate(r, 0),
+        "perfect i-cache": lambda r: rate(r, 1),
         "tensor pipe": lambda r: f"{r.main['pipes']['tensor']:.0%}",
-        "shared memory": lambda r: f"{r.main['pipes']['mio']:.0%}",
+        "busy": busiest,
         "balance": lambda r: f"{r.main['balance']:.2f}",
+        "warps wait for": waits,
         "main kernel": lambda r: r.main["kernel"],
     }
     return [report.table("Simulated V100 (TFLOP/s: default model, perfect instruction cache)", results, columns)]
@@ -362,66 +387,6 @@ def invariant_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Gr
     return [report.table("Usual and invariant calls", both, columns)]
 
 
-# ---- long sequences ----------------------------------------------------------------------------------------------
-
-LONG_TEXT = """Simulates forward passes of 8K to 115K tokens on a V100, where K and V of a head do not fit L2.
-
-tools/volta-sim simulates one SM and lets reads of data that other SMs read hit L2. That holds while blocks walk over K and V together.
-In a long grid they drift apart. Then a block finds in L2 only what others read last: with blocks at independent places, the share
-C / S of its reads, for an L2 of C bytes and S bytes of K and V in a head. The rest misses and comes from DRAM. This command simulates that
-share by other machine constants: every read has DRAM's latency, and L2's rate falls so far that the misses share DRAM's bandwidth.
-
-One wave of blocks over 2048 keys stands for the call: each step over keys costs the same. Miss shares of 0, 0.3 and 1 are there to compare.
-docs/validation/real-cards.md compares the model with PyTorch's kernel on real V100s.
-"""
-#: Of volta-sim's V100 (tools/volta-sim/src/machine.rs).
-L2_BYTES = 6 << 20
-L2_RATE, DRAM_RATE = 17.6, 6.4  # bytes per cycle and SM; DRAM: 783 GB/s over 80 SMs at 1.53 GHz
-DRAM_LATENCY = 430  # cycles
-LENGTHS = (8192, 16384, 32768, 65536, 115456)
-
-
-def miss_share(keys: int, headdim: int, l2_bytes: float = L2_BYTES) -> float:
-    """Returns the share of a head's fp16 K and V reads that miss L2, with blocks at independent places. A key takes 4 * headdim bytes."""
-    return max(0.0, 1.0 - l2_bytes / (4 * keys * headdim))
-
-
-def machine(share: float) -> str:
-    """Returns constants for VOLTA_FA_SIM_SET under which this share of reads misses L2."""
-    if share == 0:
-        return ""
-    rate = min(L2_RATE, DRAM_RATE / share)
-    return f"l2_latency={DRAM_LATENCY},l2_bytes_per_clk={rate:.3f}"
-
-
-def add_long_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], metavar="D")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="N")
-    parser.add_argument("--shares", type=float, nargs="*", default=(0.0, 0.3, 1.0), metavar="SHARE", help="of misses beside the model's")
-    parser.add_argument("--keys", type=int, default=2048, help="keys that are simulated (default 2048)")
-
-
-def long_rows(options: argparse.Namespace) -> list[Row]:
-    found = []
-    lengths = [(d, f"{n} tokens", miss_share(n, d)) for d in options.headdims for n in options.lengths]
-    for d, length, share in lengths + [(d, "bound", share) for d in options.headdims for share in options.shares]:
-        # A wave of blocks of 128 rows, two on each SM. They belong to two heads, so that a block finds nothing in L1 that the other read.
-        case = volta.Case(FORWARD, Shape(1, 2, GPUS["v100"].sms * 128, options.keys, d))
-        models = tuple(",".join(filter(None, (machine(share), model))) for model in MODELS)
-        found.append(Row(f"{d}, {length}, {share:.0%} misses", case, models=models))
-    return found
-
-
-def long_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
-    columns = {
-        "headdim, length": lambda r: r.row.name.rpartition(", ")[0],
-        "misses": lambda r: r.row.name.rpartition(", ")[2].removesuffix(" misses"),
-        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
-    }
-    return [report.table("Forward on a simulated V100, L2 misses modeled", results, columns)]
-
-
 # ---- options on a GPU ----------------------------------------------------------------------------------------------
 
 FEATURES_TEXT = """Measures the cost of options on this machine's GPU, as a share of the plain pass, beside PyTorch's kernels.
@@ -504,7 +469,7 @@ TABLES = {
     "fast": Benchmark(FAST_TEXT, lambda o: list(fast_rows(o)), fast_grids, add_fast_options, gpus=("rtx2080ti", "t4"), several_gpus=True),
     "float32": Benchmark(FLOAT32_TEXT, float32_rows, float32_grids, gpus=("v100", "t4"), several_gpus=True),
     "batch_invariant": Benchmark(INVARIANT_TEXT, invariant_rows, invariant_grids),
-    "long_sequences": Benchmark(LONG_TEXT, long_rows, long_grids, add_long_options),
+    "long_sequences": LONG_SEQUENCES,
     "indexer": sparse.INDEXER,
     "sparse_mla": sparse.SPARSE_MLA,
     "features": Benchmark(FEATURES_TEXT, feature_rows, feature_grids, add_feature_options),

@@ -41,7 +41,7 @@ BIAS_GRADIENT, DETERMINISTIC = "dbias", "deterministic"
 #: Tokens of the table of shares, and target shares of a Turing chip's tensor pipe by GPU, pass and headdim.
 SHARES_AT = 4096
 TARGETS = {
-    "t4": {FORWARD: {64: 0.7, 128: 0.7, 256: 0.6}, BACKWARD: {64: 0.5, 128: 0.5, 256: 0.4}},
+    "t4": {FORWARD: {64: 0.84, 128: 0.82, 256: 0.7}, BACKWARD: {64: 0.7, 128: 0.7, 256: 0.6}},
     "rtx2080ti": {FORWARD: dict.fromkeys((64, 128, 256), 0.8), BACKWARD: dict.fromkeys((64, 128, 256), 0.6)},
 }
 

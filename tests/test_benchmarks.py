@@ -140,14 +140,14 @@ def test_kept_figures_depend_on_all_of_their_key(tmp_path):
 
 def test_long_sequences(tmp_path):
     need("sim")
-    from benchmarks import tables
+    from benchmarks import long_sequences
 
     # K and V of a head of 128 take 512 bytes a token: L2 holds 12,288 tokens of them, or 24,576 at headdim 64
-    assert [tables.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
-    assert tables.miss_share(32768, 64) == 0.25
-    assert tables.machine(0) == ""
+    assert [long_sequences.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
+    assert long_sequences.miss_share(32768, 64) == 0.25
+    assert long_sequences.machine(0) == ""
     # bytes per cycle and SM: the L2 rate of 17.6, which a quarter of misses still allows; with misses alone the DRAM rate of 6.4
-    assert tables.machine(0.25).endswith("=17.600") and tables.machine(1).endswith("=6.400")
+    assert long_sequences.machine(0.25).endswith("=17.600") and tables.machine(1).endswith("=6.400")
     target = tmp_path / "long.json"
     run("tables long_sequences", "--headdims", "64", "--lengths", "65536", "--shares", "0", "--keys", "128", "--json", target)
     slow, fast = json.loads(target.read_text())
