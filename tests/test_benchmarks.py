@@ -147,7 +147,7 @@ def test_long_sequences(tmp_path):
     assert long_sequences.miss_share(32768, 64) == 0.25
     assert long_sequences.machine(0) == ""
     # bytes per cycle and SM: the L2 rate of 17.6, which a quarter of misses still allows; with misses alone the DRAM rate of 6.4
-    assert long_sequences.machine(0.25).endswith("=17.600") and tables.machine(1).endswith("=6.400")
+    assert long_sequences.machine(0.25).endswith("=17.600") and long_sequences.machine(1).endswith("=6.400")
     target = tmp_path / "long.json"
     run("tables long_sequences", "--headdims", "64", "--lengths", "65536", "--shares", "0", "--keys", "128", "--json", target)
     slow, fast = json.loads(target.read_text())
