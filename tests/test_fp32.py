@@ -461,9 +461,6 @@ def test_a_graph_and_a_compiled_function_have_the_same_bits(backend, headdim):
         return (out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v)))
 
     expected = step(q, k, v)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(q, k, v)
     graph, found = captured(lambda: step(q, k, v))
     graph.replay()
     compiled = torch.compile(lambda q, k, v: torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0], backend="aot_eager", fullgraph=True)
