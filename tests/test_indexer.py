@@ -6,6 +6,7 @@ A query sees the keys from k_start to k_end. `on(...)` lists backends: CPU (`cpu
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from test_validation import refused
 from volta_fa import flash_mla, indexer
 
 indexer_logits = torch.ops.volta_fa.indexer_logits
+# of int32
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 KERNELS = [*FP16_KERNELS, *BF16_KERNELS]
 BACKENDS = [*CPU, *KERNELS]
@@ -48,22 +50,24 @@ class Case:
 
 @dataclass
 class Problem:
+    """The operator's tensors and options, and what `exact` computes the expected logits of."""
+
     q: Tensor
     k: Tensor
     weights: Tensor
     k_end: Tensor
     options: dict
-    #: (batch, columns, 128) codes in fp64, (batch, columns) scales, and which keys (batch, seqlen_q, columns) each query sees
-    codes: Tensor
-    scales: Tensor
-    seen: Tensor
+    codes: Tensor  # (batch, columns, 128) fp64
+    scales: Tensor  # (batch, columns) fp64
+    seen: Tensor  # (batch, seqlen_q, columns) bool: which keys each query sees
 
     def run(self) -> Tensor:
         return indexer_logits(self.q, self.k, self.weights, self.k_end, **self.options)
 
 
 def block_major(codes: Tensor, scales: Tensor, generator) -> Tensor:
-    """Returns pages as vLLM writes them, from codes (pages, page_size, 128) and scales (pages, page_size), a byte at a time."""
+    """Returns pages as vLLM writes them, (pages, page_size, 1, 132) bytes, from codes (pages, page_size, 128) and scales (pages,
+    page_size)."""
     pages, page_size, _ = codes.shape
     # pages are further apart than their bytes, and what lies between them is noise
     memory = torch.randint(0, 256, (pages, page_size * 132 + 16 + -page_size * 132 % 16), dtype=torch.uint8, generator=generator)
@@ -148,6 +152,7 @@ def exact(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def check(problem: Problem, found: Tensor):
+    """Compares logits with `exact`."""
     logits, (expected, size) = found.cpu().double(), exact(problem)
     assert found.dtype == torch.float32 and found.shape == expected.shape
     if problem.options["clean_logits"]:
@@ -200,16 +205,13 @@ def test_more_tiles_than_threads(backend):
 
 @on("sim", "cuda")
 def test_a_logit_depends_on_its_query_and_key_alone(gpu, backend):
-    """Queries of a prompt have large tiles, and one alone has a small one."""
+    """Queries of a prompt have large tiles, and one alone has a small one: the bits are the same."""
     problem = draw(backend, Case(64, 1, 8, 300, page_size=64, fp8=True))
     together = run(backend, problem)
     for i in range(8):
         own = slice(i, i + 1)
-        options = {**problem.options, "k_start": problem.options["k_start"][:, own]}
-        alone = Problem(
-            problem.q[:, own], problem.k, problem.weights[:, own], problem.k_end[:, own], options, problem.codes, problem.scales,
-            problem.seen[:, own],
-        )  # fmt: skip
+        alone = dataclasses.replace(problem, **{name: getattr(problem, name)[:, own] for name in ("q", "weights", "k_end", "seen")})
+        alone.options = {**problem.options, "k_start": problem.options["k_start"][:, own]}
         assert_same_bits("logits", run(backend, alone), together[:, own])
 
 
@@ -224,7 +226,7 @@ def test_keys_beyond_2_gib(backend):
     keys[first:] = torch.randint(0, 120, (count - first, 128), device=backend.device).to(torch.uint8)
     q, weights = backend.randn(1, 1, 64, 128), backend.randn(1, 1, 64).float()
     ends = {"k_start": backend.ints([first]).view(1, 1), "k_scales": torch.ones(count, device=backend.device), "clean_logits": False}
-    logits = torch.ops.volta_fa.indexer_logits(q, keys, weights, backend.ints([count]).view(1, 1), **ends)[0, 0, first:]
+    logits = indexer_logits(q, keys, weights, backend.ints([count]).view(1, 1), **ends)[0, 0, first:]
     scores = q[0, 0].double() @ keys[first:].view(torch.float8_e4m3fn).double().T
     expected = (scores.clamp(min=0) * weights[0, 0].double().unsqueeze(1)).sum(0)
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -232,13 +234,12 @@ def test_keys_beyond_2_gib(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_what_is_not_seen_is_not_used(gpu, backend, page_size):
-    """NaN in all other tokens, and the result keeps its bits."""
+def test_tokens_that_no_query_sees_may_hold_nan(gpu, backend, page_size):
+    """NaN in their codes and scales changes no bit of the result."""
     problem = draw(backend, Case(64, 2, 3, 100, page_size=page_size, fp8=True))
     problem.options["k_start"].fill_(30)
     problem.k_end.copy_(torch.tensor([[31, 70, 50], [60, 1, 90]]))
-    problem.seen = torch.arange(100) >= 30
-    problem.seen = problem.seen & (torch.arange(100) < problem.k_end.cpu().unsqueeze(-1))
+    problem.seen = (torch.arange(100) >= 30) & (torch.arange(100) < problem.k_end.cpu().unsqueeze(-1))
     expected = run(backend, problem)
     check(problem, expected)
     if page_size:
@@ -326,7 +327,7 @@ def test_a_table_of_fewer_tokens_than_columns(gpu, backend):
 
 @on("cpu-fp32", "sim")
 def test_nothing_is_read_on_the_host(backend):
-    """As CUDA graphs need it."""
+    """Neither the operator nor `topk_indices` reads a value, which a CUDA graph forbids."""
     problem = draw(backend, CASES[3])
     backend.simulate()
 
@@ -413,6 +414,7 @@ def test_top_tokens(backend):
         assert (out == 1).all()
 
 
+#: Right arguments with keys in one tensor (ROWS) and in pages; then wrong ones by name: what replaces them, and words of the error.
 INTS = torch.zeros(2, 3, dtype=torch.int32)
 ROWS = {
     "q": torch.zeros(2, 3, 4, 128), "k": torch.zeros(70, 128).to(torch.float8_e4m3fn), "weights": torch.zeros(2, 3, 4),
