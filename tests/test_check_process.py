@@ -87,7 +87,7 @@ def test_a_kernel_that_another_took_down_is_right(tmp_path):
     assert result.note == "lost its process once, and not when it ran alone: the process died (check)"
 
 
-def test_a_second_trial_in_vain_ends_them_and_nothing_is_forgotten(tmp_path):
+def test_a_second_trial_in_vain_is_the_last(tmp_path):
     """After a second trial that could not check its kernel (out of memory), no other kernel gets one. All are reported as unchecked."""
     found = isolated(kernels_named("busy", "dies", folder=tmp_path))
     assert [(v.kernel, v.failures, v.inconclusive, v.note) for v in found] == [
@@ -114,10 +114,11 @@ class OneProcess(Target):
             os._exit(3)
 
 
-def test_processes_that_do_not_start_leave_no_time(tmp_path):
+def test_processes_that_do_not_start_lend_no_time_to_others(tmp_path):
+    """The limit of 0.5 s is each process's own: one that starts, of four, begins checks of 0.3 s for 0.5 s."""
     target = OneProcess(str(tmp_path), torch.device("cpu"))
     found = isolated(kernels_named(*["sleeps"] * 9), processes=4, seconds=0.5, target=target)
-    assert len(found) == 2  # of one process, which begins checks of 0.3 s for 0.5 s
+    assert len(found) == 2
 
 
 def test_loading_does_not_count(monkeypatch):
@@ -330,12 +331,7 @@ def test_the_preferred_family_is_first(preferred, monkeypatch):
 def test_a_kernel_is_loaded_with_those_that_run_with_it(monkeypatch):
     need("sim")
     loaded = []
-
-    class Ops:
-        _preload = staticmethod(lambda name, device: loaded.append(name))
-        _set_tuning, _plan, _families = (getattr(torch.ops.volta_fa, name) for name in ("_set_tuning", "_plan", "_families"))
-
-    monkeypatch.setattr(torch.ops, "volta_fa", Ops)
+    monkeypatch.setattr(torch.ops.volta_fa, "_preload", lambda name, device: loaded.append(name))
     monkeypatch.setattr(Target, "number", -1)
     variant = next(v for v in SIMULATED if v["name"] == "volta_bwd_64")
     correctness.load_kernel(dataclasses.replace(SIMULATOR, kind="cuda"), variant, False)
@@ -388,7 +384,7 @@ def test_points_and_their_share_of_the_prediction(capsys):
     assert "1 figures were left out" in page and max(map(len, page.splitlines())) <= 100
 
 
-def test_no_time_left(monkeypatch):
+def test_without_time_left_points_are_listed_and_not_measured(monkeypatch):
     monkeypatch.setattr(performance, "card_figures", lambda target: {})
     speeds = performance.measure(CPU, (), time.monotonic() - 1, True, lambda at: None)
     assert speeds.points and all(set(p.missing.values()) == {OUT_OF_TIME} and not p.ms for p in speeds.points)
@@ -419,7 +415,7 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
     assert tune._own(SIMULATOR, shape, alternatives, of_headdim) is None
 
 
-def test_raising_kernel_is_recorded(monkeypatch):
+def test_errors_of_the_measurement_of_speed_are_recorded(monkeypatch):
     monkeypatch.setattr(performance, "card_figures", lambda target: fail())
     monkeypatch.setattr(performance, "_pytorch", fail)
     speeds = performance.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
@@ -502,13 +498,7 @@ def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path)
     timed(monkeypatch, lambda a: 1.0)
     about = {"volta_fa": "0", "device": "a card", "driver": "1", "path": str(tmp_path / "card.json")}
     about |= {"outcome": "read", "failed": ["volta_bwd_64"]}
-
-    class Ops:
-        _tuning = staticmethod(lambda number: json.dumps(about))
-        _set_tuning, _plan, _families = (getattr(torch.ops.volta_fa, name) for name in ("_set_tuning", "_plan", "_families"))
-        _info, _reduces_fp32 = torch.ops.volta_fa._info, torch.ops.volta_fa._reduces_fp32
-
-    monkeypatch.setattr(torch.ops, "volta_fa", Ops)
+    monkeypatch.setattr(torch.ops.volta_fa, "_tuning", lambda number: json.dumps(about))
     failed = [KernelResult(f"volta_fwd_64x64_{size}", "volta", "Forward", 1, failures=["wrong"]) for size in ("medium", "small")]
     seen = []
     tuned = tune.tune(SIMULATOR, [*failed, KernelResult("volta_fwd_64x64", "volta", "Forward", 1)], time.monotonic() + 60, seen.append)

@@ -4,7 +4,8 @@ A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's querie
 keys of a tile, and the last block combines partial results. From many rows on, a prefill kernel runs. Append writes new keys and values.
 `check` compares with fp64; `run` makes two runs (in the simulator, in two warp orders) that must agree bitwise. A test runs per backend in
 `on(...)`: simulator (`sim`), GPU (`cuda`), CPU; `-bf16` names the dtype. `Cached(lengths, ...)` is a problem: `page` tokens a page (0: no
-pages), slopes of ALiBi per head ("h") or sequence and head ("bh"), `sinks` in q's dtype ("own")."""
+pages), slopes of ALiBi per head ("h") or sequence and head ("bh"), `sinks` in q's dtype ("own").
+`force` makes the planner take a kernel."""
 
 from __future__ import annotations
 

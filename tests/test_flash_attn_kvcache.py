@@ -1,6 +1,7 @@
 """`flash_attn_with_kvcache`, and `flash_attn_varlen_func` with a block_table, with flash-attn 2's interface, against fp64.
 
-BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU; `sim` is the simulator of the kernels' machine code."""
+BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU; `sim` is the simulator of the kernels' machine code. flash_attention.py has
+the fp64 reference (`attention`), comparisons (`close`, `refused`) and inputs (`leaf`, `in_pages`)."""
 
 from __future__ import annotations
 

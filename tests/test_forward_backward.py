@@ -4,7 +4,8 @@ machine code in the simulator (`sim`), and GPU (`cuda`).
 The largest error of a result is at most twice (gradients: three times) that of PyTorch's eager attention in the same dtype, both against
 fp64, as in flash-attn's tests (`volta_fa.check.tolerance.Budget`). `check` (conftest.py) applies this rule, and compares two runs bitwise.
 `Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem of random tensors; `spread` is the standard deviation of q, k and v. KERNELS are
-`sim` and `cuda`, ALL these and the CPU's dtypes. `on_cases` takes pairs of backends and their cases."""
+`sim` and `cuda`, ALL these and the CPU's dtypes. `on_cases` takes pairs of backends and their cases.
+`force` makes the planner take kernels; `_plan` describes the kernels of a call."""
 
 import json
 import math

@@ -4,7 +4,7 @@ A list has `topk` numbers of blocks of `kv_block` tokens, unsorted, perhaps repe
 query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them.
 `Cached(lengths, ...)` is a problem with a cache: lengths are (queries, cached tokens, appended tokens) of each sequence. `run` (of
 test_kvcache.py) calls fwd_kvcache; `draw` and `latents` (of test_mla.py) make problems of fwd_mla, whose cache holds latents.
-`on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
+`on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `backend.simulate()` makes the simulator run later calls."""
 
 from __future__ import annotations
 

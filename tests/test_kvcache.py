@@ -1,6 +1,7 @@
 """`volta_fa::fwd_kvcache`: attention over a KV cache, dense or in pages, to which the call may append k and v in place.
 
 `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), GPU (`cuda`).
+`backend.simulate()` makes the simulator run later calls.
 `Cached` is a problem, `case.problem(backend)` its tensors: q, k_cache, v_cache, `new` (k and v to append) and `options`.
 `check` compares results and the cache with fp64; what no token occupies in a cache is NaN, so that a read of it shows. Other files import
 `run` and `check`; test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
@@ -183,8 +184,8 @@ class Decoder(torch.nn.Module):
     def forward(self, q, k_cache, v_cache, k, v, cache_seqlens, block_table):
         outs, options = [], {"block_table": block_table, "is_causal": True}
         for step in range(q.shape[1]):
-            new = (t[:, step : step + 1] for t in (k, v))
-            outs.append(fwd_kvcache(q[:, step : step + 1], k_cache, v_cache, *new, cache_seqlens=cache_seqlens + step, **options)[0])
+            q1, k1, v1 = (t[:, step : step + 1] for t in (q, k, v))
+            outs.append(fwd_kvcache(q1, k_cache, v_cache, k1, v1, cache_seqlens=cache_seqlens + step, **options)[0])
         both, _ = fwd_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens + q.shape[1], **options)
         return torch.cat(outs, 1), both, k_cache.sum()
 
@@ -478,7 +479,7 @@ def test_unchecked_values(backend, name):
     caches = [{n: arguments[n].clone() for n in ("k_cache", "v_cache")} for _ in range(2)]
     expected = call({**arguments, **caches[0]})()
     if backend.machine == "cuda":
-        poison_cuda(arguments["q"])
+        poison_cuda(arguments["q"])  # NaN in the memory of the results
     out, lse = call({**arguments, **spoil(arguments), **caches[1]})()
     assert out[0].isnan().all() and lse[0].isnan().all()
     assert_same_bits("out", out[1], expected[0][1])
