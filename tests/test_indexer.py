@@ -80,64 +80,64 @@ def block_major(codes: Tensor, scales: Tensor, generator) -> Tensor:
     return memory[:, : page_size * 132].unflatten(1, (page_size, 1, 132))
 
 
-def draw(backend, case: Case) -> Problem:
-    """Returns random tensors of a case: keys contiguous or in pages in random order, as fp8 codes with a scale per key."""
-    g = torch.Generator().manual_seed(backend.seed)
-    batch, seqlen_q, columns = case.batch, case.seqlen_q, case.columns
+def spoiled(numbers: Tensor, case: Case, values, g: torch.Generator) -> Tensor:
+    """Returns the numbers, in a hostile case with 30% of them replaced by these values."""
+    if not case.hostile:
+        return numbers
+    replaced = torch.rand(numbers.shape, generator=g) < 0.3
+    return numbers.where(~replaced, torch.tensor(values)[torch.randint(0, len(values), numbers.shape, generator=g)])
 
-    def normal(*sizes):
-        return torch.randn(*sizes, generator=g)
 
-    def ints(low, high, *sizes):
-        numbers = torch.randint(low, high, sizes, generator=g)
-        if case.hostile:
-            values = torch.tensor([INT_MIN, INT_MAX, -1, columns + 1, INT_MIN + 3])
-            replaced = torch.rand(sizes, generator=g) < 0.3
-            numbers = numbers.where(~replaced, values[torch.randint(0, len(values), sizes, generator=g)])
-        return numbers.int()
-
-    q = normal(batch, seqlen_q, case.heads, 128) * case.magnitude
-    q = q.to(torch.float8_e4m3fn if case.fp8 else backend.dtype)
-    weights = normal(batch, seqlen_q, case.heads) / case.magnitude
-    options: dict = {"clean_logits": case.clean}
+def draw_keys(case: Case, g: torch.Generator, device) -> tuple[Tensor, dict, Tensor, Tensor, Tensor]:
+    """Returns k and its options; and (batch, columns): codes and scales in fp64, and whether there is a key. Pages are in random order."""
+    columns, options = torch.arange(case.columns), {}
     if case.page_size:
-        room = -(-columns // case.page_size)
-        pages = batch * room + 3
+        room = -(-case.columns // case.page_size)  # pages of a sequence
+        pages = case.batch * room + 3
         rows, shape = pages * case.page_size, (pages, case.page_size)
-        table = torch.randperm(pages, generator=g)[: batch * room].view(batch, room)
-        if case.hostile:
-            replaced = torch.rand(table.shape, generator=g) < 0.3
-            table = table.where(~replaced, torch.tensor([-1, INT_MIN, INT_MAX, pages])[torch.randint(0, 4, table.shape, generator=g)])
-        position = torch.arange(columns)
-        page = table[:, position // case.page_size]
-        missing = (page < 0) | (page >= pages)
-        place = page.where(~missing, 0) * case.page_size + position % case.page_size
+        table = torch.randperm(pages, generator=g)[: case.batch * room].view(case.batch, room)
+        table = spoiled(table, case, [-1, INT_MIN, INT_MAX, pages], g)
+        page = table[:, columns // case.page_size]
+        exists = (page >= 0) & (page < pages)
+        place = page.where(exists, 0) * case.page_size + columns % case.page_size
+        options = {"block_table": table.int().to(device), "max_seqlen_k": case.columns}
     else:
-        rows, shape = columns, (columns,)
-        place = torch.arange(columns).expand(batch, -1)
-        missing = torch.zeros(batch, columns, dtype=torch.bool)
-    x = normal(rows, 128) * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=g))
+        rows, shape = case.columns, (case.columns,)
+        place = columns.expand(case.batch, -1)
+        exists = torch.ones(case.batch, case.columns, dtype=torch.bool)
+    x = torch.randn(rows, 128, generator=g) * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=g))
     scales = x.abs().amax(-1) / 448  # e4m3's largest number
     codes = (x / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    if case.page_size:
-        k = block_major(codes.view(*shape, 128), scales.view(shape), g)
-        options |= {"block_table": table.int().to(backend.device), "max_seqlen_k": columns}
-    else:
-        k = codes
-        options["k_scales"] = scales.to(backend.device)
-    query = torch.arange(seqlen_q)
-    if case.causal:
-        k_end = ints(0, columns + 1, batch)
-        end = k_end.long().clamp(min=0).unsqueeze(1) - (seqlen_q - 1 - query)
-        start = torch.zeros(batch, seqlen_q, dtype=torch.long)
+    if not case.page_size:
+        options["k_scales"] = scales.to(device)
+    k = block_major(codes.view(*shape, 128), scales.view(shape), g) if case.page_size else codes
+    return k.to(device), options, codes.double()[place], scales.double()[place], exists
+
+
+def draw(backend, case: Case) -> Problem:
+    """Returns random tensors of a case."""
+    g, device = torch.Generator().manual_seed(backend.seed), backend.device
+    batch, seqlen_q, columns = case.batch, case.seqlen_q, case.columns
+
+    def ints(low, high, *sizes):
+        lengths = torch.randint(low, high, sizes, generator=g)
+        return spoiled(lengths, case, [INT_MIN, INT_MAX, -1, columns + 1, INT_MIN + 3], g).int()
+
+    q = torch.randn(batch, seqlen_q, case.heads, 128, generator=g) * case.magnitude
+    q = q.to(torch.float8_e4m3fn if case.fp8 else backend.dtype)
+    weights = torch.randn(batch, seqlen_q, case.heads, generator=g) / case.magnitude
+    k, options, codes, scales, exists = draw_keys(case, g, device)
+    if case.causal:  # query i of n sees the keys before k_end - (n - 1 - i)
+        k_end, start = ints(0, columns + 1, batch), torch.zeros(batch, seqlen_q, dtype=torch.long)
+        end = k_end.long().clamp(min=0).unsqueeze(1) - (seqlen_q - 1 - torch.arange(seqlen_q))
     else:
         k_end, k_start = ints(columns // 2, columns + 1, batch, seqlen_q), ints(0, columns // 2 + 1, batch, seqlen_q)
         end, start = k_end.long(), k_start.long()
-        options["k_start"] = k_start.to(backend.device)
+        options["k_start"] = k_start.to(device)
     position = torch.arange(columns)
-    seen = (position >= start.unsqueeze(-1)) & (position < end.unsqueeze(-1)) & ~missing.unsqueeze(1)
-    arguments = (t.to(backend.device) for t in (q, k, weights, k_end))
-    return Problem(*arguments, options, codes.double()[place], scales.double()[place], seen)
+    seen = (position >= start.unsqueeze(-1)) & (position < end.unsqueeze(-1)) & exists.unsqueeze(1)
+    options["clean_logits"] = case.clean
+    return Problem(q.to(device), k, weights.to(device), k_end.to(device), options, codes, scales, seen)
 
 
 def exact(problem: Problem) -> tuple[Tensor, Tensor]:
