@@ -2,7 +2,8 @@
 
 tools/bootstrap.py makes the virtual environment and installs torch, NVRTC and nvdisasm in it. tools/build_shims.py compiles the C++ side
 ("shim", one library per torch release), which the core library in Rust calls. tools/heartbeat.py prints a line while a command is silent.
-Tests replace programs and pip by small fakes, so nothing is downloaded."""
+Tests replace programs and pip by small fakes, so nothing is downloaded. `requirements(section)` returns the pins of tools/requirements.txt,
+versions by package."""
 
 from __future__ import annotations
 

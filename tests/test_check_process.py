@@ -2,7 +2,8 @@
 
 The check runs kernels in subprocesses (check/isolation.py), because a kernel that hangs or faults destroys its CUDA context. It kills a
 process after a timeout and tries its kernel once more alone. check/state.py saves results, so that an interrupted check continues.
-Tests use fake kernels (`troubled`), fake GPUs, and the CPU backend. test_check.py tests what a check finds."""
+Tests use fake kernels (`troubled`), fake GPUs, and the CPU backend. test_check.py tests what a check finds, and has `check`, which runs the
+command and returns its exit status and JSON."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_counts_in_words(attention):
 
 
 def test_compiled_models_do_not_recompile_for_each_count(attention, counts):
-    """A compiled call counts once, when it is traced. Counting at each call would change what the program depends on."""
+    """Compiled calls are not counted, because each new count would compile again: the one count is the eager call's."""
     override, call = attention.make_override(every_device=True), tensors()
     compiled = torch.compile(lambda q, k, v: override(refuses, q, k, v, 2), backend="eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):

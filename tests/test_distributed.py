@@ -22,13 +22,12 @@ from distributed_problems import unroll
 from volta_fa.distributed.plan import LAYOUTS, Distance, Mask, length, plan, shard_ranges
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name != "posix", reason="no torch.distributed with gloo")
-WORKER = REPOSITORY / "tests" / "distributed_worker.py"
 #: Seconds for all cases, after which a rank counts as hung.
 LIMIT = 500
 
 
-def run_ranks(folder, size: int, *names: str, program=WORKER, limit: float = LIMIT, **environment) -> list[dict]:
-    """Runs the program once per rank. Returns the JSON that each rank wrote: failures by name of the case."""
+def run_ranks(folder, size: int, **environment) -> list[dict]:
+    """Runs distributed_worker.py once per rank. Returns the JSON that each rank wrote: failures by name of the case."""
     path = os.pathsep.join(filter(None, [str(LIBRARY.parents[2]), os.environ.get("PYTHONPATH")]))
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     master = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
@@ -36,10 +35,10 @@ def run_ranks(folder, size: int, *names: str, program=WORKER, limit: float = LIM
     ranks = []
     for rank in range(size):
         with (folder / f"{rank}.log").open("w") as log:
-            command = [sys.executable, str(program), str(rank), str(size), str(folder), *names]
+            command = [sys.executable, REPOSITORY / "tests" / "distributed_worker.py", str(rank), str(size), folder]
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [rank.wait(limit) for rank in ranks]
+        codes = [rank.wait(LIMIT) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

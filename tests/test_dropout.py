@@ -4,7 +4,7 @@ Dropout's mask follows from `rng_state` (seed, offset) and a score's position al
 `on(...)` lists the backends of a test: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `repeat` runs a `Case` on a backend against the
 fp64 reference, and prints a command that repeats a failure. Fields of a Case: `lengths` is (queries, keys) of packed sequences, `spare`
 max_seqlen beyond the longest, `used` seqused_k. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype ("own": q's);
-`sinks` names a dtype, `alibi` the dimensions of the slopes."""
+`sinks` names a dtype, `alibi` the dimensions of the slopes. BASE is a small Case, `changed` returns a Case with other fields."""
 
 import math
 import os
@@ -46,7 +46,7 @@ def test_dropout_mask(backend):
 @pytest.mark.parametrize("p", [1e-9, 2.0**-17, 2.0**-15, 0.3, 0.5, 0.77, 1 - 2.0**-15, 1 - 1e-9])
 @on("cpu-fp64")
 def test_dropout_keeps_the_mean(backend, p):
-    """Kept probabilities are divided by the exact share that is kept, for p rounded to 15 bits, so means are right. It is never 0."""
+    """Kept probabilities are divided by the exact share that is kept, for p rounded to 15 bits, so means are right. The share is never 0."""
     q, k, v = (torch.ones(1, n, 2, 8, dtype=backend.dtype) for n in (40, 300, 300))
     out, _, rng_state = backend.forward_and_state(q, k, v, dropout_p=p)
     share = reference.kept_share(p)

@@ -23,9 +23,8 @@ pytest.importorskip("rich")
 from benchmarks import docs, marks, report, validation
 from volta_fa.errors import CommandError
 
-FIGURES = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
-#: Text of the page's sections by name.
-SECTIONS = dict(re.findall(r"<!-- begin (\w[\w-]*) -->\n(.*?)<!-- end \1 -->", FIGURES, re.S))
+#: Text of the sections of docs/reference/figures.md by name.
+SECTIONS = dict(re.findall(r"<!-- begin (\w[\w-]*) -->\n(.*?)<!-- end \1 -->", docs.PAGE.read_text(), re.S))
 #: All pages but those whose rows are records of a date.
 RECORDS = ("runs.md", "trials.md", "programs.md")
 PAGES = [REPOSITORY / "README.md", *(page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if page.name not in RECORDS)]
@@ -134,7 +133,6 @@ def test_simulated_kernels_are_noted(tmp_path, monkeypatch):
 
 # ---- benchmarks.validation: simulated times against measured ones, rows of a CSV file with a band of allowed ratios --------
 
-PAGE = REPOSITORY / "docs/validation/real-cards.md"
 SIMULATOR = Path(os.environ.get("VOLTA_SIM", REPOSITORY / "target/release/volta-sim"))
 
 
@@ -143,7 +141,8 @@ def test_kept_figures_stay_in_their_bands() -> None:
 
 
 def test_documentation_shows_the_kept_figures() -> None:
-    assert validation.grid(validation.rows()).markdown() in PAGE.read_text(), "run `python -m benchmarks.validation --kept --markdown FILE`"
+    page = (REPOSITORY / "docs/validation/real-cards.md").read_text()
+    assert validation.grid(validation.rows()).markdown() in page, "run `python -m benchmarks.validation --kept --markdown FILE`"
 
 
 @pytest.mark.parametrize(("measured", "status"), [("8.656", 0), ("9.0", 0), ("9.2", 1), ("8.2", 1)])

@@ -1,6 +1,7 @@
 """`import volta_fa` takes at most 50 ms beyond `import torch`, starts nothing, and has no import cycles. Also: two copies in one process.
 
-Two copies are a wheel and a copy from Hugging Face's hub. The first one loaded registers the ops; the other uses its library."""
+Two copies are a wheel and a copy from Hugging Face's hub. The first one loaded registers the ops; the other uses its library.
+`run_python` and `run_pieces` run a program in a process."""
 
 import ast
 import graphlib
