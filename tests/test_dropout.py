@@ -46,7 +46,7 @@ def test_dropout_mask(backend):
 @pytest.mark.parametrize("p", [1e-9, 2.0**-17, 2.0**-15, 0.3, 0.5, 0.77, 1 - 2.0**-15, 1 - 1e-9])
 @on("cpu-fp64")
 def test_dropout_keeps_the_mean(backend, p):
-    """Kept probabilities are divided by the exact share that is kept, for p rounded to 15 bits, so means are right. The share is never 0."""
+    """Kept probabilities are divided by the exact share that is kept, for p rounded to 15 bits, so means are right. The share is not 0."""
     q, k, v = (torch.ones(1, n, 2, 8, dtype=backend.dtype) for n in (40, 300, 300))
     out, _, rng_state = backend.forward_and_state(q, k, v, dropout_p=p)
     share = reference.kept_share(p)

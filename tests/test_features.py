@@ -87,7 +87,7 @@ def sizes():
 
 
 def biases():
-    """Broadcast in each dimension, in each type; rows that are not whole 16 bytes, but for one case."""
+    """Broadcast in each dimension, in each type; rows that are not whole 16 bytes, but for two cases."""
     for dims in ("bhqk", "hqk", "bqk", "bhk", "bhq", "qk", "k", "q", "b", "h", "-"):
         yield Case(45, 69, 64, nheads=4, nheads_k=2, bias=f"{dims}:fp32", batch=2)
         # headdim 64 for some of the dimensions, 128 for the others
