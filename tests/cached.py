@@ -4,8 +4,6 @@
 `CacheInputs` are its tensors: q, k_cache, v_cache, `new` (k and v to append, or none), and the operator's options. `judge` (conftest.py)
 compares results with attention in fp64 over the tokens of each sequence. A test passes its `backend` (conftest.py): device and dtype."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.library import opcheck

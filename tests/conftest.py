@@ -16,8 +16,6 @@ Environment:
 `make test` runs the tests that are not marked `slow`, `make test-all` runs all. Both use several processes (pytest-xdist's
 `-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,8 +4,6 @@
 with the fp64 reference instead. A result is a list: out, dq, dk, dv, and dsinks if there are sinks (NAMES).
 Zigzag, the default layout, gives rank r the chunks r and 2 * ranks - 1 - r of a sequence."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -7,8 +7,6 @@ rank some heads of the whole sequence), context_parallel_attention (both, over a
 for a group and None for a mesh mean all ranks. MASTER_ADDR and MASTER_PORT are of a TCPStore, which test_distributed.py serves. A failure
 is written to FOLDER/RANK.json: case and traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

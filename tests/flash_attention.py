@@ -3,8 +3,6 @@
 `backend` (conftest.py) has the device and dtype of a test, and draws its tensors. Masks align queries with the last keys.
 Options have flash-attn's names: `causal`, `window_size`, `softcap`; `slopes` are alibi_slopes."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

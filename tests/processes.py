@@ -5,8 +5,6 @@ which starts after milliseconds, with its own environment, standard output and e
 server's stdin. The server (this file as a program: `_serve`) forks, the fork becomes the program (`_run`), and the server answers with
 the exit status. Callers: conftest.run_process, and tests through `run_pieces` and `succeeds`."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -5,8 +5,6 @@
 the batch entries or packed sequences of one length. These are `volta_fa.check`'s own modules, from which this file takes names.
 Only dropout's random numbers (`philox`, `kept`) are written here."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

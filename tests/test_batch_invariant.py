@@ -5,8 +5,6 @@ two from row to row, so that softmax maxima change for some rows of a warp and n
 (`test_without_the_option_bits_differ`). The fixture `family` runs a test with each kernel family (volta, turing), `machine` with one; both
 in the simulator and, if there is one, on the GPU. Results are (out, softmax_lse)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Figures are measured on the CPU, or simulated (volta-sim, cycles of a V100 or Tu
 are cases with a name, and writes JSON, a plot and a Markdown section. Simulated figures are lists by machine model (driver.MODELS): [0] of
 the default model, [1] with a perfect instruction cache. `need("sim")` skips a test without the simulator."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -7,8 +7,6 @@ partial block. `block_lists_t` and `block_bits_t` are the transposed mask, for d
 A test runs once per backend in `on(...)`: `cpu-DTYPE`, the simulator (`sim`), or a GPU (`cuda`); `gpu` runs it for a V100 and a T4.
 `backend.simulate()` makes the simulator run later calls. `check` compares a call and its gradients with fp64."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ tools/bootstrap.py makes the virtual environment and installs torch, NVRTC and n
 Tests replace programs and pip by small fakes, so nothing is downloaded. `requirements(section)` returns the pins of tools/requirements.txt,
 versions by package."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ The check compares each kernel with the CPU backend in fp64, and that with `tole
 backend or the simulator (`need("sim")` skips a test without it), and make results wrong by monkeypatching. Exit status: 0 right, 1 wrong,
 2 bad arguments, 3 incomplete. In the JSON, `right` lists the kernels' results, `fast` the times."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -5,8 +5,6 @@ process after a timeout and tries its kernel once more alone. check/state.py sav
 Tests use fake kernels (`troubled`), fake GPUs, and the CPU backend. test_check.py tests what a check finds, and has `check`, which runs the
 command and returns its exit status and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -9,8 +9,6 @@ simulator in two warp orders), with bitwise identical results.
 Environment:
 - VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/programs/run_comfyui.py runs its models"""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ keys of a tile, and the last block combines partial results. From many rows on, 
 pages), slopes of ALiBi per head ("h") or sequence and head ("bh"), `sinks` in q's dtype ("own").
 `force` makes the planner take a kernel."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

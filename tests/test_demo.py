@@ -4,8 +4,6 @@ The demo trains a small GPT with volta_fa's attention and with PyTorch's. Losses
 PyTorch's attention rounded differently, times a margin (demo/agreement.py). Gradients are compared alike. It then simulates one layer on a
 V100 and a T4."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -5,8 +5,6 @@ kernels, in the simulator of a T4 (fixture `simulate`), to the model. `smooth_k`
 codes more exact. `prepare_fast` returns the codes of keys and values in one tensor of bytes (`prepared`), for several calls.
 `on(...)` lists what a test needs: the CPU backend, the simulator (`sim`) or a GPU (`cuda`)."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -5,8 +5,6 @@ A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->` with ha
 times with published measurements of real GPUs: each must stay within its band (benchmarks.validation).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

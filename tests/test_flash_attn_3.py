@@ -4,8 +4,6 @@ New against flash-attn 2 are `attention_chunk` (a query sees only keys of its ow
 that is multiplied with values), `seqused_q`, and rotary in the cache function. `on(...)` lists backends: CPU (`cpu-DTYPE`), `cuda`.
 `leaf(backend, *shape)` is a random tensor that requires a gradient; `refused` checks an error and its message."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons. BACKENDS runs a test on the CPU in fp64 and fp32, and on
 a GPU. The last part calls the functions of all integrations ("doors") with strided index tensors."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -3,8 +3,6 @@
 BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU; `sim` is the simulator of the kernels' machine code. flash_attention.py has
 the fp64 reference (`attention`), comparisons (`close`, `refused`) and inputs (`leaf`, `in_pages`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 The expected rotation (`turned`) multiplies complex numbers: a pair of columns by (cos + i sin) of its position. A pair is columns 2i and
 2i + 1 if interleaved, else i and i + rotary_dim / 2. Tests compare values, gradients, and tensors that are changed in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

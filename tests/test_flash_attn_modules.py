@@ -2,8 +2,6 @@
 
 Programs import them through the flash-attn shim (test_flash_attn_shim.py). They need no kernel of volta_fa but attention."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@ xformers and Transformer Engine call: signatures, results against fp64, and grad
 
 flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -7,8 +7,6 @@ Environment:
 - VOLTA_FA_TEST_TRANSFORMERS: folders (separated by colons) to each of which a release of transformers was installed
   with `pip install --target`; the tests with models run with each of them, and with an installed transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

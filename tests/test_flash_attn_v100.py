@@ -4,8 +4,6 @@ Three packages are called flash_attn_v100: one of 2023, one of 2026 (with flash-
 functions for paged caches. flash_attn_turing is the fourth. Their compiled functions take (batch, nheads, seqlen, headdim), "heads first".
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types

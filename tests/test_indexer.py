@@ -5,8 +5,6 @@ columns with one fp32 scale, in one tensor, or in pages where all codes of a pag
 A query sees the keys from k_start to k_end. `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`).
 `backend.simulate()` makes the simulator run later calls; the fixture `gpu` runs a test for the simulated V100 and T4."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

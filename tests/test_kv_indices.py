@@ -6,8 +6,6 @@ query and KV head. Kernels read the selected tokens in place if blocks match the
 test_kvcache.py) calls fwd_kvcache; `draw` and `latents` (of test_mla.py) make problems of fwd_mla, whose cache holds latents.
 `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `backend.simulate()` makes the simulator run later calls."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -6,8 +6,6 @@
 `check` compares results and the cache with fp64; what no token occupies in a cache is NaN, so that a read of it shows. Other files import
 `run` and `check`; test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
