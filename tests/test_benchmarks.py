@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 
+import reference
 from conftest import INFO, LIBRARY, REPOSITORY, need
 from processes import run_forked
 
@@ -309,14 +310,9 @@ def test_models(tmp_path):
 def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
     from benchmarks.models import Attention, Case
 
-    query, key = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
-    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    if window:
-        mask &= (key >= query - window) & (key <= query + window)
-    if causal:
-        mask &= key <= query
     case = Case(Attention(1, 1, 64, causal=causal, window=window), 1, seqlen_q, seqlen_k, backward=False)
-    assert case.visible_pairs() == mask.sum()
+    bound = window or -1  # -1: no window
+    assert case.visible_pairs() == reference.tolerance.visible(seqlen_q, seqlen_k, causal, bound, bound).sum()
 
 
 def test_models_have_a_row_for_all_gpus(tmp_path):

@@ -57,6 +57,17 @@ def unloaded(target, variant, quick):
     """Replaces `correctness.load_kernel`, with nothing to load."""
 
 
+def slowly_loaded(target, variant, quick):
+    time.sleep(1)
+
+
+def both_loaded(target, variant, quick):
+    """Waits until two kernels are loaded."""
+    (variant["folder"] / variant["name"]).touch()
+    while len(list(variant["folder"].iterdir())) < 2:
+        time.sleep(0.01)
+
+
 def kernels_named(*names, folder=None):
     """Returns fake kernels. Those that behave differently the second time remember the first in `folder`."""
     return [{"name": name, "family": "f", "pass": "Forward", "folder": folder} for name in names]
@@ -104,7 +115,7 @@ def test_second_trials_share_a_limit(monkeypatch):
 
 
 class OneProcess(Target):
-    """A GPU with memory for one process; its kind is a folder."""
+    """A GPU with memory for one process. `kind` is a folder, in which the first process leaves a file."""
 
     def make_current(self):
         try:
@@ -122,25 +133,15 @@ def test_processes_that_do_not_start_lend_no_time_to_others(tmp_path):
 
 def test_loading_does_not_count(monkeypatch):
     """Three kernels take a second each to load, and no time to check: neither the limit nor the timeout of checks ends them."""
-
-    def slowly(target, variant, quick):
-        time.sleep(1)
-
     monkeypatch.setitem(isolation.TIMEOUTS, "check", 0.8)
-    found = isolated(kernels_named("a", "b", "c"), seconds=0.5, load=slowly)
+    found = isolated(kernels_named("a", "b", "c"), seconds=0.5, load=slowly_loaded)
     assert [v.kernel for v in found] == ["a", "b", "c"] and all(v.passed for v in found)
     assert all(v.load_seconds >= 1 and v.check_seconds < 0.5 for v in found)
 
 
 def test_kernels_load_and_run_at_the_same_time(tmp_path):
     """Each of two kernels waits for the other to load."""
-
-    def both(target, variant, quick):
-        (variant["folder"] / variant["name"]).touch()
-        while len(list(variant["folder"].iterdir())) < 2:
-            time.sleep(0.01)
-
-    found = isolated(kernels_named("a", "b", folder=tmp_path), processes=2, load=both)
+    found = isolated(kernels_named("a", "b", folder=tmp_path), processes=2, load=both_loaded)
     assert len(found) == 2 and all(v.passed for v in found)
 
 
