@@ -1,7 +1,8 @@
 """Fixtures and helpers of all Python tests. The `backend` fixture runs a test several ways, which `on(...)` or `on_cases(...)` list:
 
 - `cpu-fp32`, `cpu-fp64`, `cpu-bf16`, `cpu-fp16`: the CPU backend;
-- `sim`: the sm_70 machine code in the simulator (VOLTA_FA_SIM_GPU selects another GPU's), on fp16 CPU tensors, in two warp orders;
+- `sim`: the sm_70 machine code in the simulator (tools/volta-sim; VOLTA_FA_SIM_GPU selects another GPU's), on fp16 CPU tensors, in two
+  warp orders;
 - `cuda`: the kernels on the GPU of this machine, fp16 (on GPUs without matching machine code: PTX);
 - `sim-bf16`, `cuda-bf16`, `sim-fp32`, `cuda-fp32`: the same, on tensors of these dtypes.
 

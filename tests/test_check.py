@@ -56,6 +56,7 @@ def test_the_report_has_a_line_for_each_pass():
 
 
 def test_on_the_cpu(tmp_path, capsys):
+    """A whole check: exit status, JSON, plot and printed page."""
     status, data = check(tmp_path, "--device", "cpu", "--seed", "3")
     assert status == 0 and data["outcome"] == "right" and data["settings"]["seed"] == 3
     assert data["wrong"] == data["not_checked"] == [] and data["to_finish"] is None

@@ -132,6 +132,7 @@ def test_layouts(backend, attention, counts, layout):
 @on_cases((["cpu-fp16", "cuda"], list(MASKS)[1:]), (["sim"], ["bool, rank 2", "added, rank 3"]))
 @pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
 def test_masks(backend, attention, counts, layout, case):
+    """Masks in all forms in which ComfyUI passes them."""
     check(backend, attention, counts, layout=layout, mask=case)
 
 

@@ -154,7 +154,7 @@ def test_half_precision_is_rounded_once():
     want = torch.stack([turned(entry, cos, sin, range(5)) for entry in x])
     out = apply_rotary_emb_func(x, cos, sin)
     assert out.dtype == torch.float16
-    torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-6)
+    torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-6)  # fp16's unit roundoff is 2^-11
 
 
 @LAYOUTS

@@ -278,6 +278,7 @@ def test_a_code_of_nan(gpu, backend):
 @on("cpu-fp32", "sim", "cuda")
 @pytest.mark.parametrize("which", ["q", "k", "k_scales", "weights", "numbers", "pages off 16 bytes", "no keys", "no pages", "no queries"])
 def test_layouts(backend, which):
+    """Strided tensors, start and end per query ("numbers") with strides, pages that do not begin at 16 bytes, and empty tensors."""
     paged = which in ("pages off 16 bytes", "no pages")
     problem = draw(backend, Case(64, 2, 3, 70, page_size=16 if paged else 0))
     if which == "q":

@@ -182,6 +182,7 @@ def test_against_fp64(backend, case):
 @pytest.mark.parametrize("block", [1, 64])
 @pytest.mark.parametrize("topk", [0, 3])
 def test_queries_without_a_block(backend, block, topk):
+    """out is 0, and softmax_lse is the sink."""
     problem = cached(2, 100, 5, page=64, nheads=4, sinks="own").problem(backend)
     problem.options |= {"kv_indices": problem.q.new_full((2, 2, 1, topk), -1, dtype=torch.int32), "kv_block": block}
     out, lse, *_ = run(backend, problem)
