@@ -78,8 +78,10 @@ def test_none_for_a_tensor_is_an_error_that_names_it(name):
     parameters = inspect.signature(getattr(volta_fa, name)).parameters.values()
     arguments = {p.name: 5 for p in parameters if p.default is p.empty}
     shape = {"kv": (2, 3, 2, 1, 8), "qkv": (2, 3, 3, 1, 8)} if "varlen" not in name else {"kv": (6, 2, 1, 8), "qkv": (6, 3, 1, 8)}
-    arguments |= {tensor: torch.zeros(shape.get(tensor, (2, 3, 1, 8))) for tensor in arguments.keys() & set(TENSORS)}
-    for tensor in arguments.keys() & set(TENSORS):
+    tensors = arguments.keys() & set(TENSORS)
+    assert tensors
+    arguments |= {tensor: torch.zeros(shape.get(tensor, (2, 3, 1, 8))) for tensor in tensors}
+    for tensor in tensors:
         with pytest.raises(ValueError, match=f"volta_fa: {tensor}: got None, expected a tensor$"):
             getattr(volta_fa, name)(**arguments | {tensor: None})
 
