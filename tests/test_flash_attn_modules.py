@@ -40,14 +40,12 @@ def seed():
     torch.manual_seed(0)
 
 
+# The arguments with which norms begin, and those of the fused norms and of flash-attn's references.
+BEGIN = "(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, prenorm=False, "
 NORM = (
-    "(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, prenorm=False, "
-    "residual_in_fp32=False, zero_centered_weight=False, {}return_dropout_mask=False, out_dtype=None, out=None, residual_out=None)"
+    BEGIN + "residual_in_fp32=False, zero_centered_weight=False, {}return_dropout_mask=False, out_dtype=None, out=None, residual_out=None)"
 )
-REFERENCE = (
-    "(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, prenorm=False, "
-    "zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, upcast=False)"
-)
+REFERENCE = BEGIN + "zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, upcast=False)"
 SIGNATURES = {
     cross_entropy_loss: (
         "(logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100, "

@@ -73,15 +73,14 @@ def with_lists(problem, selected: Selected, of_sequences):
 
 def visible(selected: Selected, of_queries, seqlen_k: int, is_causal: bool) -> torch.Tensor:
     """Returns (1, nheads, seqlen_q, seqlen_k) bool: the keys in a query's blocks before its first -1, which are causal if asked."""
-    case, seqlen_q = selected.case, len(of_queries)
+    case, seqlen_q, key = selected.case, len(of_queries), torch.arange(seqlen_k)
     found = torch.zeros(1, case.nheads, seqlen_q, seqlen_k, dtype=torch.bool)
     for i, of_heads in enumerate(of_queries):
         for head in range(case.nheads):
             blocks = of_heads[head * len(of_heads) // case.nheads]
             blocks = blocks[: blocks.index(-1)] if -1 in blocks else blocks
-            for key in range(seqlen_k):
-                found[0, head, i, key] = key // selected.block in blocks and (not is_causal or key <= i + seqlen_k - seqlen_q)
-    return found
+            found[0, head, i] = torch.isin(key // selected.block, torch.tensor(blocks, dtype=torch.int64))
+    return found & (key <= torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q) if is_causal else found
 
 
 def check(backend, selected: Selected):
