@@ -1,9 +1,8 @@
 """Checks of `torch.ops.volta_fa.fwd_kvcache`, attention with a KV cache, for test_kvcache*.py, test_decode_kernels.py and others.
 
 `Cached` (volta_fa.check.cache_cases.CacheCase) describes a problem: lengths of each sequence, and the layout of the cache.
-`CacheInputs` are its tensors. `judge` (conftest.py) compares results with attention in fp64 over the tokens of each sequence."""
-
-from __future__ import annotations
+`CacheInputs` are its tensors: q, k_cache, v_cache, `new` (k and v to append, or none), and the operator's options. `judge` (conftest.py)
+compares results with attention in fp64 over the tokens of each sequence. A test passes its `backend` (conftest.py): device and dtype."""
 
 import torch
 from torch import Tensor
@@ -19,15 +18,16 @@ fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
 def keys_and_values(p: CacheInputs, b: int, k_cache: Tensor, v_cache: Tensor) -> list[Tensor]:
-    """Returns k and v of sequence b, (tokens, nheads_k, headdim), read from these caches and dequantized."""
-    tokens = p.tokens(b, (p.case.leftpad or (0,) * p.case.batch)[b])
+    """Returns k and v of sequence b, (tokens, nheads_k, headdim), read from these caches and dequantized. Left padding is left out."""
+    tokens = p.tokens(b, p.case.leftpad[b] if p.case.leftpad else 0)
     return [p.numbers(which, t, tokens, b) for which, t in (("k", k_cache), ("v", v_cache))]
 
 
 def check_sequence(
     backend, p: CacheInputs, b: int, out: Tensor, lse: Tensor, k_cache: Tensor, v_cache: Tensor, is_dequantized=False, **changed
 ):
-    """Judges sequence b. `is_dequantized`: the operator rounded a quantized cache to q's dtype. `changed`: other options of scores."""
+    """Judges out and softmax_lse of sequence b. `is_dequantized`: the operator rounded a quantized cache to q's dtype before attention.
+    `changed`: options of scores that replace the case's."""
     parts = p.parts(b, *keys_and_values(p, b, k_cache, v_cache), is_dequantized, **changed)
     judge(backend, parts, {"out": out, "softmax_lse": lse})
 
@@ -41,6 +41,7 @@ def check_sequences(backend, p: CacheInputs, out: Tensor, lse: Tensor, k_cache: 
 
 
 def check_opcheck(backend, p: CacheInputs, **options):
+    """Runs torch.library.opcheck on the call. `options` are opcheck's."""
     backend.simulate()
     # opcheck compares caches: NaN would differ from itself
     caches = (p.k_cache.nan_to_num_(0.0), p.v_cache.nan_to_num_(0.0))

@@ -1,7 +1,8 @@
 """Fixtures and helpers of all Python tests. The `backend` fixture runs a test several ways, which `on(...)` or `on_cases(...)` list:
 
 - `cpu-fp32`, `cpu-fp64`, `cpu-bf16`, `cpu-fp16`: the CPU backend;
-- `sim`: the sm_70 machine code in the simulator (VOLTA_FA_SIM_GPU selects another GPU's), on fp16 CPU tensors, in two warp orders;
+- `sim`: the sm_70 machine code in the simulator (tools/volta-sim; VOLTA_FA_SIM_GPU selects another GPU's), on fp16 CPU tensors, in two
+  warp orders;
 - `cuda`: the kernels on the GPU of this machine, fp16 (on GPUs without matching machine code: PTX);
 - `sim-bf16`, `cuda-bf16`, `sim-fp32`, `cuda-fp32`: the same, on tensors of these dtypes.
 
@@ -15,8 +16,6 @@ Environment:
 
 `make test` runs the tests that are not marked `slow`, `make test-all` runs all. Both use several processes (pytest-xdist's
 `-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does."""
-
-from __future__ import annotations
 
 import fcntl
 import json
@@ -39,6 +38,7 @@ from torch import Tensor
 import reference
 from processes import run_forked
 
+#: A problem of `fwd` and `bwd`: sizes and options. `case.problem(backend)` draws its tensors (volta_fa/check/cases.py).
 Case = reference.cases.Case
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Ignore this machine's tuning files (`python -m volta_fa check --tune`): the tests expect the planner's own choices.
@@ -66,10 +66,10 @@ LIBRARY = _load_library()
 CORE = LIBRARY.parents[1] / "libvolta_fa_core.so"
 INFO = json.loads(torch.ops.volta_fa._info())
 HAS_CUDA = torch.cuda.is_available()
-#: What volta-sim calls a GPU of each architecture that it executes.
+#: The simulator's GPUs, by compute capability (sm_70, sm_75).
 GPUS = {70: "v100", 75: "t4"}
 
-# Tests of the Python package, which loads its own library.
+# The Python package loads its own library, so its tests cannot test another one: pytest does not collect them.
 if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     packages = ("sdpa*", "flex*", "transformers*", "vllm*", "block_mask_packing", "copies", "diffusers", "unsloth")
     collect_ignore_glob = [f"test_{name}.py" for name in packages]
@@ -77,8 +77,8 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
-# The problems are small: on a busy machine, threads that wait for each other cost ten times what they save.
-# test_cpu_speed.py uses all cores.
+# One thread: in small problems on a busy machine, threads that wait for each other cost ten times what they save.
+# CORES is the number before, for test_cpu_speed.py.
 CORES = torch.get_num_threads()
 torch.set_num_threads(1)
 
@@ -87,7 +87,8 @@ KERNELS = ["sim", "cuda"]
 BF16_KERNELS = ["sim-bf16", "cuda-bf16"]
 FP32_KERNELS = ["sim-fp32", "cuda-fp32"]
 ALL = CPU + KERNELS
-# Instructions that a warp executes before the next one runs: one warp far ahead, and all in step. If results differ, there is a race.
+#: Simulated kernels run in two warp orders: one warp far ahead, and all in step. Each is the number of instructions (the simulator's
+#: "quantum") that a warp executes before the next warp runs. Results that differ show a race.
 WARP_ORDERS = (20000, 1)
 
 hypothesis.settings.register_profile("default", derandomize="CI" in os.environ, deadline=None, print_blob=True)
@@ -125,7 +126,7 @@ def _unavailable(backend: str) -> str | None:
 
 
 def _machine(backend: str) -> str:
-    """Returns `sim`, `cuda`, or the name of a CPU backend."""
+    """Returns what runs a backend: `sim` or `cuda` without the dtype, or a CPU backend's own name."""
     return backend.partition("-")[0] if backend in BF16_KERNELS + FP32_KERNELS else backend
 
 
@@ -146,7 +147,7 @@ def on(*backends: str, slow: tuple[str, ...] = ()):
 
 
 def on_cases(*pairs: tuple[list[str], list], slow: tuple[tuple[list[str], list], ...] = ()):
-    """Parametrizes over (backends, cases) pairs: each case on each backend of its pair. `make test` skips what only `slow` has."""
+    """Parametrizes a test over `backend` and `case`: each case on each backend of its pair. `make test` skips what only `slow` has."""
     seen, params = set(), []
     for number, (backends, cases) in enumerate((*pairs, *slow)):
         for case in cases:
@@ -281,11 +282,13 @@ def poison_cuda(*like: Tensor):
         poison = float("nan") if t.is_floating_point() else -1
         for copies in (1, 1, 2, 4):  # the allocator reuses blocks by size, and a result may be larger than its input
             held.append(torch.full((t.numel() * copies,), poison, dtype=t.dtype, device=t.device))
-        held.append(torch.full((max(t.numel() // max(t.shape[-1], 1), 1),), float("nan"), device=t.device))
+        rows = t.numel() // max(t.shape[-1], 1)  # softmax_lse has one fp32 number per row
+        held.append(torch.full((max(rows, 1),), float("nan"), device=t.device))
     del held
 
 
 def assert_same_bits(name: str, a: Tensor, b: Tensor):
+    """Compares as integers of the same size, because NaN differs from itself."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     different = (a.contiguous().view(ints) != b.contiguous().view(ints)).sum().item()
     assert different == 0, f"{name}: {different} of {a.numel()} elements differ between two runs: a race"
@@ -319,14 +322,22 @@ def reads_no_value(call: Callable, *ops: str):
     assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 
 
-def captured(step: Callable) -> tuple:
-    """Returns the CUDA graph of a step that ran before, and the results that replays overwrite."""
+def captured(step: Callable, *generators: torch.Generator) -> tuple:
+    """Returns the CUDA graph of a step, and the results that replays overwrite. `generators`: those of the step beside torch's own."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # PyTorch asks for a run on a side stream before a capture
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         return graph, step()
 
 
 def seed_of(name: str) -> int:
+    """Returns the seed of a test's random inputs, from its name and VOLTA_FA_TEST_SEED."""
     return zlib.crc32(f"{name}:{os.environ.get('VOLTA_FA_TEST_SEED', '0')}".encode())
 
 
@@ -357,7 +368,7 @@ def gpu(request, backend) -> str:
 
 # ---- error budgets: the largest allowed errors of a result, from the errors of eager attention in the same dtype ----
 
-#: Largest error / allowed error of each (backend, result, kind of error) in this session, with its test. The summary prints them.
+#: Largest error / allowed error of each (backend, result, kind: the largest or the rms error) in this session, with its test.
 _worst: dict[tuple[str, str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
 
 
@@ -392,6 +403,7 @@ def check(backend: Backend, q, k, v, dout=None, deterministic=False, dlse=None, 
     runs = backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options, **gradient)
     parts, names = exact.backward(dout, out, dlse), reference.gradient_names(**options)
     for gradients in runs:
+        # after dq, dk and dv: dattn_bias and dsinks, the names of options after a "d"
         for name, t, g in zip(names, (q, k, v, *(options[name[1:]] for name in names[3:])), gradients):
             assert g.shape == t.shape and g.dtype == t.dtype, name
         judge(backend, parts, dict(zip(names, gradients)))
@@ -406,7 +418,7 @@ def check_form(q: Tensor, headdim_v: int, out: Tensor, lse: Tensor):
 
 
 def repeat(name: str, case: Case, deterministic: bool = False):
-    """Checks one case on the backend `name`. If it fails, prints a shell command that repeats it."""
+    """Checks one case (`check`, forward and backward) on the backend `name`. If it fails, prints a shell command that repeats it."""
     need(name)
     with pytest.MonkeyPatch.context() as monkeypatch:
         backend = Backend(name, seed_of(repr(case)), monkeypatch)
@@ -422,8 +434,8 @@ def repeat(name: str, case: Case, deterministic: bool = False):
 
 # ---- several processes -----------------------------------------------------------------------------------------
 
-# Each imports torch and holds about 1 GiB.
-MOST_PROCESSES = 8
+#: Most processes of pytest-xdist's `-n auto`: each imports torch and holds about 1 GiB.
+MAX_PROCESSES = 8
 
 
 def usable_cpus() -> int:
@@ -440,7 +452,7 @@ def usable_cpus() -> int:
 def pytest_xdist_auto_num_workers(config) -> int | None:
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None  # pytest-xdist heeds it
-    return 0 if HAS_CUDA else min(usable_cpus(), MOST_PROCESSES)
+    return 0 if HAS_CUDA else min(usable_cpus(), MAX_PROCESSES)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,9 +1,8 @@
 """Problems of distributed_worker.py (attention over a sequence that is sharded over ranks), and the comparison of its results.
 
 `whole_of` computes a problem in one process, `sharded` on all ranks, and `compare` compares them. `judge` compares fp16 and bf16 results
-with the fp64 reference instead. Zigzag, the default layout, gives rank r the chunks r and 2 * ranks - 1 - r of a sequence."""
-
-from __future__ import annotations
+with the fp64 reference instead. A result is a list: out, dq, dk, dv, and dsinks if there are sinks (NAMES).
+Zigzag, the default layout, gives rank r the chunks r and 2 * ranks - 1 - r of a sequence."""
 
 import os
 
@@ -13,8 +12,13 @@ import torch.distributed as dist
 import reference
 from volta_fa.distributed import shard_sequence, unshard_sequence
 
-#: With VOLTA_FA_TEST_NCCL=1 each rank has a GPU.
+#: With VOLTA_FA_TEST_NCCL=1 ranks communicate over NCCL and each has a GPU. Otherwise they are processes on the CPU, over gloo.
 NCCL = os.environ.get("VOLTA_FA_TEST_NCCL") == "1"
+
+
+def unroll(ranges):
+    """Returns the numbers in ranges (begin, end): positions of a sequence, as `shard_ranges` gives them to a rank."""
+    return [i for begin, end in ranges for i in range(begin, end)]
 
 
 def inputs(dtype, device, *, seqlen=37, seqlen_k=None, nheads=4, nheads_k=2, headdim=16, headdim_v=None, batch=2, packed=False, seed=0):
@@ -30,7 +34,7 @@ def inputs(dtype, device, *, seqlen=37, seqlen_k=None, nheads=4, nheads_k=2, hea
 
 
 def whole_of(q, k, v, dout, sinks=None, cu_seqlens=None, **options):
-    """Returns out and the gradients of q, k, v and sinks (if any), computed by the op in this process alone."""
+    """Returns the result that the op computes in this process alone. `cu_seqlens`: a list, for packed sequences."""
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
     if cu_seqlens is not None:
         cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
@@ -40,7 +44,7 @@ def whole_of(q, k, v, dout, sinks=None, cu_seqlens=None, **options):
 
 
 def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlens=None, **options):
-    """Returns the same as whole_of(), computed by `attend` on this rank's shards and gathered from all ranks. dsinks is summed."""
+    """Returns the same, computed by `attend` (ring_attention, ...) on this rank's shards and gathered from all ranks. dsinks is summed."""
     dim = 0 if cu_seqlens is not None else 1
     leaves = [shard_sequence(t, group, dim, layout).detach().clone().requires_grad_() for t in (q, k, v)]
     if sinks is not None:
@@ -64,6 +68,7 @@ CLOSE = 2e-6
 
 
 def compare(found, expected, what):
+    """Checks shapes and errors (CLOSE) of a result. `what` begins the message of a failure."""
     for name, f, e in zip(NAMES, found, expected, strict=False):
         assert f.shape == e.shape, f"{what} {name}: {tuple(f.shape)}, expected {tuple(e.shape)}"
         if not e.numel():
@@ -74,7 +79,8 @@ def compare(found, expected, what):
     assert len(found) == len(expected)
 
 
-#: Options of the op. `lengths`: packed sequences; `alibi`: slopes per head ("h") or per entry and head ("bh").
+#: Problems by name: options of the op, and arguments of `inputs`. `lengths`: packed sequences; `alibi`: slopes per head ("h") or per
+#: entry and head ("bh"); `sinks`: whether there are any.
 PROBLEMS = {
     "plain": {},
     "causal": dict(is_causal=True),
@@ -128,7 +134,7 @@ def problem(name, dtype, device, stretch=1):
 
 
 def judge(what, tensors, found, cu_seqlens=None, **options):
-    """Checks out and gradients of the whole problem against the fp64 reference, within the budgets of `python -m volta_fa check`."""
+    """Checks a result of the whole problem against the fp64 reference, within the budgets of `python -m volta_fa check`."""
     q, k, v, dout = tensors
     if cu_seqlens is not None:
         cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)

@@ -1,9 +1,9 @@
 """Expected results of flash-attn's functions in fp64, comparisons and inputs, for test_flash_attn_*.py.
 
-`backend` (conftest.py) has the device and dtype of a test, and draws its tensors. Masks align queries with the last keys."""
+`backend` (conftest.py) has the device and dtype of a test, and draws its tensors. Masks align queries with the last keys.
+Options have flash-attn's names: `causal`, `window_size`, `softcap`; `slopes` are alibi_slopes."""
 
-from __future__ import annotations
-
+import inspect
 import math
 
 import pytest
@@ -20,7 +20,8 @@ LSE_ROUNDING = 1e-6
 
 
 def attention(q, k, v, causal=False, window_size=(-1, -1), slopes=None, keep=None, **options):
-    """Returns out, softmax_lse and probabilities of a batch in fp64, differentiable. `keep`: False where dropout drops."""
+    """Returns out, softmax_lse and probabilities (batch, nheads, seqlen_q, seqlen_k) of a batch in fp64, differentiable.
+    `keep` has the probabilities' shape, False where dropout drops."""
     left, right = map(int, window_size)
     found = reference.forward(q, k, v, is_causal=causal, window_left=left, window_right=right, alibi_slopes=slopes, kept=keep, **options)
     return found.out, found.softmax_lse, found.probabilities
@@ -33,15 +34,24 @@ def close(backend, found, expected, at_least=0.0):
 
 
 def close_lse(found, expected):
+    """Compares softmax_lse, which is fp32 for every dtype."""
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected.float(), rtol=2e-4, atol=2e-4)
 
 
+def signature_of(function) -> str:
+    """Returns the function's arguments and defaults as text, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
+
+
 def slopes_of(backend, *shape):
+    """Returns slopes of ALiBi: positive fp32 numbers, (nheads) or (batch, nheads)."""
     return backend.randn(*shape).abs().float()
 
 
 def leaf(backend, *shape):
+    """Returns a random tensor that requires a gradient."""
     return backend.randn(*shape).requires_grad_()
 
 
@@ -56,7 +66,8 @@ def check_gradients(backend, found, expected, leaves):
 
 
 def packed(q, k, v, lengths_q, lengths_k, slopes=None, keep=None, **options):
-    """Returns `attention` of each packed sequence: out (total_q, nheads, headdim_v), softmax_lse (nheads, total_q), probabilities."""
+    """Returns `attention` of each packed sequence: out (total_q, nheads, headdim_v), softmax_lse (nheads, total_q), and a list of
+    probabilities."""
     entries = [
         attention(
             *(t[None] for t in parts),
@@ -76,7 +87,8 @@ def cu(lengths, device="cpu"):
 
 
 def in_pages(backend, cache, page):
-    """Returns the entries of a dense cache in shuffled pages, and their table, padded with invalid page numbers (-1)."""
+    """Returns the entries of a dense cache in shuffled pages of `page` tokens, and their table, padded with invalid page numbers (-1).
+    Two pages of NaN belong to no entry."""
     batch, seqlen = cache.shape[:2]
     order = torch.randperm(batch * (seqlen // page) + 2, generator=torch.Generator().manual_seed(backend.seed))
     table = order[: batch * (seqlen // page)].view(batch, -1).int().to(backend.device)

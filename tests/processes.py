@@ -5,8 +5,6 @@ which starts after milliseconds, with its own environment, standard output and e
 server's stdin. The server (this file as a program: `_serve`) forks, the fork becomes the program (`_run`), and the server answers with
 the exit status. Callers: conftest.run_process, and tests through `run_pieces` and `succeeds`."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os
@@ -27,12 +25,12 @@ READ_AT_LOAD = ("OMP_", "MKL_", "LD_", "TORCH_LOGS", "PYTHONHASHSEED", "PYTHONWA
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 _server: subprocess.Popen | None = None
-# The server's environment.
+# The server's environment, without PYTHONPATH, which each program has for itself.
 _served: dict[str, str] = {}
 
 
 def run_forked(arguments: list, env: dict[str, str] | None = None, cwd=None, timeout: float = 300) -> subprocess.CompletedProcess:
-    """Runs `python arguments` as subprocess.run(capture_output=True, text=True) does, with an empty stdin.
+    """Runs `python arguments` as subprocess.run(capture_output=True, text=True) does, with an empty stdin. `timeout`: seconds.
 
     Args:
         arguments: -c code, -m module or a file, and what follows. No other options of the interpreter.

@@ -1,10 +1,9 @@
 """The fp64 reference of all tests: attention, its error limits, and dropout's mask. It shares no code with the kernels or CPU backend.
 
 `forward` and `backward` hold the whole score matrix in fp64 and differentiate by autograd. `Exact` has exact results with their limits
-(budgets): twice to three times the error of PyTorch's eager attention in the same dtype. These are `volta_fa.check`'s own modules, from
-which this file takes names. Only dropout's random numbers (`philox`, `kept`) are written here."""
-
-from __future__ import annotations
+(budgets): twice to three times the error of PyTorch's eager attention in the same dtype. `groups` splits a problem into dense ones, each of
+the batch entries or packed sequences of one length. These are `volta_fa.check`'s own modules, from which this file takes names.
+Only dropout's random numbers (`philox`, `kept`) are written here."""
 
 import importlib
 import sys

@@ -65,6 +65,7 @@ def assert_theirs(f):
 
 
 def leaves(*tensors):
+    """Returns copies that require a gradient."""
     return [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
 
 
@@ -76,6 +77,7 @@ def train(q, k, v, attention=F.scaled_dot_product_attention, **options):
 
 
 def recompute_all(context, op, *args, **kwargs):
+    """A checkpointing policy that stores no op's result."""
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -98,10 +100,12 @@ def unfused():
 
 
 def qkv(backend, *shape):
+    """Returns q, k and v, (batch, nheads, seqlen, headdim)."""
     return [backend.randn(*(shape or (2, 2, 9, 16))) for _ in range(3)]
 
 
 def causal(q, k, v):
+    """A function that tests call, script and compile: causal attention of q * 2."""
     return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True)
 
 

@@ -2,7 +2,7 @@
 
 A test runs once per backend in `on(...)`: the CPU backend (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), or a GPU
 (`cuda`). `backend.simulate()` makes calls on CPU tensors run in the simulator. `Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem;
-without headdim_v, v has q's headdim."""
+without headdim_v, v has q's headdim. `case.inputs(backend)` draws q, k, v and dout."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +24,7 @@ def leaves(tensors):
 
 @on("cpu-fp32")
 def test_only_the_gradients_asked_for(backend):
+    """out requires a gradient if any of q, k, v, the bias and sinks does, and backward gives those alone."""
     q, k, v, dout = Case(5, 6, 8).inputs(backend)
     for wanted in ([0], [1], [2], [0, 2]):
         inputs = [q.clone(), k.clone(), v.clone()]
@@ -73,7 +74,7 @@ def test_second_derivative_is_refused(backend):
 
 
 @on("sim", "cuda")
-def test_any_pointer(backend):
+def test_misaligned_tensors(backend):
     """The op copies operands that are not 16-byte aligned. It must not reject them, because torch.compile cannot know addresses."""
     backend.simulate()
 
@@ -92,6 +93,7 @@ def test_any_pointer(backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on("cpu-fp32")
 def test_autocast_cpu(backend, dtype):
+    """Autocast computes in its dtype, also where an input has it already. Gradients of fp32 inputs are fp32, with errors of the dtype."""
     q, k, v, dout = Case(20, 20, 16, is_causal=True).inputs(backend)
     inputs = leaves((q, k, v))
     with torch.autocast("cpu", dtype=dtype):
@@ -106,7 +108,7 @@ def test_autocast_cpu(backend, dtype):
 
 
 @on("cpu-fp32", "cuda")
-def test_autocast_and_what_is_added_to_scores(backend):
+def test_autocast_of_bias_sinks_and_masks(backend):
     """Autocast leaves a bias and sinks in fp32 unchanged, and casts those of lower precision to q's dtype. A bool mask stays bool."""
     q, k, v, dout = (t.float() for t in Case(9, 12, 16).inputs(backend))
     bias, sinks, slopes = torch.randn(1, 2, 9, 12, device=q.device), torch.randn(2, device=q.device), torch.rand(2, device=q.device)
@@ -141,13 +143,11 @@ def scripted_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     return out * 2
 
 
-torchscript = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
-
-@torchscript
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("how", ["script", "trace"])
 @on("cpu-fp32", "cuda")
 def test_torchscript(backend, how, tmp_path):
+    """A saved and loaded program has the gradients of the function."""
     q, k, v, dout = Case(12, 12, 16, nheads=4, nheads_k=2).inputs(backend)
     if how == "script":
         program = torch.jit.script(scripted_attention)
@@ -157,7 +157,7 @@ def test_torchscript(backend, how, tmp_path):
     program = torch.jit.load(str(tmp_path / "program.pt"))
     expected = leaves((q, k, v))
     scripted_attention(*expected).backward(dout)
-    for _ in range(3):  # the first runs profile, later ones run the optimized graph
+    for _ in range(3):  # TorchScript's first runs profile, later ones run the optimized graph
         inputs = leaves((q, k, v))
         program(*inputs).backward(dout)
         for a, b in zip(inputs, expected):
@@ -215,7 +215,7 @@ def opcheck_problem(backend, case, requires_grad):
 
 
 def opcheck_tolerance(backend):
-    """Returns tolerances for runs of kernels, which add up dq and a bias' gradient by atomics in changing order."""
+    """Returns opcheck's tolerances: kernels add up dq and a bias' gradient by atomics in changing order, and opcheck compares two calls."""
     return {"atol": 2e-3, "rtol": 2e-3} if backend.kernels else {}
 
 
@@ -238,7 +238,7 @@ def test_opcheck_backward(backend, case):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_opcheck_of_strided_inputs(backend):
-    """Also on meta tensors, whose results have the sizes and strides of real ones."""
+    """Tensors with heads before tokens in memory. Results on meta tensors have the sizes and strides of real ones."""
     backend.simulate()
     case = Case(7, 9, 16, 24, nheads=4, nheads_k=2)
     q, k, v, dout = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in case.inputs(backend))

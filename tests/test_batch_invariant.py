@@ -2,9 +2,8 @@
 
 Each test computes some rows in two ways (alone, in a chunk, in a batch) and compares bits. Inputs (`uneven`) differ in size by powers of
 two from row to row, so that softmax maxima change for some rows of a warp and not for others. Without the option the comparisons fail
-(`test_without_the_option_bits_differ`). Tests run each kernel family (volta, turing) in the simulator or on a GPU."""
-
-from __future__ import annotations
+(`test_without_the_option_bits_differ`). The fixture `family` runs a test with each kernel family (volta, turing), `machine` with one; both
+in the simulator and, if there is one, on the GPU. Results are (out, softmax_lse)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from conftest import need
 FWD, FWD_KVCACHE, FWD_MLA = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
 HEADS, KV_HEADS = 4, 2
 LONG = 530  # tokens; more than a split of decode kernels has, so that several blocks share a row
+#: By kernel family, the GPU that is simulated.
 GPUS = {"volta": "v100", "turing": "t4"}
 
 
@@ -36,7 +36,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=sorted(GPUS))
 def family(request: pytest.FixtureRequest, machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machine code of one family."""
+    """Makes the planner take kernels of one family."""
     monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[request.param])
     monkeypatch.setenv("VOLTA_FA_FAMILY", request.param)
 
@@ -52,8 +52,7 @@ def lengths(*values: int) -> Tensor:
 
 def assert_same(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     """Compares out (batch, rows, heads, headdim) and softmax_lse (batch, heads, rows) bit by bit."""
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
+    assert all(map(torch.equal, got, expected))
 
 
 def rows(result: tuple[Tensor, Tensor], first: int, last: int, batch: int | None = None) -> tuple[Tensor, Tensor]:
@@ -85,27 +84,29 @@ class Sequence:
         return FWD_KVCACHE(*parts, cache_seqlens=lengths(*used), **self.options)
 
 
+#: By name: headdim, dtype and options of calls with a cache.
 CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
     "64": (64, torch.float16, {}),
     "128": (128, torch.float16, {}),
     "bf16": (128, torch.bfloat16, {}),
     "window": (64, torch.float16, {"window_left": 70}),
     "softcap": (64, torch.float16, {"softcap": 20.0}),
-    "whole_tiles": (64, torch.float16, {"num_splits": 1}),
+    "no_splits": (64, torch.float16, {"num_splits": 1}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_decode_verification_chunks_and_prompt_agree(family: None, case: str) -> None:
-    """One row, five rows, chunks and the whole prompt over a cache give the same bits."""
+    """A call for some rows over a cache gives the bits of the call for the whole prompt."""
     headdim, dtype, options = CASES[case]
     sequence = Sequence(headdim, dtype, **options)
     prompt = sequence.attend(0, LONG)
+    # decoding of one row, verification of five draft tokens, the same early in the sequence, and chunks of a prompt
     for first, last in ((LONG - 1, LONG), (LONG - 5, LONG), (3, 4), (3, 8), (100, 341), (0, 513)):
         assert_same(sequence.attend(first, last), rows(prompt, first, last))
 
 
-@pytest.mark.parametrize("case", ["64", "128", "bf16", "whole_tiles"])
+@pytest.mark.parametrize("case", ["64", "128", "bf16", "no_splits"])
 def test_a_sequence_in_a_batch_has_the_bits_of_one_alone(family: None, case: str) -> None:
     headdim, dtype, options = CASES[case]
     sequence = Sequence(headdim, dtype, **options)
@@ -154,6 +155,7 @@ def test_latents(machine: None, dtype: torch.dtype) -> None:
         assert_same(attend(first, last), rows(prompt, first, last))
 
 
+#: By name: headdim, dtype and options of `fwd`.
 FORWARD = {
     "64": (64, torch.float16, {}),
     "128": (128, torch.float16, {}),
@@ -197,11 +199,10 @@ def test_without_the_option_bits_differ(family: None) -> None:
     """The comparisons above can fail."""
     sequence = Sequence(64, batch_invariant=False)
     prompt = sequence.attend(0, LONG)
-    decoded = sequence.attend(LONG - 5, LONG)
-    assert not torch.equal(decoded[0], rows(prompt, LONG - 5, LONG)[0])
+    assert not torch.equal(sequence.attend(LONG - 5, LONG)[0], rows(prompt, LONG - 5, LONG)[0])
 
 
-def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_sets_it_for_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
     sequence = Sequence(64, batch_invariant=False)
     kernels = []
@@ -215,7 +216,7 @@ def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         sequence.attend(LONG - 1, LONG)
 
 
-def test_what_has_no_kernels_is_refused() -> None:
+def test_options_without_invariant_kernels_are_refused() -> None:
     q = torch.randn(1, 4, HEADS, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match="dropout_p: got 0.5, expected 0 with batch_invariant"):
         FWD(q, q, q, dropout_p=0.5, batch_invariant=True)
@@ -225,7 +226,7 @@ def test_what_has_no_kernels_is_refused() -> None:
         FWD(q.float(), q.float(), q.float(), batch_invariant=True)
 
 
-def test_gradients_ignore_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_with_the_option_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     q = torch.randn(1, 8, HEADS, 64, dtype=torch.float16, requires_grad=True)
     FWD(q, q.detach(), q.detach(), batch_invariant=True)[0].sum().backward()

@@ -1,11 +1,11 @@
 """Block masks of `fwd` and `bwd`: results against the fp64 reference with the same mask, rejected arguments, and PyTorch's compilers.
 
-A mask divides scores into blocks of 128 queries by 64 keys. `block_lists` (batch, heads, row blocks, n) int32 holds, for each row block,
-the numbers of partial and of full blocks, the first partial block's tile in `block_bits`, the order of launches, and the key blocks.
-Absent blocks are hidden. A tile has a bit for each score of a partial block. `block_lists_t` and `block_bits_t` are the transposed mask,
-for dk and dv. A test runs once per backend in `on(...)`: `cpu-DTYPE`, the simulator (`sim`), or a GPU (`cuda`)."""
-
-from __future__ import annotations
+A mask divides scores into blocks of 128 queries by 64 keys. `block_lists` (batch, heads, row blocks, 4 + n) int32 holds, for each row
+block: [0] and [1] the numbers of partial and of full blocks, [2] the first partial block's tile in `block_bits`, [3] the row block that is
+launched at this place, and from [4] on the key blocks, partial ones first. Absent blocks are hidden. A tile has a bit for each score of a
+partial block. `block_lists_t` and `block_bits_t` are the transposed mask, for dk and dv. `block_masks` (volta_fa.check) packs masks.
+A test runs once per backend in `on(...)`: `cpu-DTYPE`, the simulator (`sim`), or a GPU (`cuda`); `gpu` runs it for a V100 and a T4.
+`backend.simulate()` makes the simulator run later calls. `check` compares a call and its gradients with fp64."""
 
 import dataclasses
 import math
@@ -25,7 +25,8 @@ BACKENDS = [*CPU, *KERNELS, *BF16_KERNELS]
 
 @dataclass(frozen=True)
 class Masked:
-    """A problem with a random mask of `mask_batch` entries and `mask_heads` heads, which repeat (modulo) over the problem's."""
+    """A problem with a random mask of `mask_batch` entries and `mask_heads` heads, which repeat (modulo) over the problem's. `density`:
+    the share of blocks that are not absent."""
 
     case: Case
     mask_batch: int = 1
@@ -50,6 +51,7 @@ BASE = Case(150, 140, 64, nheads=4, nheads_k=2)
 
 
 def changed(**fields) -> Case:
+    """Returns BASE with other fields."""
     return dataclasses.replace(BASE, **fields)
 
 
@@ -85,7 +87,7 @@ CASES = [
 ]
 
 
-#: Cases for all dtypes. The other cases run in fp32 on the CPU and in fp16 on kernels; slow tests run all in every dtype.
+#: Cases for all dtypes, a third of all. The others run in fp32 on the CPU and in fp16 on kernels; slow tests run all in every dtype.
 OF_EACH_DTYPE = CASES[1:4] + CASES[10:12] + CASES[17::2]
 
 
@@ -148,8 +150,8 @@ def test_bits_are_optional_without_partial_blocks(backend):
 
 
 @on("cpu-fp32")
-def test_any_strides_of_lists(backend):
-    """Lists and bits may be strided in all dimensions but the last."""
+def test_strided_lists_and_bits(backend):
+    """All dimensions but the last may have any stride."""
     (q, k, v, dout), options = Masked(BASE, 2, 4).problem(backend)
     expected = op.fwd(q, k, v, **options)[:2]
     lists, bits = options["block_lists"], options["block_bits"]
@@ -159,8 +161,8 @@ def test_any_strides_of_lists(backend):
         assert torch.equal(found, wanted)
 
 
-def test_reference_expands_what_tests_pack():
-    """Both directions of a packed mask are the mask."""
+def test_the_tests_own_masks_survive_packing():
+    """block_masks.expand(pack(mask)) is the mask, also of the transposed one."""
     for seed in range(4):
         mask = block_masks.random_mask(2, 3, 200, 330, seed)
         assert 0 < mask.sum() < mask.numel()
@@ -177,7 +179,7 @@ def valid(backend):
     return {"q": q, "k": k, "v": v, **options, **block_masks.options_of(mask, backend.device)}
 
 
-#: By name: an argument, what replaces it, and words of the error.
+#: Wrong arguments of `valid`'s call by name: an argument, a function that returns its replacement, and words of the error.
 WRONG = {
     "dtype": ("block_lists", lambda a: a["block_lists"].long(), ["got dtype torch.int64", "torch.int32"]),
     "rank": ("block_lists", lambda a: a["block_lists"][0], ["got shape (2, 2, 9)", "here (>= 1, >= 1, 2, >= 4)"]),
@@ -227,7 +229,8 @@ def test_gradients_need_transposed_lists(backend):
         op.fwd(q, arguments["k"], arguments["v"], block_lists_t=lists_t, block_bits_t=bits_t)
 
 
-#: What is wrong in a list: its argument and place, the number, and words of the error.
+#: Wrong numbers in a list of `valid`'s call: the argument, the place (batch entry, head, row block, index in the list), the number, and
+#: words of the error.
 VALUES = {
     "negative count": ("block_lists", (0, 1, 1, 1), -1, ["1 partial and -1 full blocks in list (0, 1, 1)"]),
     "counts beyond the list": ("block_lists", (0, 0, 0, 1), 5, ["1 partial and 5 full blocks in list (0, 0, 0)", "at most 5"]),
@@ -292,7 +295,7 @@ def test_opcheck(backend):
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @on("cpu-fp32")
 def test_compiled(backend, dynamic):
-    """In one graph, forward and backward, with softmax_lse's gradient."""
+    """torch.compile makes one graph (fullgraph=True) of forward and backward, with softmax_lse's gradient, also for a second length."""
 
     def loss(q, k, v, options):
         out, lse, _ = op.fwd(q, k, v, **options)
@@ -339,6 +342,7 @@ class Layer(torch.nn.Module):
 
 @on("sim", "sim-fp32")
 def test_a_headdim_without_a_kernel_is_refused_with_the_gpu(backend, gpu):
+    """Kernels with block masks end at headdim 256. The error names the GPU's architecture and its shared memory."""
     backend.simulate()
     (q, k, v, _), options = Case(140, 150, 264, batch=1, nheads=1, blocks="-").problem(backend)
     (sm,) = (sm for sm, name in GPUS.items() if name == gpu)

@@ -1,5 +1,5 @@
 """`volta_fa.BlockMask` packs a mask for the kernels: from torch's BlockMask, a mask function (mask_mod) or bool blocks. Tests compare
-`mask.dense()` with the dense bool mask of torch's create_mask.
+`mask.dense()` with the dense bool mask of torch's create_mask. test_block_mask.py tests the operators with a packed mask.
 
 A packed mask has tiles of 128 queries by 64 keys: absent, full, or partial with bits. Packing evaluates cells of 64 by 64; two cells are
 a tile. A mask function runs on whole index tensors if it only compares, combines and indexes ("recorded"), else by vmap. Packed masks of
@@ -21,7 +21,9 @@ from volta_fa import BlockMask
 from volta_fa.block_mask import elements, kept, packing
 from volta_fa.block_mask.source import source_of
 
+#: The document of each of 750 tokens, of two batch entries.
 DOCUMENTS = torch.tensor([[0] * 300 + [1] * 50 + [2] * 400, [0] * 10 + [1] * 600 + [2] * 140])
+#: Mask functions (mask_mod) by name: whether a query of a batch entry and head sees a key.
 MASKS = {
     "causal": lambda b, h, q, kv: q >= kv,
     "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 100),
@@ -32,11 +34,13 @@ MASKS = {
     "nothing": lambda b, h, q, kv: q < 0,
     "everything": noop_mask,
 }
+#: (seqlen_q, seqlen_k), and block sizes of torch's masks (queries, keys), which need not be those of tiles.
 LENGTHS = [(700, 700), (129, 513), (64, 65), (1, 1)]
 BLOCK_SIZES = [128, 64, (128, 256), 16, 48, 384]
 
 
 def dense(mask_mod, seqlen_q, seqlen_k, batch=2, heads=3):
+    """Returns torch's dense bool mask, (batch, heads, seqlen_q, seqlen_k)."""
     return create_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, device="cpu")
 
 
@@ -71,6 +75,7 @@ def shuffled_lists(blocks, dtype):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("size", BLOCK_SIZES, ids=str)
 def test_lists_in_any_order_are_honored_under_any_mask_mod(size, dtype):
+    """torch's lists of a row are unsorted, and may lack the full blocks. A mask function hides scores of partial blocks alone."""
     torch.manual_seed(0)
     rows, columns = size if isinstance(size, tuple) else (size, size)
     lengths = (3 * rows - 7, 4 * columns - 30)
@@ -139,6 +144,7 @@ def test_layout_of_lists_and_bits(name):
             assert (work.gather(-1, order.long()).diff(dim=-1) <= 0).all()  # longest first
 
 
+# Tensors that the mask functions below read: SHOWN has an element for each score.
 SHOWN = torch.arange(2 * 3 * 190 * 300).view(2, 3, 190, 300) % 7 > 2
 OFFSETS, HALF, FEW = torch.tensor([3, 70], dtype=torch.int32), torch.tensor(0.5, dtype=torch.float64), torch.tensor(100, dtype=torch.int8)
 LARGE = torch.tensor([2**33, 3])
@@ -184,13 +190,13 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_mask_functions_of_any_kind(monkeypatch, name):
     """Functions that compare, combine and index run without vmap, and all give what vmap gives."""
-    broadcasts, mask_mod = FUNCTIONS[name]
-    mapped = []
+    is_recorded, mask_mod = FUNCTIONS[name]
+    mapped = []  # functions that vmap runs
     monkeypatch.setattr(packing, "CHUNK", 50)  # cells at a time, of 90
     monkeypatch.setattr(elements, "_mapped", lambda function, made=elements._mapped: mapped.append(function) or made(function))
     mask = BlockMask.from_mask_mod(mask_mod, 2, 3, 190, 300, device="cpu")
     assert torch.equal(mask.dense(), dense(mask_mod, 190, 300))
-    assert bool(mapped) != broadcasts
+    assert bool(mapped) != is_recorded
 
 
 @pytest.mark.parametrize(
@@ -221,6 +227,7 @@ def test_a_mask_mod_gets_the_batch_entries_and_heads_of_the_problem():
 
 
 def test_masks_of_later_releases_have_more_fields():
+    """Fields that later releases of torch add to a mask change nothing."""
     made = create_block_mask(MASKS["causal"], None, None, 300, 300, device="cpu")
     later = SimpleNamespace(**vars(made), dq_write_order=None, dq_kv_order=None)
     later.shape = made.shape
@@ -233,8 +240,10 @@ def packed(torch_mask):
 
 
 def test_the_packed_mask_is_kept_until_something_changes():
+    """Something: a value that the mask function reads, or torch's lists. A kept mask does not keep torch's mask alive."""
     documents = torch.zeros(256, dtype=torch.int64)
     torch_mask = create_block_mask(lambda b, h, q, kv: documents[q] == documents[kv], None, None, 256, 256, device="cpu")
+    # all blocks are full; as partial ones they depend on the function
     torch_mask.kv_num_blocks, torch_mask.full_kv_num_blocks = torch_mask.full_kv_num_blocks, torch_mask.kv_num_blocks
     torch_mask.kv_indices, torch_mask.full_kv_indices = torch_mask.full_kv_indices, torch_mask.kv_indices
     mask = packed(torch_mask)
@@ -304,7 +313,7 @@ def test_packing_takes_few_launches_and_waits_once(name):
     BlockMask.from_torch(made)  # asks torch for types, once
     with Operations() as operations:
         BlockMask.from_torch(made)
-    # On a GPU the packing also transfers one tensor, which is no operation on CPU tensors.
+    # The one wait is a transfer of a tensor to the host, which is no operation on CPU tensors.
     assert operations.waits == 0
     assert len(operations.names) < 61  # each a launch on a GPU: a limit near today's number
 

@@ -2,9 +2,8 @@
 
 tools/bootstrap.py makes the virtual environment and installs torch, NVRTC and nvdisasm in it. tools/build_shims.py compiles the C++ side
 ("shim", one library per torch release), which the core library in Rust calls. tools/heartbeat.py prints a line while a command is silent.
-Tests replace programs and pip by small fakes, so nothing is downloaded."""
-
-from __future__ import annotations
+Tests replace programs and pip by small fakes, so nothing is downloaded. `requirements(section)` returns the pins of tools/requirements.txt,
+versions by package."""
 
 import os
 import re
@@ -30,7 +29,16 @@ from build_shims import Progress, Step, check_exports, needed_from_shim, prerequ
 from processes import run_forked
 from test_package import REPOSITORY, requirements
 
-# ---- what the build needs --------------------------------------------------------------------------------------
+
+def program(path: Path, *lines: str) -> Path:
+    """Writes a shell script that stands for a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(("#!/bin/sh", *lines, "")))
+    path.chmod(0o755)
+    return path
+
+
+# ---- tools/check_build_env.py: what the build needs ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("found, right", [((3, 9), False), ((3, 10), True), ((3, 14), True), ((3, 15), False)])
@@ -45,9 +53,8 @@ def test_check_toolchain(tmp_path):
     assert "install Rust" in check_build_env.check_cargo(empty["PATH"])
     assert "install g++" in check_build_env.check_compiler(empty)
     assert "CXX=clang++" in check_build_env.check_compiler({**empty, "CXX": "clang++ -stdlib=libc++"})
-    for program in ("cargo", "g++"):
-        (tmp_path / program).write_text("#!/bin/sh\n")
-        (tmp_path / program).chmod(0o755)
+    for name in ("cargo", "g++"):
+        program(tmp_path / name)
     assert check_build_env.problems(toolchain_only=True, environ=empty) == []
 
 
@@ -110,31 +117,26 @@ def test_check_nvrtc(tmp_path, monkeypatch):
 @pytest.fixture
 def no_toolchain(tmp_path):
     """A PATH with what make and a shell need, and nothing that compiles."""
-    for program in ("sh", "env", "awk", "touch", "cmp", "cp", "mv", "rm", "dirname"):
-        (tmp_path / program).symlink_to(shutil.which(program))
+    for name in ("sh", "env", "awk", "touch", "cmp", "cp", "mv", "rm", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("program", ["setup.py", "tools/check_build_env.py"])
-def test_a_missing_toolchain_is_one_line_each(program, no_toolchain):
-    ran = subprocess.run(
-        [sys.executable, program, *(["--version"] if program == "setup.py" else [])],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": no_toolchain},
-    )
+@pytest.mark.parametrize("command", ["setup.py --version", "tools/check_build_env.py"])
+def test_a_missing_program_is_one_line_of_the_error(command, no_toolchain):
+    env = {**os.environ, "PATH": no_toolchain}
+    ran = subprocess.run([sys.executable, *command.split()], cwd=REPOSITORY, capture_output=True, text=True, env=env)
     assert ran.returncode == 1
     lines = ran.stderr.splitlines()
     assert all(line.startswith("volta_fa: ") for line in lines), ran.stderr
     assert "install Rust" in lines[0] and "install g++" in lines[1]
 
 
-# ---- make ------------------------------------------------------------------------------------------------------
+# ---- make and tools/bootstrap.py -------------------------------------------------------------------------------
 
 
 def make(*arguments, **environ) -> subprocess.CompletedProcess:
-    # nothing of the environment, nor of the make that may run the tests
+    """Runs make without variables that the caller, or a make that runs the tests, may have set."""
     dropped = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "TORCH", "ARGS", "VIRTUAL_ENV", "CONDA_PREFIX")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return subprocess.run([shutil.which("make"), "-C", REPOSITORY, *arguments], capture_output=True, text=True, env={**kept, **environ})
@@ -152,22 +154,18 @@ def find_python(environment: Path, **environ) -> subprocess.CompletedProcess:
 
 
 def fake_python(folder: Path, name: str, version: str) -> Path:
-    """A command that is a Python of this version, as far as find_python.sh asks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    code = f"import sys; sys.version_info = ({version.replace('.', ', ')}, 0); sys.executable = '{path}'; exec(sys.argv[1])"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
-    path.chmod(0o755)
-    return path
+    """A command that is a Python of this version, as far as find_python.sh asks: it runs the code after -c."""
+    code = f"import sys; sys.version_info = ({version.replace('.', ', ')}, 0); sys.executable = '{folder / name}'; exec(sys.argv[1])"
+    return program(folder / name, f'exec {sys.executable} -c "{code}" "$2"')
 
 
 def test_find_python(tmp_path):
+    """First the environment of the checkout, then an active one, then PATH. With $PYTHON, that one or none."""
     path, active, ours = tmp_path / "bin", tmp_path / "active", tmp_path / "ours"
     assert "no Python 3.10 to 3.14 found" in find_python(ours, PATH=str(path)).stderr
     fake_python(path, "python3", "3.9")
     fake_python(path, "python3.11", "3.11")
-    (path / "python3.12").write_text("#!/bin/sh\necho a version manager without this version\nexit 127\n")
-    (path / "python3.12").chmod(0o755)
+    program(path / "python3.12", "echo a version manager without this version", "exit 127")
     assert find_python(ours, PATH=str(path)).stdout.strip() == str(path / "python3.11")
     fake_python(active / "bin", "python", "3.13")
     assert find_python(ours, PATH=str(path), VIRTUAL_ENV=str(active)).stdout.strip() == str(active / "bin/python")
@@ -178,6 +176,7 @@ def test_find_python(tmp_path):
 
 
 def test_torch_for_volta_comes_from_the_index_that_has_it():
+    """Arguments: compute capabilities of this machine's GPUs. Wheels for CUDA 12.6 still have code for sm_70."""
     assert bootstrap.torch_arguments([]) == bootstrap.torch_arguments(["9.0"]) == ["torch==2.11.0"]
     assert bootstrap.torch_arguments(["7.0"]) == ["torch==2.11.0", "--index-url", "https://download.pytorch.org/whl/cu126"]
     assert bootstrap.torch_arguments(["7.5", "7.0"])[1:] == bootstrap.torch_arguments(["7.0"])[1:]
@@ -186,17 +185,15 @@ def test_torch_for_volta_comes_from_the_index_that_has_it():
 def test_gpu_capabilities(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert bootstrap.gpu_capabilities() == []
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 7.0\necho 9.0\n")
-    program.chmod(0o755)
+    program(tmp_path / "nvidia-smi", "echo 7.0", "echo 9.0")
     assert bootstrap.gpu_capabilities() == ["7.0", "9.0"]
-    program.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    program(tmp_path / "nvidia-smi", "echo no driver; exit 9")
     assert bootstrap.gpu_capabilities() == []
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch) -> list[tuple]:
-    """Arguments of pip in an environment that is not made."""
+    """Replaces an environment's creation and its pip. Returns the arguments of each `pip install`."""
     calls = []
     monkeypatch.setattr(bootstrap.Environment, "create", lambda self: None)
     monkeypatch.setattr(bootstrap.Environment, "site_packages", lambda self: tmp_path)
@@ -271,17 +268,13 @@ def test_run_installs_less_than_test(tmp_path, monkeypatch, installed):
     for name in ("install_torch", "install_nvdisasm"):
         monkeypatch.setattr(bootstrap, name, lambda *_: None)
     assert bootstrap.main([str(tmp_path), "torch"]) == 0
-    assert installed == [
-        (*check_build_env.requirements("build"), *check_build_env.requirements("cli"), *check_build_env.requirements("numpy"))
-    ]
+    assert installed == [tuple(pin for section in ("build", "cli", "numpy") for pin in check_build_env.requirements(section))]
     installed.clear()
     assert bootstrap.main([str(tmp_path), "test"]) == 0
     assert installed == [tuple(check_build_env.requirements("test")), *(("folder", name) for name in bootstrap.FOLDERS)]
-    commands = {name: make("--dry-run", "--always-make", name, f"PYTHON={sys.executable}").stdout for name in ("run", "test")}
-    assert {name: bool(re.search(r'bootstrap\.py "\S+" test$', text, re.M)) for name, text in commands.items()} == {
-        "run": False,
-        "test": True,
-    }
+    for goal, installs_tests in (("run", False), ("test", True)):
+        commands = make("--dry-run", "--always-make", goal, f"PYTHON={sys.executable}").stdout
+        assert bool(re.search(r'bootstrap\.py "\S+" test$', commands, re.M)) == installs_tests
 
 
 def test_make_compiles_while_it_installs():
@@ -294,20 +287,19 @@ def test_make_compiles_while_it_installs():
 
 @pytest.mark.parametrize("release, ours", [("12.8", False), ("13.0", False), ("13.1", True), ("14.0", True), (None, True)])
 def test_the_simulator_gets_a_disassembler_that_knows_volta(release, ours, tmp_path, monkeypatch):
-    def program(folder: Path, release: str) -> None:
-        path = folder / "backends/nvidia/bin/nvdisasm"
-        path.parent.mkdir(parents=True)
-        path.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
-        path.chmod(0o755)
+    """bootstrap.py takes nvdisasm from the installed triton up to release 13.0, the last that knows sm_70, else (`ours`) from a wheel."""
+
+    def nvdisasm(triton: Path, release: str) -> None:
+        program(triton / "backends/nvidia/bin/nvdisasm", f"echo Cuda compilation tools, release {release}, V{release}.1")
 
     installed = []
 
     def pip_install(self, *arguments):
         installed.append(arguments[-1])
-        program(arguments[1] / "triton", "12.8")
+        nvdisasm(arguments[1] / "triton", "12.8")
 
     if release:
-        program(tmp_path / "theirs", release)
+        nvdisasm(tmp_path / "theirs", release)
     monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
     monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: str(tmp_path / "theirs") if release else "")
     environment = bootstrap.Environment(tmp_path / "venv")
@@ -342,8 +334,8 @@ def test_the_wheel(tmp_path):
     assert {path.relative_to(installed) for path in installed.rglob("*.py")} == {
         path.relative_to(REPOSITORY / "python/volta_fa") for path in (REPOSITORY / "python/volta_fa").rglob("*.py")
     }
-    code = "import volta_fa, torch; q = torch.ones(1, 2, 1, 8); print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item()"
-    code += ", volta_fa.info()['simulator'], volta_fa.__file__)"
+    code = "import volta_fa, torch; q = torch.ones(1, 2, 1, 8)\n"
+    code += "print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item(), volta_fa.info()['simulator'], volta_fa.__file__)"
     ran = run_forked(["-c", code], {**os.environ, "PYTHONPATH": str(site)}, cwd="/")
     assert ran.stdout.split() == ["16.0", "True", str(installed / "__init__.py")], ran.stderr
 
@@ -377,6 +369,7 @@ def test_reads_a_dependency_file() -> None:
 
 
 def test_a_step_runs_again_only_after_a_change_of_an_input_or_of_the_command(tmp_path: Path) -> None:
+    """The step's command appends a line, `text`, to the file `runs`. The dependency file out.d names a header as an input."""
     given, header, output, runs = (tmp_path / name for name in ("in", "header", "out.o", "runs"))
     for path in (given, header):
         path.touch()
@@ -403,6 +396,7 @@ def test_an_error_ends_the_build_and_leaves_nothing_up_to_date(tmp_path: Path, c
 
 @pytest.mark.parametrize(("interval", "of", "lines"), [(1e9, 3, [0, 3]), (0, 2, [0, 1, 2]), (0, 0, [])])
 def test_progress(interval: float, of: int, lines: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the first and last count of `of` units, and others after `interval` seconds."""
     monkeypatch.setattr(build_shims, "INTERVAL", interval)
     monkeypatch.delenv(heartbeat.PROGRESS, raising=False)
     progress = Progress(of)
@@ -423,6 +417,7 @@ SILENT = 'import os, time; print("a", end="", flush=True); time.sleep(0.6)\nopen
 
 
 def heartbeat_of(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command under heartbeat.py, which prints a line after each 0.2 s of silence."""
     code = "import sys, heartbeat; heartbeat.INTERVAL = 0.2; sys.exit(heartbeat.run(sys.argv[1:]))"
     return subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=REPOSITORY / "tools", timeout=60)
 
@@ -451,6 +446,8 @@ def test_what_ends_a_heartbeat_ends_its_command(tmp_path: Path) -> None:
 
 
 def test_names_functions_that_a_shim_lacks_or_hides(tmp_path: Path) -> None:
+    """The core library calls functions (`at_*`) that the shim must define and export. An unsuitable shim is deleted."""
+
     def compiled(source: str, name: str, *flags: str) -> Path:
         file, library = tmp_path / f"{name}.c", tmp_path / f"{name}.so"
         file.write_text(source)

@@ -4,8 +4,6 @@ The check compares each kernel with the CPU backend in fp64, and that with `tole
 backend or the simulator (`need("sim")` skips a test without it), and make results wrong by monkeypatching. Exit status: 0 right, 1 wrong,
 2 bad arguments, 3 incomplete. In the JSON, `right` lists the kernels' results, `fast` the times."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -29,13 +27,19 @@ from volta_fa.cli import demo, main
 from volta_fa.errors import CommandError
 
 CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")
-#: The kernels that a check in the simulator runs: those for a V100.
+#: The kernels that a check in the simulator runs: those for a V100. A variant is a kernel, a dict as `info()` describes it.
 SIMULATED = kernels.wanted(SIMULATOR, INFO["variants"])
 
 
 def cpu(pass_):
-    """Returns a variant, as `info` describes kernels, that stands for a pass of the CPU backend."""
+    """Returns a variant that stands for a pass (Forward, Backward, Decode) of the CPU backend in fp16."""
     return {"name": "x", "family": "cpu", "pass": pass_, "dtype": torch.float16}
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Skips the measurement of speed."""
+    monkeypatch.setattr(performance, "measure", lambda *_: Speeds(note="not now"))
 
 
 def check(tmp_path, *arguments):
@@ -52,6 +56,7 @@ def test_the_report_has_a_line_for_each_pass():
 
 
 def test_on_the_cpu(tmp_path, capsys):
+    """A whole check: exit status, JSON, plot and printed page."""
     status, data = check(tmp_path, "--device", "cpu", "--seed", "3")
     assert status == 0 and data["outcome"] == "right" and data["settings"]["seed"] == 3
     assert data["wrong"] == data["not_checked"] == [] and data["to_finish"] is None
@@ -88,7 +93,7 @@ def test_in_the_simulator(tmp_path, capsys):
     assert data["fast"]["points"] == [] and "not timed" in capsys.readouterr().out
 
 
-# `make test` runs these kernels in other tests.
+# Slow here: `make test` runs these kernels in other tests.
 MORE_KERNELS_OF_A_CACHE = ["volta_decode_64x[!3]*", "volta_decode_*_64x16", "volta_mla_decode_*"]
 
 
@@ -96,6 +101,7 @@ MORE_KERNELS_OF_A_CACHE = ["volta_decode_64x[!3]*", "volta_decode_*_64x16", "vol
     "pattern", ["volta_decode_64x32", "volta_append*", *(pytest.param(p, marks=pytest.mark.slow) for p in MORE_KERNELS_OF_A_CACHE)]
 )
 def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys, pattern):
+    """Each kernel that decodes from a KV cache or appends to it gets three problems, which it passes."""
     need("sim")
     status, data = check(tmp_path, "--device", "simulator", "--kernels", pattern)
     printed = capsys.readouterr().out
@@ -105,6 +111,7 @@ def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys, pattern):
 
 
 def test_the_kernel_of_a_dequantized_cache_in_the_simulator(tmp_path):
+    """It gets four problems, and the report names the kernels that ran with it."""
     need("sim")
     status, data = check(tmp_path, "--device", "simulator", "--kernels", "volta_dequantize")
     assert status == 0 and [v["problems"] for v in data["right"]] == [4] and data["right"][0]["runs_with"]
@@ -163,9 +170,9 @@ def test_each_kernel_gets_problems_that_it_runs():
 
 
 def launched(variant, work) -> list[str]:
-    """Names of the kernels that run where `check` asks for this one."""
+    """Returns the names of the kernels that work() launches where `check` asks for this one."""
     with SIMULATOR.running(variant), kernels.environment(VOLTA_FA_SIMULATE="timing"):
-        torch.ops.volta_fa._sim_report()
+        torch.ops.volta_fa._sim_report()  # returns the launches since the last report, and forgets them
         work()
         return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
 
@@ -193,6 +200,7 @@ def test_kernels_of_a_bias_really_run():
 
 
 def test_problems_ask_for_all_that_a_kernel_covers():
+    """The problems of a kernel use all its features. (Calls with batch_invariant refuse dropout.)"""
     for variant in SIMULATED:
         if variant["pass"] not in kernels.WITHOUT_PROBLEM:
             given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
@@ -202,7 +210,7 @@ def test_problems_ask_for_all_that_a_kernel_covers():
 
 
 class SimulatedT4(Target):
-    """The simulator, which is a V100 for the check, as a GPU with int8 products."""
+    """The simulator, which is a V100 for the check, as a T4, whose tensor cores multiply int8."""
 
     @contextmanager
     def running(self, *args, **kwargs):
@@ -217,10 +225,13 @@ def test_kernels_with_int8_scores(name, monkeypatch):
     (variant,) = (v for v in kernels.wanted(t4, INFO["variants"]) if v["name"] == name)
     result = correctness.check_kernel(t4, variant, 0, quick=True)
     assert result.passed and result.problems == 1 and 0 < result.worst.share < 1
-    draw = int8_scores.FastInputs.model
-    monkeypatch.setattr(
-        int8_scores.FastInputs, "model", lambda self, *a: tuple(1.03 * t for t in draw(self, *a)) if not a else draw(self, *a)
-    )
+    model = int8_scores.FastInputs.model
+
+    def wrong(self, *prepared):
+        expected = model(self, *prepared)
+        return expected if prepared else tuple(1.03 * t for t in expected)
+
+    monkeypatch.setattr(int8_scores.FastInputs, "model", wrong)
     assert "out: relative L1 error" in correctness.check_kernel(t4, variant, 0, quick=True).failures[0]
 
 
@@ -235,7 +246,8 @@ def test_a_kernel_that_the_plan_does_not_take_fails():
 
 
 def corrupted(monkeypatch, change):
-    """Makes the op's forward pass wrong. The fp64 reference does not use it."""
+    """Makes the op's forward pass wrong: its results become change(out, softmax_lse, rng_state, number of the call). The fp64 reference
+    does not use it."""
     forward = problems.Inputs.forward
     calls = []
 
@@ -261,6 +273,7 @@ def fail(*_):
     raise RuntimeError("the launch failed\nand more")
 
 
+#: Changes of forward's results for `corrupted`, and how the failure's message begins.
 WRONG = {
     "2% too large": (lambda out, lse, rng, _: (out * 1.02, lse, rng), "out: "),
     "an element that is not written": (lose_element, "out: largest error inf"),
@@ -270,26 +283,26 @@ WRONG = {
 }
 
 
-def test_lack_of_memory_is_no_kernels_fault(monkeypatch, tmp_path, capsys):
+def test_lack_of_memory_is_no_kernels_fault(untimed, monkeypatch, tmp_path, capsys):
+    """The kernel is not checked, and the next check tries it again."""
+
     def no_memory(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
-    corrupted(monkeypatch, no_memory)
-    monkeypatch.setattr(performance, "measure", lambda *_: Speeds(note="not now"))
-    status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_Forward_float16", "--quick")
+    arguments = ("--device", "cpu", "--kernels", "cpu_Forward_float16", "--quick")
+    with monkeypatch.context() as patch:
+        corrupted(patch, no_memory)
+        status, data = check(tmp_path, *arguments)
     assert status == 3 and data["right"][0]["failures"] == [] and "out of memory" in data["right"][0]["inconclusive"][0]
     assert data["outcome"] == "incomplete" and data["not_checked"] == ["cpu_Forward_float16"] and data["wrong"] == []
     assert "cpu_Forward_float16 could not be checked: CUDA out of memory" in capsys.readouterr().out
-    monkeypatch.undo()
-    monkeypatch.setattr(performance, "measure", lambda *_: Speeds(note="not now"))
-    status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_Forward_float16", "--quick")
-    assert status == 0 and data["continued"] == 0  # tried again
+    status, data = check(tmp_path, *arguments)
+    assert status == 0 and data["continued"] == 0
 
 
 @pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
-def test_a_wrong_kernel_is_named_and_the_rest_goes_on(change, message, monkeypatch, tmp_path, capsys):
+def test_a_wrong_kernel_is_named_and_the_rest_goes_on(change, message, untimed, monkeypatch, tmp_path, capsys):
     corrupted(monkeypatch, change)
-    monkeypatch.setattr(performance, "measure", lambda *_: Speeds(note="not now"))
     status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_*ward_float16", "--quick")
     forward, backward = data["right"]
     assert status == 1 and data["outcome"] == "wrong" and data["wrong"] == ["cpu_Forward_float16"]
@@ -367,6 +380,7 @@ def test_a_wrong_kernel_of_another_cache_is_named(name, spoil, monkeypatch):
 
 
 def test_a_key_too_many_is_noticed(monkeypatch):
+    """A causal mask that shows one key more fails every causal problem, and no other."""
     forward = problems.Inputs.forward
 
     def wrong(self, generator=None):
@@ -375,7 +389,7 @@ def test_a_key_too_many_is_noticed(monkeypatch):
 
     monkeypatch.setattr(problems.Inputs, "forward", wrong)
     result = correctness.check_kernel(CPU, cpu("Forward"), 0)
-    causal = [str(p) for p in kernels.problems({"family": "cpu", "pass": "Forward", "dtype": torch.float16}) if p.is_causal]
+    causal = [str(p) for p in kernels.problems(cpu("Forward")) if p.is_causal]
     assert len(causal) >= 3
     for problem in causal:
         assert any(problem in text for text in result.failures), problem
@@ -390,6 +404,7 @@ def test_queries_without_a_key_have_exact_zeros(monkeypatch):
     corrupted(monkeypatch, tiny)
     result = correctness.check_kernel(CPU, cpu("Forward"), 0)
     assert result.failures
+    # 1e-7 is 1.19e-07 in fp16, twice its smallest number
     assert all(text.startswith("out: largest error of queries without a key 1.19e-07, allowed 0 ") for text in result.failures)
 
 
@@ -433,11 +448,7 @@ def test_merging_is_checked(monkeypatch):
         out, lse = merge(out_a, *rest)
         return (out if out_a.dtype == torch.float64 else out * 1.01), lse
 
-    class Ops:
-        merge_attention_states = staticmethod(wrong)
-        _set_tuning = staticmethod(torch.ops.volta_fa._set_tuning)
-
-    monkeypatch.setattr(torch.ops, "volta_fa", Ops)
+    monkeypatch.setattr(torch.ops.volta_fa, "merge_attention_states", wrong)
     assert not correctness.check_kernel(SIMULATOR, variant, 0).passed
 
 
@@ -463,8 +474,8 @@ def test_blame_is_shared():
     assert shared("", "", "") == ["finish"]
 
 
-def test_verdicts_travel():
-    """A result becomes JSON between processes and back without loss, also infinite errors."""
+def test_results_survive_json():
+    """A result travels between processes as JSON, without loss, also of infinite errors."""
     result = KernelResult("a", "f", "Forward", 2, ["b"], ["c"], ["d"], Worst(math.inf, "out", "rms", math.inf, 0.1, "p", 3))
     data = json.loads(json.dumps(result.data(), allow_nan=False))
     assert KernelResult.from_data(data) == result
@@ -474,6 +485,7 @@ def test_verdicts_travel():
 
 
 def fake_nvidia_smi(tmp_path, monkeypatch, script):
+    """Puts a shell script named nvidia-smi first on PATH."""
     path = tmp_path / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)

@@ -2,9 +2,8 @@
 
 The check runs kernels in subprocesses (check/isolation.py), because a kernel that hangs or faults destroys its CUDA context. It kills a
 process after a timeout and tries its kernel once more alone. check/state.py saves results, so that an interrupted check continues.
-Tests use fake kernels (`troubled`), fake GPUs, and the CPU backend. test_check.py tests what a check finds."""
-
-from __future__ import annotations
+Tests use fake kernels (`troubled`), fake GPUs, and the CPU backend. test_check.py tests what a check finds, and has `check`, which runs the
+command and returns its exit status and JSON."""
 
 import dataclasses
 import json
@@ -22,15 +21,13 @@ import torch
 import volta_fa
 import volta_fa.check
 from conftest import INFO, REPOSITORY, need
-from test_check import SIMULATED, check, fail
+from test_check import CPU, SIMULATED, SIMULATOR, check, fail
 from volta_fa import diagnostics
 from volta_fa.check import atomics, correctness, isolation, kernels, machine, performance, report, state, tune
 from volta_fa.check.correctness import DeviceLost, KernelResult
 from volta_fa.check.kernels import Target
 from volta_fa.check.performance import OUT_OF_TIME, VOLTA_FA, Point, Speeds
 from volta_fa.cli import main
-
-CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")
 
 # ---- a GPU that may be lost --------------------------------------------------------------------------------------
 
@@ -41,16 +38,13 @@ def troubled(target, variant, seed, quick):
     result = KernelResult(name, "f", "Forward", 1)
     if name == "dies":
         os._exit(3)
-    if name == "dies once" and not (trials := variant["folder"] / "trials").exists():
-        trials.touch()
-        os._exit(3)
-    if name == "busy" and not (trials := variant["folder"] / "busy").exists():
-        trials.touch()
+    if name in ("dies once", "busy") and not (trial := variant["folder"] / name).exists():
+        trial.touch()
         os._exit(3)
     if name == "busy":
         result.inconclusive.append("out of memory")
     if name == "sleeps":
-        time.sleep(0.3)
+        time.sleep(0.8)
     if name == "hangs":
         time.sleep(60)
     if name == "loses":
@@ -68,20 +62,25 @@ def slowly_loaded(target, variant, quick):
 
 
 def both_loaded(target, variant, quick):
+    """Waits until two kernels are loaded."""
     (variant["folder"] / variant["name"]).touch()
     while len(list(variant["folder"].iterdir())) < 2:
         time.sleep(0.01)
 
 
 def kernels_named(*names, folder=None):
+    """Returns fake kernels. Those that behave differently the second time remember the first in `folder`."""
     return [{"name": name, "family": "f", "pass": "Forward", "folder": folder} for name in names]
+
+
+def isolated(variants, processes=1, seconds=math.inf, load=unloaded, target=CPU):
+    """Returns the results of `check_isolated` with these processes at a time, each of which checks for `seconds`."""
+    return list(isolation.check_isolated(target, variants, 0, True, seconds, processes, troubled, load))
 
 
 def test_crashing_kernel_is_named(monkeypatch):
     monkeypatch.setitem(isolation.TIMEOUTS, "check", 1.5)
-    # after the kernels: seed, quick, seconds for all checks, processes at a time, and what stands for check_kernel and load_kernel
-    variants = kernels_named("fine", "dies", "hangs", "loses", "fine too")
-    found = {v.kernel: v.failures for v in isolation.check_isolated(CPU, variants, 0, True, math.inf, 2, troubled, unloaded)}
+    found = {v.kernel: v.failures for v in isolated(kernels_named("fine", "dies", "hangs", "loses", "fine too"), processes=2)}
     assert found == {
         "fine": [],
         "dies": ["the process died (check)"],
@@ -93,15 +92,14 @@ def test_crashing_kernel_is_named(monkeypatch):
 
 def test_a_kernel_that_another_took_down_is_right(tmp_path):
     """A kernel passes if it loses its process once but not alone: under MPS, another process' fault ends all, and a busy GPU is late."""
-    [result] = isolation.check_isolated(CPU, kernels_named("dies once", folder=tmp_path), 0, True, math.inf, 1, troubled, unloaded)
+    [result] = isolated(kernels_named("dies once", folder=tmp_path))
     assert result.kernel == "dies once" and result.passed
     assert result.note == "lost its process once, and not when it ran alone: the process died (check)"
 
 
-def test_a_second_trial_in_vain_ends_them_and_nothing_is_forgotten(tmp_path):
+def test_a_second_trial_in_vain_is_the_last(tmp_path):
     """After a second trial that could not check its kernel (out of memory), no other kernel gets one. All are reported as unchecked."""
-    variants = kernels_named("busy", "dies", folder=tmp_path)
-    found = list(isolation.check_isolated(CPU, variants, 0, True, math.inf, 1, troubled, unloaded))
+    found = isolated(kernels_named("busy", "dies", folder=tmp_path))
     assert [(v.kernel, v.failures, v.inconclusive, v.note) for v in found] == [
         ("busy", [], ["out of memory", "the process died (check)"], ""),
         ("dies", [], ["no second trial: the process died (check)"], ""),
@@ -110,14 +108,14 @@ def test_a_second_trial_in_vain_ends_them_and_nothing_is_forgotten(tmp_path):
 
 def test_second_trials_share_a_limit(monkeypatch):
     monkeypatch.setitem(isolation.TIMEOUTS, "check", 0.5)
-    monkeypatch.setattr(isolation, "SECOND_TRIALS", 0.5)
-    found = list(isolation.check_isolated(CPU, kernels_named("hangs", "hangs"), 0, True, math.inf, 2, troubled, unloaded))
+    monkeypatch.setattr(isolation, "SECOND_TRIALS", 0.5)  # seconds for all
+    found = isolated(kernels_named("hangs", "hangs"), processes=2)
     assert found[0].failures == ["no answer (check) within 1 s"]
     assert not found[1].failures and found[1].inconclusive == ["no second trial: no answer (check) within 0 s"]
 
 
 class OneProcess(Target):
-    """A GPU with memory for one process; its kind is a folder."""
+    """A GPU with memory for one process. `kind` is a folder, in which the first process leaves a file."""
 
     def make_current(self):
         try:
@@ -126,23 +124,24 @@ class OneProcess(Target):
             os._exit(3)
 
 
-def test_processes_that_do_not_start_leave_no_time(tmp_path):
+def test_processes_that_do_not_start_lend_no_time_to_others(tmp_path):
+    """The limit of 1.2 s is each process's own: one that starts, of four, begins checks of 0.8 s for 1.2 s."""
     target = OneProcess(str(tmp_path), torch.device("cpu"))
-    found = list(isolation.check_isolated(target, kernels_named(*["sleeps"] * 9), 0, True, 0.5, 4, troubled, unloaded))
-    assert len(found) == 2  # of one process, which begins checks of 0.3 s for 0.5 s
+    found = isolated(kernels_named(*["sleeps"] * 9), processes=4, seconds=1.2, target=target)
+    assert len(found) == 2
 
 
 def test_loading_does_not_count(monkeypatch):
     """Three kernels take a second each to load, and no time to check: neither the limit nor the timeout of checks ends them."""
     monkeypatch.setitem(isolation.TIMEOUTS, "check", 0.8)
-    found = list(isolation.check_isolated(CPU, kernels_named("a", "b", "c"), 0, True, 0.5, 1, troubled, slowly_loaded))
+    found = isolated(kernels_named("a", "b", "c"), seconds=0.5, load=slowly_loaded)
     assert [v.kernel for v in found] == ["a", "b", "c"] and all(v.passed for v in found)
     assert all(v.load_seconds >= 1 and v.check_seconds < 0.5 for v in found)
 
 
 def test_kernels_load_and_run_at_the_same_time(tmp_path):
     """Each of two kernels waits for the other to load."""
-    found = list(isolation.check_isolated(CPU, kernels_named("a", "b", folder=tmp_path), 0, True, math.inf, 2, troubled, both_loaded))
+    found = isolated(kernels_named("a", "b", folder=tmp_path), processes=2, load=both_loaded)
     assert len(found) == 2 and all(v.passed for v in found)
 
 
@@ -167,8 +166,7 @@ class Unstartable(Target):
 @pytest.mark.parametrize("kind, why", [("hangs", "no process had a CUDA context within 1 s"), ("dies", "no process could start")])
 def test_where_no_process_starts_no_kernel_is_to_blame(kind, why, monkeypatch):
     monkeypatch.setitem(isolation.TIMEOUTS, "start", 1.0 if kind == "hangs" else 60.0)
-    target = Unstartable(kind, torch.device("cpu"))
-    [result] = isolation.check_isolated(target, kernels_named("a", "b"), 0, True, math.inf, 2, troubled, unloaded)
+    [result] = isolated(kernels_named("a", "b"), processes=2, target=Unstartable(kind, torch.device("cpu")))
     assert result.inconclusive == [why] and not result.failures
 
 
@@ -177,7 +175,7 @@ def test_where_no_process_starts_no_kernel_is_to_blame(kind, why, monkeypatch):
 
 @pytest.fixture
 def short_of_time(monkeypatch):
-    """Time for one kernel of a check."""
+    """Makes a check run its first kernel alone, and measure no speed. Returns a function that lets it run all."""
     monkeypatch.setattr(performance, "measure", lambda *_: Speeds(note="not now"))
     find = volta_fa.check._results
     monkeypatch.setattr(volta_fa.check, "_results", lambda settings, variants, *rest: find(settings, variants[:1], *rest))
@@ -185,7 +183,7 @@ def short_of_time(monkeypatch):
 
 
 def test_an_unfinished_check_is_incomplete_and_continues(short_of_time, tmp_path, capsys):
-    assert list(isolation.check_isolated(CPU, [{"name": "a"}], 0, True, 0.0)) == []
+    assert isolated(kernels_named("fine"), seconds=0.0) == []
     arguments = ["--device", "cpu", "--quick", "--kernels", "cpu_*ward_float*"]
     status, data = check(tmp_path, *arguments, "--limit", "60")
     assert status == 3 and data["outcome"] == "incomplete" and data["wrong"] == [] and data["continued"] == 0
@@ -197,7 +195,7 @@ def test_an_unfinished_check_is_incomplete_and_continues(short_of_time, tmp_path
     assert data["to_finish"] == command and "3 are not checked; plans take them all the same" in page
     assert "cpu backward, atomics    0 of 2" in page
     short_of_time()
-    status, data = check(tmp_path, *shlex.split(command)[4:])
+    status, data = check(tmp_path, *shlex.split(command)[4:])  # after `python -m volta_fa check`
     assert status == 0 and data["continued"] == 1 and len(data["right"]) == 4 and data["not_checked"] == []
     assert "continues an unfinished check: 1 of 4 kernels are done" in capsys.readouterr().out
     status, data = check(tmp_path, *arguments)
@@ -227,27 +225,25 @@ def test_continued_run_keeps_failures(short_of_time, monkeypatch, tmp_path, caps
     assert seen == ["cpu_Forward_float32", "cpu_Forward_float16"]  # each once
 
 
-@pytest.mark.parametrize(
-    "spoil, note",
-    [
-        (
-            lambda text: text.replace(f'"torch": "{torch.__version__}"', '"torch": "2.4.0"'),
-            f"its torch was 2.4.0, and is {torch.__version__}",
-        ),
-        (lambda text: text.replace('"gpu": "cpu"', '"gpu": "Tesla T4 (0)"'), "its gpu was Tesla T4 (0), and is cpu"),
-        (lambda text: text.replace('"seed": 0', '"seed": 1'), "its seed was 1, and is 0"),
-        (lambda text: text.replace('"kernel"', '"kernels"'), "it is damaged"),
-        (lambda text: "\0\x80", "it is damaged"),
-        (lambda text: "[]\n", "it is damaged"),
-        (lambda text: "", "it is damaged"),
-    ],
-    ids=["torch", "gpu", "seed", "other fields", "binary", "no key", "empty"],
-)
-def test_a_damaged_or_foreign_state_is_ignored_with_a_note(spoil, note, short_of_time, tmp_path, capsys):
+#: What replaces text of a saved state ("": all of it), and the note about it.
+SPOILED = {
+    "torch": (f'"torch": "{torch.__version__}"', '"torch": "2.4.0"', f"its torch was 2.4.0, and is {torch.__version__}"),
+    "gpu": ('"gpu": "cpu"', '"gpu": "Tesla T4 (0)"', "its gpu was Tesla T4 (0), and is cpu"),
+    "seed": ('"seed": 0', '"seed": 1', "its seed was 1, and is 0"),
+    "other fields": ('"kernel"', '"kernels"', "it is damaged"),
+    "binary": ("", "\0\x80", "it is damaged"),
+    "no key": ("", "[]\n", "it is damaged"),
+    "empty": ("", "", "it is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_damaged_or_foreign_state_is_ignored_with_a_note(what, short_of_time, tmp_path, capsys):
+    old, new, note = SPOILED[what]
     arguments = ["--device", "cpu", "--quick", "--kernels", "cpu_Forward_float*"]
     assert check(tmp_path, *arguments)[0] == 3
     path = tmp_path / state.FILE
-    path.write_text(spoil(path.read_text()))
+    path.write_text(path.read_text().replace(old, new) if old else new)
     short_of_time()
     status, data = check(tmp_path, *arguments)
     assert status == 0 and data["continued"] == 0 and len(data["right"]) == 2
@@ -260,7 +256,7 @@ def test_a_last_line_that_was_cut_off_costs_one_result(tmp_path):
     first = state.State.open(path, {"seed": 0})
     for name in "abc":
         first.add(KernelResult(name, "f", "Forward", 1))
-    path.write_text(path.read_text()[:-20])
+    path.write_text(path.read_text()[:-20])  # a line has more than 20 characters
     second = state.State.open(path, {"seed": 0})
     assert [v.kernel for v in second.results] == ["a", "b"] and not second.note
     second.add(KernelResult("c", "f", "Forward", 1))
@@ -279,16 +275,16 @@ def test_results_survive_an_interruption_of_the_timing(monkeypatch, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    measure = performance.measure
-    monkeypatch.setattr(performance, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        volta_fa.check.run_check(volta_fa.check.Settings(CPU, tmp_path, quick=True, kernels="cpu_Forward_float*"))
-    monkeypatch.setattr(performance, "measure", measure)
+    with monkeypatch.context() as patch:
+        patch.setattr(performance, "measure", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            volta_fa.check.run_check(volta_fa.check.Settings(CPU, tmp_path, quick=True, kernels="cpu_Forward_float*"))
     status, data = check(tmp_path, *arguments)
     assert status == 0 and data["continued"] == 2 and not (tmp_path / state.FILE).exists()
 
 
 def test_results_hold_for_one_build_gpu_and_driver(monkeypatch, tmp_path):
+    """`made_on` identifies them: a hash of the libraries, 16 hexadecimal digits, the GPU's name and UUID, the driver's version."""
     of_cpu = state.made_on(CPU, seed=0)
     assert of_cpu["torch"] == torch.__version__ and of_cpu["gpu"] == "cpu" and len(of_cpu["library"]) == 16 and of_cpu["seed"] == 0
     monkeypatch.setattr(state, "library_path", lambda: tmp_path / "torch-2.11" / "libvolta_fa.so")
@@ -309,7 +305,7 @@ def test_results_hold_for_one_build_gpu_and_driver(monkeypatch, tmp_path):
     assert state.made_on(gpu)["gpu"] != first["gpu"]
 
 
-def test_only_what_failed_is_replaced(monkeypatch, tmp_path):
+def test_the_measurement_of_speed_avoids_failed_kernels_alone(monkeypatch, tmp_path):
     """The measurement of speed avoids kernels that failed, but not kernels that were not checked."""
     need("sim")
     seen = []
@@ -324,25 +320,18 @@ def test_only_what_failed_is_replaced(monkeypatch, tmp_path):
     assert status == 1 and seen == [data["wrong"]] and len(seen[0]) == 1 and len(data["not_checked"]) > 5
 
 
-def test_the_preferred_family_is_first(monkeypatch):
-    families = [{"name": "turing", "native": False}, {"name": "volta", "native": False}]
-    monkeypatch.setattr(Target, "families", families)
+@pytest.mark.parametrize("preferred", ["turing", "volta"])
+def test_the_preferred_family_is_first(preferred, monkeypatch):
+    families = [{"name": name, "native": False} for name in ("turing", "volta")]
+    monkeypatch.setattr(Target, "families", families if preferred == "turing" else families[::-1])
     order = [v["family"] for v in kernels.wanted(Target("cuda", torch.device("cpu")), INFO["variants"])]
-    assert order == sorted(order) and {*order} == {"turing", "volta"}
-    monkeypatch.setattr(Target, "families", families[::-1])
-    order = [v["family"] for v in kernels.wanted(Target("cuda", torch.device("cpu")), INFO["variants"])]
-    assert order == sorted(order, reverse=True) and {*order} == {"turing", "volta"}
+    assert order == sorted(order, reverse=preferred == "volta") and {*order} == {"turing", "volta"}
 
 
 def test_a_kernel_is_loaded_with_those_that_run_with_it(monkeypatch):
     need("sim")
     loaded = []
-
-    class Ops:
-        _preload = staticmethod(lambda name, device: loaded.append(name))
-        _set_tuning, _plan, _families = (getattr(torch.ops.volta_fa, name) for name in ("_set_tuning", "_plan", "_families"))
-
-    monkeypatch.setattr(torch.ops, "volta_fa", Ops)
+    monkeypatch.setattr(torch.ops.volta_fa, "_preload", lambda name, device: loaded.append(name))
     monkeypatch.setattr(Target, "number", -1)
     variant = next(v for v in SIMULATED if v["name"] == "volta_bwd_64")
     correctness.load_kernel(dataclasses.replace(SIMULATOR, kind="cuda"), variant, False)
@@ -361,6 +350,8 @@ def test_preload_says_what_it_cannot_load():
     "text", ["CUDA error: out of memory", "CUDA driver: loading x: CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED when"]
 )
 def test_lack_of_memory_has_many_names(text):
+    """Errors of CUDA and its libraries that are not torch.cuda.OutOfMemoryError. Where the GPU's own figures lack memory, the report says
+    so, and it is no fault."""
     assert kernels.lacks_memory(RuntimeError(text)) and not kernels.lacks_memory(RuntimeError("an illegal memory access"))
     speeds = Speeds()
     performance._attempt(speeds, "the card's figures", lambda: (_ for _ in ()).throw(RuntimeError(text)))
@@ -393,7 +384,7 @@ def test_points_and_their_share_of_the_prediction(capsys):
     assert "1 figures were left out" in page and max(map(len, page.splitlines())) <= 100
 
 
-def test_no_time_left(monkeypatch):
+def test_without_time_left_points_are_listed_and_not_measured(monkeypatch):
     monkeypatch.setattr(performance, "card_figures", lambda target: {})
     speeds = performance.measure(CPU, (), time.monotonic() - 1, True, lambda at: None)
     assert speeds.points and all(set(p.missing.values()) == {OUT_OF_TIME} and not p.ms for p in speeds.points)
@@ -411,19 +402,20 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
 
     monkeypatch.setattr(performance, "_ours", planned)
     monkeypatch.setattr(performance, "card_figures", lambda target: {})
-    monkeypatch.setattr(performance, "HEADS", {"forward": 200})
+    monkeypatch.setattr(performance, "HEADS", {"forward": 200})  # heads of the measured problems
     for failed in ("volta_fwd_64x64", "volta_fwd_64x64_medium", "volta_fwd_64x64_small"):
         seen.clear()
         performance.measure(CPU, [failed], time.monotonic() + 60, True, lambda at: None)
         assert seen and failed not in seen
-    takes = tune.Class("Backward", 64, 32, 512, 40, False)
+    shape = tune.Class("Backward", headdim=64, above=32, seqlen=512, nheads=40, causal=False)
     alternatives = [tune.Alternative({}), tune.Alternative({"deterministic": True}, deterministic=True)]
     of_headdim = [v["name"] for v in SIMULATED if v["pass"] == "Backward" and v["headdim"] >= 64]
-    assert tune._own(SIMULATOR, takes, alternatives, ["volta_bwd_64"]) == 0
-    assert tune._own(SIMULATOR, takes, alternatives, of_headdim) is None  # deterministic ones are all that is left
+    # the index of the alternative that the plan takes: with volta_bwd_64 failed another kernel with atomics, else none of the two
+    assert tune._own(SIMULATOR, shape, alternatives, ["volta_bwd_64"]) == 0
+    assert tune._own(SIMULATOR, shape, alternatives, of_headdim) is None
 
 
-def test_raising_kernel_is_recorded(monkeypatch):
+def test_errors_of_the_measurement_of_speed_are_recorded(monkeypatch):
     monkeypatch.setattr(performance, "card_figures", lambda target: fail())
     monkeypatch.setattr(performance, "_pytorch", fail)
     speeds = performance.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
@@ -436,6 +428,7 @@ def test_raising_kernel_is_recorded(monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_75", "sm_90"])
 def test_the_kernel_that_adds_compiles(architecture, tmp_path):
+    """The check measures the speed of atomic additions with a kernel in PTX. ptxas of the installed triton assembles it."""
     pytest.importorskip("triton")
     import triton
 
@@ -457,22 +450,22 @@ def test_classes_are_apart():
         bounds = class_.bounds
         numbers = {"headdim": shape.headdim, "headdim_v": shape.headdim, "seqlen_q": shape.seqlen, "seqlen_k": shape.seqlen}
         numbers["rows"] = shape.seqlen * shape.nheads
-        inside = all(low <= numbers[name] <= high for name in numbers for low, high in [bounds[name]])
+        inside = all(bounds[name][0] <= number <= bounds[name][1] for name, number in numbers.items())
         return inside and bounds["pass"] == shape.pass_ and bounds["is_causal"] == shape.causal
 
     for shape in listed:
         assert [c for c in listed if has(c, shape)] == [shape]
 
 
-def timed(monkeypatch, faster):
-    """Makes kernels and modes take the ms that `faster` returns."""
+def timed(monkeypatch, ms):
+    """Makes each alternative of a tuning (a kernel or a mode) take the time that ms(alternative) returns."""
     monkeypatch.setattr(tune, "_work", lambda target, class_, alternative: alternative)
-    monkeypatch.setattr(tune, "median_ms", lambda alternative, *_, **__: faster(alternative))
+    monkeypatch.setattr(tune, "median_ms", lambda alternative, *_, **__: ms(alternative))
 
 
 def test_only_what_is_clearly_faster_is_written(monkeypatch, tmp_path):
     need("sim")
-    timed(monkeypatch, lambda a: 0.97 if a.deterministic else 1.0)
+    timed(monkeypatch, lambda a: 0.97 if a.deterministic else 1.0)  # 3% are within the noise of measurements
     listed = tune.classes(SIMULATOR, INFO["variants"], ())
     assert not any(tune.compare(SIMULATOR, class_, alternatives, ()) for class_, alternatives in listed)
 
@@ -505,13 +498,7 @@ def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path)
     timed(monkeypatch, lambda a: 1.0)
     about = {"volta_fa": "0", "device": "a card", "driver": "1", "path": str(tmp_path / "card.json")}
     about |= {"outcome": "read", "failed": ["volta_bwd_64"]}
-
-    class Ops:
-        _tuning = staticmethod(lambda number: json.dumps(about))
-        _set_tuning, _plan, _families = (getattr(torch.ops.volta_fa, name) for name in ("_set_tuning", "_plan", "_families"))
-        _info, _reduces_fp32 = torch.ops.volta_fa._info, torch.ops.volta_fa._reduces_fp32
-
-    monkeypatch.setattr(torch.ops, "volta_fa", Ops)
+    monkeypatch.setattr(torch.ops.volta_fa, "_tuning", lambda number: json.dumps(about))
     failed = [KernelResult(f"volta_fwd_64x64_{size}", "volta", "Forward", 1, failures=["wrong"]) for size in ("medium", "small")]
     seen = []
     tuned = tune.tune(SIMULATOR, [*failed, KernelResult("volta_fwd_64x64", "volta", "Forward", 1)], time.monotonic() + 60, seen.append)

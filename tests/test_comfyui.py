@@ -2,18 +2,17 @@
 
 ComfyUI calls an override with the function that it replaces. The override runs volta_fa, or that function for calls that volta_fa does
 not support, and counts both (`counts`: "ran", or the reason of the fallback). A layout is (skip_reshape, skip_output_reshape): whether
-q, k, v, and out, have a dimension of heads. `on(...)` lists a test's backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). A
-backend runs a call several times (`_runs`: the simulator in two warp orders), with bitwise identical results.
+q, k, v, and out, have a dimension of heads. `make_override(every_device=True)` also runs volta_fa on the CPU, where these tests are.
+`on(...)` lists a test's backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). A backend runs a call several times (`_runs`: the
+simulator in two warp orders), with bitwise identical results.
 
 Environment:
 - VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/programs/run_comfyui.py runs its models"""
 
-from __future__ import annotations
-
-import importlib.util
 import os
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -22,47 +21,52 @@ import torch
 
 import reference
 import volta_fa
-from conftest import assert_same_bits, need, on, on_cases, run_process, run_python, within
+from conftest import REPOSITORY, assert_same_bits, need, on, on_cases, run_process, run_python, within
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "integrations" / "comfyui"
-
+#: The package's name as a module, which ComfyUI derives from its path.
+NAME = str(PACKAGE).replace(".", "_x_")
 # Loads the package as ComfyUI loads a folder of custom_nodes.
 LOAD = f"""
-    import importlib.util, logging, sys
-    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
-    name = {str(PACKAGE).replace(".", "_x_")!r}
-    spec = importlib.util.spec_from_file_location(name, {str(PACKAGE / "__init__.py")!r})
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+import importlib.util, logging, sys
+logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
+name = {NAME!r}
+spec = importlib.util.spec_from_file_location(name, {str(PACKAGE / "__init__.py")!r})
+module = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
 """
+
+
+def after_loading(code: str) -> str:
+    """Returns a program that loads the package and then runs the code."""
+    return LOAD + textwrap.dedent(code)
 
 
 @pytest.fixture(scope="module")
 def attention():
     """Returns the override's module, loaded as ComfyUI does, but without enabling scaled_dot_product_attention in this process."""
-    name = str(PACKAGE).replace(".", "_x_")
-    spec = importlib.util.spec_from_file_location(name, PACKAGE / "__init__.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VOLTA_FA_ENABLE_SDPA", "0")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    yield sys.modules[f"{name}.attention"]
-    for loaded in [n for n in sys.modules if n.startswith(name)]:
+        exec(LOAD, {})
+    yield sys.modules[f"{NAME}.attention"]
+    for loaded in [n for n in sys.modules if n.startswith(NAME)]:
         del sys.modules[loaded]
 
 
 @pytest.fixture
 def counts(attention):
+    """Returns the override's counts, which start at 0."""
     attention.counts.clear()
     return attention.counts
 
 
 def refuses(*args, **kwargs):
+    """Stands for the function that an override replaces, in calls that must not fall back to it."""
     raise AssertionError("the call fell back")
 
 
 def flat(t):
+    """Joins the dimensions of heads and headdim."""
     return t.flatten(2)
 
 
@@ -70,8 +74,9 @@ def heads_first(t):
     return t.transpose(1, 2)
 
 
-# LAYOUTS: (skip_reshape, skip_output_reshape). MASKS: shape of the mask with all dimensions, its dtype, and the form that ComfyUI passes.
+#: (skip_reshape, skip_output_reshape).
 LAYOUTS = [(skip_reshape, skip_output_reshape) for skip_reshape in (False, True) for skip_output_reshape in (False, True)]
+#: Masks by name: the shape (batch, nheads, 20 queries, 24 keys) with 1 where it broadcasts, dtype, and the form that ComfyUI passes.
 MASKS = {
     "none": None,
     "bool, rank 2": ((1, 1, 20, 24), torch.bool, lambda m: m[0, 0]),
@@ -84,14 +89,20 @@ MASKS = {
 }
 
 
+def draw_mask(backend, mask):
+    """Returns a mask of MASKS as ComfyUI passes it, and with all dimensions; None twice for "none"."""
+    if not MASKS[mask]:
+        return None, None
+    shape, dtype, as_passed = MASKS[mask]
+    bias = backend.randn(*shape) < 0.5 if dtype == torch.bool else backend.randn(*shape).to(dtype)
+    return as_passed(bias), bias
+
+
 def check(backend, attention, counts, *, layout=(False, False), mask="none", nheads_k=4, headdim=64, scale=None):
     """Compares a call through the override, in ComfyUI's layout, with the fp64 reference."""
     q, k, v = backend.randn(2, 20, 4, headdim), backend.randn(2, 24, nheads_k, headdim), backend.randn(2, 24, nheads_k, headdim)
     kwargs, options = {"transformer_options": {}, "_inside_attn_wrapper": True}, {}
-    if MASKS[mask]:
-        shape, dtype, as_passed = MASKS[mask]
-        bias = backend.randn(*shape) < 0.5 if dtype == torch.bool else backend.randn(*shape).to(dtype)
-        kwargs["mask"], options["attn_bias"] = as_passed(bias), bias
+    kwargs["mask"], options["attn_bias"] = draw_mask(backend, mask)
     if scale is not None:
         kwargs["scale"] = options["softmax_scale"] = scale
     if nheads_k != 4:
@@ -121,6 +132,7 @@ def test_layouts(backend, attention, counts, layout):
 @on_cases((["cpu-fp16", "cuda"], list(MASKS)[1:]), (["sim"], ["bool, rank 2", "added, rank 3"]))
 @pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
 def test_masks(backend, attention, counts, layout, case):
+    """Masks in all forms in which ComfyUI passes them."""
     check(backend, attention, counts, layout=layout, mask=case)
 
 
@@ -143,6 +155,7 @@ def test_float32(attention, counts, masked):
 
 
 def tensors(dtype=torch.float16, headdim=8, nheads_k=2):
+    """Returns q (1, 5, 2 heads * headdim) and k and v (1, 6, nheads_k * headdim): fp16 with 2 KV heads is supported."""
     return torch.randn(1, 5, 2 * headdim).to(dtype), *(torch.randn(1, 6, nheads_k * headdim).to(dtype) for _ in "kv")
 
 
@@ -163,6 +176,7 @@ def tensors(dtype=torch.float16, headdim=8, nheads_k=2):
     ],
 )
 def test_other_calls_run_the_given_function_unchanged(attention, counts, reason, call, options):
+    """The function that the override replaces gets the arguments of the call, and `counts` the reason."""
     seen = []
 
     def function(*args, **kwargs):
@@ -218,18 +232,15 @@ def test_an_earlier_override_runs_what_falls_back(attention, counts):
 def test_fast_precision(backend, attention, counts, mask):
     """Int8 scores, and the exact operator for masks that are added and where a gradient is needed."""
     q, k, v = backend.randn(2, 20, 4, 64), backend.randn(2, 24, 4, 64), backend.randn(2, 24, 4, 64)
-    kwargs, options = {}, {}
-    if MASKS[mask]:
-        shape, dtype, as_passed = MASKS[mask]
-        bias = backend.randn(*shape) < 0.5 if dtype == torch.bool else backend.randn(*shape).to(dtype)
-        kwargs["mask"], options = as_passed(bias), {"attn_mask" if dtype == torch.bool else "attn_bias": bias}
+    passed, whole = draw_mask(backend, mask)
     override = attention.make_override(every_device=True, precision="fast")
-    found = override(refuses, flat(q), flat(k), flat(v), 4, **kwargs)
-    operator = torch.ops.volta_fa.fwd if "attn_bias" in options else torch.ops.volta_fa.fwd_fast
-    assert_same_bits("out", found, flat(operator(q, k, v, **options)[0]))
-    assert counts == {"ran": 1} | ({"fast": 1} if "attn_bias" not in options else {})
+    found = override(refuses, flat(q), flat(k), flat(v), 4, mask=passed)
+    is_added = mask.startswith("added")
+    out = torch.ops.volta_fa.fwd(q, k, v, attn_bias=whole)[0] if is_added else torch.ops.volta_fa.fwd_fast(q, k, v, attn_mask=whole)[0]
+    assert_same_bits("out", found, flat(out))
+    assert counts == ({"ran": 1} if is_added else {"ran": 1, "fast": 1})
     counts.clear()
-    override(refuses, flat(q).requires_grad_(), flat(k), flat(v), 4, **kwargs).sum().backward()
+    override(refuses, flat(q).requires_grad_(), flat(k), flat(v), 4, mask=passed).sum().backward()
     assert counts == {"ran": 1}
 
 
@@ -241,6 +252,7 @@ def test_counts_in_words(attention):
 
 
 def test_compiled_models_do_not_recompile_for_each_count(attention, counts):
+    """Compiled calls are not counted, because each new count would compile again: the one count is the eager call's."""
     override, call = attention.make_override(every_device=True), tensors()
     compiled = torch.compile(lambda q, k, v: override(refuses, q, k, v, 2), backend="eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -261,27 +273,23 @@ def test_the_question_about_the_device_compiles(attention, device):
 
 
 def test_without_volta_fa_one_message_and_no_node():
-    code = 'import sys; sys.modules["volta_fa"] = None\n' + "\n".join(line.strip() for line in LOAD.strip().splitlines())
-    ran = run_process(code + "\nassert module.NODE_CLASS_MAPPINGS == module.NODE_DISPLAY_NAME_MAPPINGS == {}")
+    code = 'import sys; sys.modules["volta_fa"] = None' + LOAD  # an import raises ImportError
+    ran = run_process(code + "assert module.NODE_CLASS_MAPPINGS == module.NODE_DISPLAY_NAME_MAPPINGS == {}")
     (message,) = ran.stderr.strip().splitlines()
     assert message.startswith("ERROR volta_fa: no nodes, because volta_fa is not installed in ") and "install its wheel" in message
 
 
 def test_the_package_registers_its_node_and_enables_pytorchs_attention(monkeypatch):
-    code = (
-        LOAD
-        + """
-    import json, volta_fa
-    node = module.NODE_CLASS_MAPPINGS["VoltaAttention"]
-    assert set(module.NODE_CLASS_MAPPINGS) == set(module.NODE_DISPLAY_NAME_MAPPINGS) == {"VoltaAttention"}
-    assert set(node.INPUT_TYPES()["required"]) == {"model"} and node.INPUT_TYPES()["optional"]["precision"][1]["default"] == "exact"
-    assert callable(getattr(node, node.FUNCTION))
-    import torch
-    q = torch.randn(1, 2, 16, 8)
-    torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    print(volta_fa.sdpa_stats()["ran"])
-    """
-    )
+    code = after_loading("""
+        import torch, volta_fa
+        node = module.NODE_CLASS_MAPPINGS["VoltaAttention"]
+        assert set(module.NODE_CLASS_MAPPINGS) == set(module.NODE_DISPLAY_NAME_MAPPINGS) == {"VoltaAttention"}
+        assert set(node.INPUT_TYPES()["required"]) == {"model"} and node.INPUT_TYPES()["optional"]["precision"][1]["default"] == "exact"
+        assert callable(getattr(node, node.FUNCTION))
+        q = torch.randn(1, 2, 16, 8)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        print(volta_fa.sdpa_stats()["ran"])
+    """)
     assert run_python(code, VOLTA_FA_ENABLE_SDPA="cpu") == "1"
     assert run_python(code, VOLTA_FA_ENABLE_SDPA="0") == "0"
     if not torch.cuda.is_available():  # no error, a line instead
@@ -294,29 +302,27 @@ def test_the_package_registers_its_node_and_enables_pytorchs_attention(monkeypat
     [("0", False), ("cpu", True), *(pytest.param(*more, marks=pytest.mark.slow) for more in [("off", False), ("", False), ("1", True)])],
 )
 def test_the_variable_decides_about_xformers(choice, on):
-    code = f"""
-    import sys, types, volta_fa
-    sys.modules["xformers.ops"] = types.ModuleType("xformers.ops")
-    volta_fa.enable_xformers = lambda *args, **options: print("enabled")
-    {LOAD}"""
-    assert run_python(code, VOLTA_FA_ENABLE_SDPA=choice) == ("enabled" if on else "")
+    code = """
+        import sys, types, volta_fa
+        sys.modules["xformers.ops"] = types.ModuleType("xformers.ops")
+        volta_fa.enable_xformers = lambda *args, **options: print("enabled")
+    """
+    assert run_python(textwrap.dedent(code) + LOAD, VOLTA_FA_ENABLE_SDPA=choice) == ("enabled" if on else "")
 
 
 def test_the_log_line_of_a_run():
-    code = (
-        LOAD
-        + """
-    node, attention = sys.modules[name + ".node"], sys.modules[name + ".attention"]
-    attention.counts.update(ran=5)
-    import torch
-    def sample(x, y):
-        attention.counts.update({"ran": 2, "float32": 1})
-        q = torch.randn(1, 2, 16, 8)
-        torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        return x + y
-    assert node._log_counts(sample, 1, y=2) == node._log_counts(sample, 1, y=2) == 3
-    """
-    )
+    """It has the counts of this run alone: the node's, and those of PyTorch's function since the line before."""
+    code = after_loading("""
+        import torch
+        node, attention = sys.modules[name + ".node"], sys.modules[name + ".attention"]
+        attention.counts.update(ran=5)
+        def sample(x, y):
+            attention.counts.update({"ran": 2, "float32": 1})
+            q = torch.randn(1, 2, 16, 8)
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+            return x + y
+        assert node._log_counts(sample, 1, y=2) == node._log_counts(sample, 1, y=2) == 3
+    """)
     lines = [line for line in run_process(code, VOLTA_FA_ENABLE_SDPA="cpu").stderr.splitlines() if "attention calls" in line]
     run = "INFO volta_fa: attention calls of this run: 2 ran on volta_fa, 1 fell back (float32: 1)"
     assert lines == [run + "; of scaled_dot_product_attention since the last line: 1 ran on volta_fa, 0 fell back"] * 2
@@ -330,8 +336,7 @@ def test_the_registry_reads_its_version():
 @pytest.mark.skipif("VOLTA_FA_TEST_COMFYUI" not in os.environ, reason="VOLTA_FA_TEST_COMFYUI names no folder of ComfyUI")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_comfyuis_own_models(dtype):
-    command = [sys.executable, str(REPOSITORY / "tools" / "programs" / "run_comfyui.py"), os.environ["VOLTA_FA_TEST_COMFYUI"]]
-    command += ["--dtype", dtype]
+    command = [sys.executable, REPOSITORY / "tools/programs/run_comfyui.py", os.environ["VOLTA_FA_TEST_COMFYUI"], "--dtype", dtype]
+    command += ["--models", "flux,flux-mask,qwen,vae,dtypes", "--starts", "pytorch,flash"]
     environment = {**os.environ, "PYTHONPATH": str(Path(volta_fa.__file__).parents[1])}
-    ran = subprocess.run([*command, "--models", "flux,flux-mask,qwen,vae,dtypes", "--starts", "pytorch,flash"], env=environment, text=True)
-    assert ran.returncode == 0
+    assert subprocess.run(command, env=environment).returncode == 0

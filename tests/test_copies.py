@@ -88,7 +88,7 @@ def with_codes(pair):
     return torch.ops.volta_fa.fwd_kvcache(operands()[0][:, :3], pair[0].data, pair[1].data, **rest)[0]
 
 
-#: By name: a function that makes the object, one that returns a result of it, and one that changes it in place.
+#: Objects by name: a function that makes one, one that uses it and returns the result, and one that changes it in place.
 THINGS = {
     "torch's BlockMask": (torch_mask, with_mask, lambda mask: mask.kv_num_blocks.data.zero_()),
     "what torch's BlockMask reads": (torch_mask, with_mask, lambda mask: mask.mask_mod.documents.data.copy_(torch.arange(LENGTH))),
@@ -112,13 +112,13 @@ THINGS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", THINGS)
 def test_copies_after_use(name, way):
-    make, use, write = THINGS[name]
+    make, use, change = THINGS[name]
     thing = make()
     before = use(thing)
     assert torch.equal(use(thing), before)
     copied = WAYS[way](thing)
     assert torch.equal(use(copied), before)
-    write(copied)
+    change(copied)
     assert not torch.equal(use(copied), before)
     assert torch.equal(use(thing), before)
 
@@ -146,6 +146,7 @@ def test_copies_of_transformers_masks_and_caches(way):
 
 
 def test_torchs_mask_holds_nothing_of_ours():
+    """volta_fa attaches no attribute to torch's BlockMask, so copies of it work without volta_fa."""
     mask = torch_mask()
     names = set(vars(mask))
     with_mask(mask)

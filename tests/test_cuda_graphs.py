@@ -6,30 +6,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from conftest import on
+from conftest import captured, on, on_cases
 from flash_attention import cu
 
-
-def capture(step, *generators):
-    """Returns the graph of step(), and the captured step's results, which each replay overwrites."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
-
-
+#: Of q, k and v: (batch, seqlen, nheads, headdim).
 SHAPE = (2, 40, 2, 64)
-
-
-#: By name: options of the call, and functions that make its other tensors, whose values change between replays.
+#: By name: options of the call, and functions of the backend that make its other tensors, whose values change between replays.
 FEATURES = {
     "plain": ({}, {}),
     "causal, deterministic": ({"is_causal": True, "deterministic": True}, {}),
@@ -42,12 +24,17 @@ FEATURES = {
 }
 
 
+#: Features that kernels of each dtype have of their own. The others change scores, which do not depend on the dtype: fp16 suffices.
+OF_EACH_DTYPE = ("plain", "causal, deterministic", "bias", "lengths")
+
+
 def assert_close(found, expected):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=5e-3)  # dq is summed by atomics
 
 
 def training_step(tensors, dout, options):
+    """Returns out and the gradients of a call's tensors that require one."""
     inputs = [t for t in tensors.values() if t.requires_grad]
     out = torch.ops.volta_fa.fwd(**tensors, **options)[0]
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
@@ -56,7 +43,7 @@ def training_step(tensors, dout, options):
 def assert_replays(make_tensors, dout, options):
     """Replayed on other values, a captured step gives what the call itself gives for them."""
     tensors = make_tensors()
-    graph, results = capture(lambda: training_step(tensors, dout, options))
+    graph, results = captured(lambda: training_step(tensors, dout, options))
     for _ in range(3):
         values = make_tensors()
         with torch.no_grad():
@@ -66,18 +53,13 @@ def assert_replays(make_tensors, dout, options):
         assert_close(results, training_step(values, dout, options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("feature", FEATURES)
-@on("cuda")
-def test_replay(backend, feature, dtype):
-    backend.dtype = dtype
-    options, extra = FEATURES[feature]
+@on_cases((["cuda"], FEATURES), (["cuda-bf16", "cuda-fp32"], OF_EACH_DTYPE))
+def test_replay(backend, case):
+    options, extra = FEATURES[case]
 
     def tensors():
         return {**{n: backend.randn(*SHAPE).requires_grad_() for n in "qkv"}, **{n: make(backend) for n, make in extra.items()}}
 
-    if dtype != torch.float16 and feature not in ("plain", "causal, deterministic", "bias", "lengths"):
-        pytest.skip("scores do not depend on the dtype: a few features suffice for others")
     assert_replays(tensors, backend.randn(*SHAPE), options)
 
 
@@ -99,7 +81,7 @@ def test_replay_of_packed_sequences(backend):
 
 @on("cuda")
 def test_replay_of_misaligned_and_odd_strides(backend):
-    """What is copied before the kernels run is copied at each replay."""
+    """Tensors that the op copies before its kernels read them are copied at each replay."""
 
     def tensors():
         return {n: torch.nn.functional.pad(backend.randn(*SHAPE), (3, 2))[..., 3:-2].detach().requires_grad_() for n in "qkv"}
@@ -120,7 +102,7 @@ def dropout_step(backend, generator=None):
 
 
 def assert_consistent(out, rng_state, dv, dout):
-    """Forward and backward dropped what the random state says."""
+    """Checks that forward and backward dropped what rng_state says. dv is P^T dout."""
     p = out.transpose(1, 2)
     kept = torch.ops.volta_fa._dropout_mask(rng_state, 2, 2, 64, 64, 0.4).bool()
     assert torch.equal(p != 0, kept)
@@ -133,7 +115,7 @@ def assert_consistent(out, rng_state, dv, dout):
 def test_dropout_draws_anew_at_each_replay(backend, own):
     generator = torch.Generator("cuda").manual_seed(5) if own else None
     step = dropout_step(backend, generator)  # it holds the inputs, which replays read
-    graph, results = capture(step, *([generator] if own else []))
+    graph, results = captured(step, *([generator] if own else []))
     states, outs = [], []
     for _ in range(4):
         graph.replay()

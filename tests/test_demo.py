@@ -1,9 +1,8 @@
 """`python -m volta_fa demo` (`make run`): it runs, accepts right attention functions and rejects wrong ones.
 
 The demo trains a small GPT with volta_fa's attention and with PyTorch's. Losses may differ as much as those of a control, which is
-PyTorch's attention rounded differently, times a margin (demo/agreement.py). It then simulates one layer on a V100 and a T4."""
-
-from __future__ import annotations
+PyTorch's attention rounded differently, times a margin (demo/agreement.py). Gradients are compared alike. It then simulates one layer on a
+V100 and a T4."""
 
 import functools
 import math
@@ -35,6 +34,7 @@ def causal_attention(q, k, v, *, scale=1.0, diagonal=0):
     return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~visible, -math.inf).softmax(-1).to(v.dtype), v)
 
 
+#: Attention functions that the demo must accept, and others that it must reject.
 RIGHT = {"volta_fa": volta_attention, "written out": causal_attention, "rounded differently": RoundedAttention(99)}
 WRONG = {
     "scale 2% up": functools.partial(causal_attention, scale=1.02),
@@ -122,6 +122,7 @@ def test_the_layer_on_simulated_gpus(monkeypatch, capsys):
 
 @pytest.mark.skipif(not volta_fa.info()["simulator"], reason="built without the simulator")
 def test_the_first_make_run_compiles_the_demos_kernels(monkeypatch):
+    """The Makefile lists words of kernels' names. A first `make run` compiles these kernels alone; the demo needs no others."""
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
     compiled = re.search("^DEMO_KERNELS = (.*)$", makefile, re.MULTILINE)[1].split(",")
     monkeypatch.setattr(simulated, "simulate", functools.partial(simulated.simulate, mode="launches"))
@@ -132,6 +133,7 @@ def test_the_first_make_run_compiles_the_demos_kernels(monkeypatch):
 
 
 def test_pytorchs_speed_is_that_of_the_figures():
+    """The demo has TFLOP/s of PyTorch's kernels as constants. They are those of the table of models in docs/reference/figures.md."""
     page = (Path(__file__).parents[1] / "docs/reference/figures.md").read_text()
     lines = page.split("<!-- begin models -->")[1].split("<!-- end models -->")[0].splitlines()
     s = simulated
@@ -189,12 +191,12 @@ def test_refuses_a_number_of_steps(steps, capsys):
 
 
 def test_the_text_is_the_same_each_time():
-    text, files = train.read_corpus(200_000)
+    text, files = train.read_corpus(200_000)  # of Python's standard library
     assert len(text) == 200_000 and files > 1
     assert train.read_corpus(200_000) == (text, files)
     tokens = train.encode(text)
     assert tokens.min() >= 0 and tokens.max() < train.VOCABULARY
-    assert len(train.encode(b"\n ~\xff").unique()) == 4
+    assert len(train.encode(b"\n ~\xff").unique()) == 4  # newline, space, ~, and one token for all other bytes
 
 
 def test_a_missing_standard_library_is_an_error(tmp_path, monkeypatch):
@@ -227,19 +229,15 @@ def test_memory_on_the_cpu_is_exact():
     assert train.cpu_peak(work) == pytest.approx(2 * 4_000_000, rel=1e-3)
 
 
-def losses(*differences):
-    return [3.0 + d for d in differences]
-
-
 def judge(control, candidate, gradient=1e-7):
-    """Compares losses of volta_fa (`candidate`) and of a control, given as differences from the reference's losses."""
-    reference = losses(*[0.0] * len(control))
-    return agreement.compare(
-        reference, [reference, losses(*control)], losses(*candidate), gradient_controls=[0.0, 1e-7], gradient_candidate=gradient
-    )
+    """Compares losses of volta_fa (`candidate`) and of a control, given as differences from the reference's losses of 3, step by step.
+    `gradient`: the error of the candidate's gradient; the control's is 1e-7."""
+    reference, control, candidate = ([3.0 + difference for difference in of] for of in ([0.0] * len(control), control, candidate))
+    return agreement.compare(reference, [reference, control], candidate, gradient_controls=[0.0, 1e-7], gradient_candidate=gradient)
 
 
 def test_the_band_is_as_wide_as_the_control_strays():
+    """A step's loss may differ by LOSS_MARGIN times the largest difference of the control up to that step."""
     stray = 1e-3 * agreement.LOSS_MARGIN
     assert judge([0, 1e-3, 0], [0, 0, 0.9 * stray]).agree  # the control's return to zero does not narrow it
     assert judge([0, 1e-3, 0], [0, 1.1 * stray, 0]).first_disagreement == 1

@@ -11,9 +11,10 @@ import torch
 import volta_fa
 from volta_fa import cli, diagnostics
 
-# What the wheels on PyPI were compiled for.
+# torch's architecture lists (torch.cuda.get_arch_list) in wheels for CUDA 12.8 and 13.0; the latter has nothing for Volta.
 CU128 = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120"]
+#: (name, compute capability).
 V100 = ("Tesla V100-SXM2-16GB", (7, 0))
 T4 = ("Tesla T4", (7, 5))
 
@@ -35,6 +36,7 @@ T4 = ("Tesla T4", (7, 5))
     ],
 )
 def test_architectures_that_run(architectures, capability, runs):
+    """Machine code (sm_) runs on GPUs of the same major version from its minor version on, PTX (compute_) on all later GPUs."""
     assert diagnostics.has_code_for(architectures, capability) == runs
 
 
@@ -49,6 +51,7 @@ def test_architectures_that_run(architectures, capability, runs):
     ],
 )
 def test_a_torch_without_volta(installed, remedy):
+    """The remedy is the same release for CUDA 12.6 (cu126), or the last release that has such a wheel."""
     said = diagnostics.torch_problem(*V100, CU130, installed, "570.86.15")
     assert said.endswith(f"Run `pip install {remedy} --index-url https://download.pytorch.org/whl/cu126`")
     for part in (f"torch {installed} has no code for Tesla V100-SXM2-16GB (sm_70, driver 570.86.15)", "volta_fa's kernels run there"):
@@ -74,6 +77,7 @@ def test_no_warning_without_a_problem():
     ],
 )
 def test_a_driver_that_is_too_old_for_torch(driver, cuda, torch_cuda, version, parts):
+    """`cuda`: the newest CUDA that the driver supports. A driver runs all releases of its major version; 11.4 is too old for 12.8."""
     for new_enough, of_torch in (((12, 0), "12.9"), ((13, 0), "12.6"), ((11, 4), None)):
         assert diagnostics.driver_problem(driver, new_enough, version, of_torch) is None
     said = diagnostics.driver_problem(driver, cuda, version, torch_cuda)
@@ -84,6 +88,7 @@ def test_a_driver_that_is_too_old_for_torch(driver, cuda, torch_cuda, version, p
 
 @pytest.fixture
 def volta_without_its_torch(monkeypatch):
+    """Two V100s, and a torch without code for them."""
     cuda = torch.cuda
     for name, value in {"get_arch_list": lambda: CU130, "device_count": lambda: 2}.items():
         monkeypatch.setattr(cuda, name, value)
@@ -95,7 +100,7 @@ def volta_without_its_torch(monkeypatch):
 
 
 def test_the_warning_comes_when_cuda_starts_and_once(volta_without_its_torch, monkeypatch):
-    waiting = []
+    waiting = []  # functions that torch calls when CUDA starts
     monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -103,10 +108,11 @@ def test_the_warning_comes_when_cuda_starts_and_once(volta_without_its_torch, mo
     assert len(waiting) == 1
     with pytest.warns(RuntimeWarning, match=r"^volta_fa: torch .* has no code for Tesla V100") as caught:
         waiting[0]()
-    assert len(caught) == 1  # of two cards of a kind
+    assert len(caught) == 1  # for two GPUs of one kind
 
 
 def test_trouble_with_cuda_is_left_to_torch(monkeypatch):
+    """An error while the warning is prepared raises nothing."""
     waiting = []
     monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: 1 // 0)
@@ -114,18 +120,16 @@ def test_trouble_with_cuda_is_left_to_torch(monkeypatch):
     waiting[0]()
 
 
-def test_a_gpu_that_cannot_be_used_is_named_without_cuda(monkeypatch):
+def test_why_no_gpu_can_be_used_is_found_without_starting_cuda(monkeypatch):
     """VOLTA_FA_ENABLE_SDPA asks while the library loads, when a fork must stay possible."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(diagnostics, "driver_version", lambda: "535.54.03")
-    for driver, expected in (
-        (None, "no CUDA driver on this machine"),
-        ((12, 2), "535.54.03 (CUDA 12.2) is too old for torch"),
-        ((13, 0), None),
-    ):
-        monkeypatch.setattr(diagnostics, "driver_cuda", lambda driver=driver: driver)
-        problem = diagnostics.cuda_problem()
-        assert problem is None if expected is None else expected in problem
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: None)
+    assert "no CUDA driver on this machine" in diagnostics.cuda_problem()
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (12, 2))
+    assert "535.54.03 (CUDA 12.2) is too old for torch" in diagnostics.cuda_problem()
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (13, 0))
+    assert diagnostics.cuda_problem() is None
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "is a build without CUDA: run `pip install torch==" in diagnostics.cuda_problem()
     assert not torch.cuda.is_initialized()
@@ -139,6 +143,7 @@ def test_info_tells(volta_without_its_torch, capsys):
 
 
 def test_the_drivers_cuda_is_asked_of_libcuda(tmp_path, monkeypatch):
+    """cuDriverGetVersion gives 1000 * major + 10 * minor, here from a fake library."""
     source = "int cuDriverGetVersion(int* version) { *version = 12060; return 0; }"
     library = tmp_path / "libcuda.so.1"
     command = ["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-"]

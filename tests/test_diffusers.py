@@ -19,6 +19,7 @@ FOLDER = Path(os.environ.get("VOLTA_FA_TEST_DIFFUSERS", Path(sys.prefix) / "diff
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python command` with diffusers and volta_fa, or skips the test."""
     if not (FOLDER / "diffusers").is_dir():
         pytest.skip(f"no diffusers in {FOLDER}: tools/bootstrap.py puts it there")
     path = [str(FOLDER), str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
@@ -33,6 +34,7 @@ def rows_of(*arguments: str, **variables: str) -> dict[tuple[str, str], list[str
     return {(line[:26].strip(), line[26:53].strip()): line[53:].split() for line in result.stdout.splitlines()}
 
 
+#: (model, way): "flash" is diffusers' backend of that name, on volta_fa's flash-attn.
 FLUX = [*(("flux", way) for way in ("enable_sdpa", "flash", "enable_xformers")), ("FluxPipeline", "enable_sdpa")]
 VAE = ("vae-512", "enable_sdpa")
 
@@ -100,6 +102,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_xformers():
-    result = run("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", str(REPOSITORY / "tests" / "test_xformers.py"))
+    result = run("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "tests/test_xformers.py")
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout

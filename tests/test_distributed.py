@@ -5,27 +5,29 @@ seconds. The other tests need no processes. They test the plan of a ring: which 
 of the op compute them. Zigzag gives rank r the chunks r and 2 * size - 1 - r of a sequence, so that causal work is equal."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 
 from benchmarks.ring_simulation import Setup, efficiency, hides_from, simulate
 from conftest import INFO, LIBRARY, REPOSITORY
+from distributed_problems import unroll
 from volta_fa.distributed.plan import LAYOUTS, Distance, Mask, length, plan, shard_ranges
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name != "posix", reason="no torch.distributed with gloo")
-WORKER = REPOSITORY / "tests" / "distributed_worker.py"
 #: Seconds for all cases, after which a rank counts as hung.
 LIMIT = 500
 
 
-def run_ranks(folder, size: int, *names: str, program=WORKER, limit: float = LIMIT, **environment) -> list[dict]:
-    """Runs the program once per rank. Returns the JSON that each rank wrote: failures by name of the case."""
+def run_ranks(folder, size: int, **environment) -> list[dict]:
+    """Runs distributed_worker.py once per rank. Returns the JSON that each rank wrote: failures by name of the case."""
     path = os.pathsep.join(filter(None, [str(LIBRARY.parents[2]), os.environ.get("PYTHONPATH")]))
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     master = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
@@ -33,10 +35,10 @@ def run_ranks(folder, size: int, *names: str, program=WORKER, limit: float = LIM
     ranks = []
     for rank in range(size):
         with (folder / f"{rank}.log").open("w") as log:
-            command = [sys.executable, str(program), str(rank), str(size), str(folder), *names]
+            command = [sys.executable, REPOSITORY / "tests" / "distributed_worker.py", str(rank), str(size), folder]
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [rank.wait(limit) for rank in ranks]
+        codes = [rank.wait(LIMIT) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -63,23 +65,24 @@ def test_ranks(tmp_path, backend, size):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seqlen", [0, 1, 3, 7, 64, 101])
 def test_shards_are_the_sequence(layout, seqlen):
+    """Shards of `size` ranks, each divided into `parts`, have each position once. The parts of a rank are its shard, in order."""
     for size in range(1, 6):
         for parts in (1, 2, 3):
             shards = [shard_ranges(seqlen, size, rank, layout, parts, part) for rank in range(size) for part in range(parts)]
-            positions = sorted(i for shard in shards for begin, end in shard for i in range(begin, end))
-            assert positions == list(range(seqlen)), (size, parts)
+            assert sorted(i for shard in shards for i in unroll(shard)) == list(range(seqlen)), (size, parts)
             if parts == 1:
                 assert max(map(length, shards)) - min(map(length, shards)) <= 2
-            whole = [i for begin, end in shard_ranges(seqlen, size, 0, layout) for i in range(begin, end)]
-            pieces = [i for shard in shards[:parts] for begin, end in shard for i in range(begin, end)]
-            assert pieces == whole
+            assert [i for shard in shards[:parts] for i in unroll(shard)] == unroll(shard_ranges(seqlen, size, 0, layout))
 
 
 def test_zigzag_balances():
-    """Under a causal mask every rank sees equally many keys; contiguous chunks differ by a factor of 2 * size - 1."""
-    work = {layout: [sum(p + 1 for b, e in shard_ranges(96, 4, r, layout) for p in range(b, e)) for r in range(4)] for layout in LAYOUTS}
-    assert len(set(work["zigzag"])) == 1
-    assert max(work["contiguous"]) > 6 * min(work["contiguous"])
+    """Under a causal mask every rank sees equally many keys; contiguous chunks differ by a factor of nearly 2 * size - 1, here 7."""
+
+    def visible_keys(layout):
+        return [sum(i + 1 for i in unroll(shard_ranges(96, 4, rank, layout))) for rank in range(4)]
+
+    assert len(set(visible_keys("zigzag"))) == 1
+    assert max(visible_keys("contiguous")) > 6 * min(visible_keys("contiguous"))
 
 
 def visible(mask: Mask, i: int, j: int) -> bool:
@@ -92,12 +95,14 @@ def visible(mask: Mask, i: int, j: int) -> bool:
 
 
 def covered(q_ranges, k_ranges, mask):
-    """Returns the plan of a step, and how many of its calls compute each pair of query and key. Also checks distances for ALiBi."""
+    """Returns the plan of a step, and how many of its calls compute each pair of query and key. Also checks distances for ALiBi.
+
+    A step has launches, each a call of the op, and `rows`, the keys of the shard that they read. A launch has one `Call`, or one for each
+    packed sequence: a rectangle of queries of the shard and of keys of `rows`."""
     step = plan(q_ranges, k_ranges, mask)
-    q_positions = [i for b, e in q_ranges for i in range(b, e)]
-    k_all = [j for b, e in k_ranges for j in range(b, e)]
-    k_positions = [k_all[j] for b, e in step.rows for j in range(b, e)]
-    found = {}
+    q_positions, k_all = unroll(q_ranges), unroll(k_ranges)
+    k_positions = [k_all[j] for j in unroll(step.rows)]
+    found = Counter()
     for launch in step.launches:
         for before, after in zip(launch.calls, launch.calls[1:]):
             assert before.q[1] == after.q[0] and before.k[1] == after.k[0]
@@ -110,7 +115,7 @@ def covered(q_ranges, k_ranges, mask):
                     last = row + call.keys - call.rows
                     if (left is None or key >= last - left) and (right is None or key <= last + right):
                         pair = q_positions[call.q[0] + row], k_positions[call.k[0] + key]
-                        found[pair] = found.get(pair, 0) + 1
+                        found[pair] += 1
                         if mask.alibi:
                             check_distance(call, row, key, *pair, mask)
     return step, found
@@ -129,7 +134,7 @@ def check_distance(call, row, key, i, j, mask):
 
 def random_mask(rng: random.Random) -> tuple[Mask, int, int]:
     """Returns a mask, and its numbers of queries and keys: one sequence or several packed ones."""
-    bounds = [rng.choice([None, 0, 1, 3, 9, 30]) for _ in range(2)]
+    bounds = [rng.choice([None, 0, 1, 3, 9, 30]) for _ in range(2)]  # of a window: left and right; None: no bound
     alibi = rng.random() < 0.3
     if rng.random() < 0.5:
         seqlen_q, seqlen_k = (rng.choice([0, 1, 5, 16, 23]) for _ in range(2))
@@ -151,12 +156,13 @@ def test_every_visible_pair_once():
         for queries in range(size):
             for keys in range(size):
                 q_ranges, k_ranges = shard_ranges(seqlen_q, size, queries, layout), shard_ranges(seqlen_k, size, keys, layout)
-                step, found = covered(q_ranges, k_ranges, mask)
-                pairs = [(i, j) for qb, qe in q_ranges for i in range(qb, qe) for kb, ke in k_ranges for j in range(kb, ke)]
+                _, found = covered(q_ranges, k_ranges, mask)
+                pairs = itertools.product(unroll(q_ranges), unroll(k_ranges))
                 assert found == {pair: 1 for pair in pairs if visible(mask, *pair)}, (mask, layout, size, queries, keys)
 
 
 def steps(size, mask, seqlen, layout="zigzag"):
+    """Returns the steps of each rank: step t computes the keys of the t-th rank before it."""
     ranges = [shard_ranges(seqlen, size, rank, layout) for rank in range(size)]
     return [[plan(ranges[r], ranges[(r - t) % size], mask) for t in range(size)] for r in range(size)]
 
@@ -173,8 +179,8 @@ def test_one_launch_a_step(right):
             assert areas == [128, 128, 128]
 
 
-def test_skipped_steps_travel_not():
-    """Keys that a window or causality hides are not asked for."""
+def test_hidden_keys_do_not_travel():
+    """`count`, the keys that a rank gets at each step, leaves out keys that a window or causality hides."""
     window = Mask(((0, 64),), ((0, 64),), 7, 0)
     counts = [[step.count for step in rank] for rank in steps(8, window, 64, "contiguous")]
     assert counts == [[8, 7 * (r > 0), *[0] * 6] for r in range(8)]
@@ -184,7 +190,7 @@ def test_skipped_steps_travel_not():
 
 
 def test_packed_sequences_travel_as_far_as_they_reach():
-    """Four ranks with 16 tokens each; one sequence ends inside each shard."""
+    """Four ranks with 16 tokens each. A sequence goes on in each next shard, so a rank needs only its keys of the rank before."""
     starts = (0, 5, 20, 22, 40, 41, 64)
     sequences = tuple(zip(starts, starts[1:]))
     counts = [[step.count for step in rank] for rank in steps(4, Mask(sequences, sequences, None, 0), 64, "contiguous")]
@@ -201,7 +207,7 @@ def test_a_plan_is_made_once():
     assert plan(((0, 9),), ((3, 20),), Mask(((0, 33),), ((0, 33),), 4, 0)) is first
 
 
-# ---- benchmarks.ring_simulation: seconds of a ring, from the times of kernels and messages --------------------------------
+# ---- benchmarks.ring_simulation: seconds of a ring. Setup(seqlen, GPUs); nvlink: GB/s between two GPUs of a node ------------
 
 
 def test_a_node_by_itself_sends_nothing():
@@ -229,7 +235,8 @@ def test_two_places_by_hand():
 
 
 def test_hidden_from_the_derived_length_on():
-    """Well above it nearly everything is hidden, well below it is not, in the forward pass inside a node."""
+    """Kernels hide messages from `hides_from` rows per rank on, because kernels' time is quadratic in the rows. Above it nearly everything
+    is hidden, well below it is not, in the forward pass inside a node."""
     base = Setup(0, 8)
     rows = hides_from(base, base.nvlink)
     assert efficiency(dataclasses.replace(base, seqlen=int(8 * rows * 1.05))) > 0.99
@@ -246,7 +253,7 @@ def test_it_simulates_what_the_ring_plans():
         for step in range(1, size):
             source = (rank - step) % size
             planned = plan(ranges[rank], ranges[source], mask)
-            row = 2 * 2 * setup.nheads_k * setup.headdim
+            row = 2 * 2 * setup.nheads_k * setup.headdim  # bytes of K and V in fp16
             assert planned.count * row == setup.message(source < rank)
             scores = sum(call.rows * call.keys for launch in planned.launches for call in launch.calls)
             assert scores == setup.rows**2 / 2

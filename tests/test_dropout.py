@@ -4,7 +4,7 @@ Dropout's mask follows from `rng_state` (seed, offset) and a score's position al
 `on(...)` lists the backends of a test: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `repeat` runs a `Case` on a backend against the
 fp64 reference, and prints a command that repeats a failure. Fields of a Case: `lengths` is (queries, keys) of packed sequences, `spare`
 max_seqlen beyond the longest, `used` seqused_k. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype ("own": q's);
-`sinks` names a dtype, `alibi` the dimensions of the slopes."""
+`sinks` names a dtype, `alibi` the dimensions of the slopes. BASE is a small Case, `changed` returns a Case with other fields."""
 
 import math
 import os
@@ -23,37 +23,30 @@ from test_features import BASE, changed
 op = torch.ops.volta_fa
 
 
-def kept_by_op(backend, options, batch, nheads, seqlen_q, seqlen_k):
-    """Returns the mask of one call, rng_state and the tensors. v is the identity, so out is not 0 exactly where dropout keeps."""
-    size = 256
-    q = torch.zeros(batch, seqlen_q, nheads, 8, dtype=backend.dtype, device=backend.device)
-    k = torch.zeros(batch, seqlen_k, nheads, 8, dtype=backend.dtype, device=backend.device)
-    v = torch.zeros(batch, seqlen_k, nheads, size, dtype=backend.dtype, device=backend.device)
-    v[:, torch.arange(seqlen_k), :, torch.arange(seqlen_k)] = 1.0
-    out, _, rng_state = backend.forward_and_state(q, k, v, **options)
-    return (out[..., :seqlen_k].transpose(1, 2) != 0), rng_state, (q, k, v, out)
-
-
 @on(*ALL)
 def test_dropout_mask(backend):
     """Forward and backward drop what `_dropout_mask` says, whatever their tiles are."""
-    p, shape = 0.3, (2, 2, 75, 101)
-    found, rng_state, (q, k, v, out) = kept_by_op(backend, {"dropout_p": p}, *shape)
+    p, seqlen_q, seqlen_k, headdim_v = 0.3, 75, 101, 256
+    shape = 2, 2, seqlen_q, seqlen_k  # of the mask: 2 batch entries, 2 heads
+    sizes = ((seqlen_q, 8), (seqlen_k, 8), (seqlen_k, headdim_v))
+    q, k, v = (torch.zeros(2, n, 2, d, dtype=backend.dtype, device=backend.device) for n, d in sizes)
+    # v is the identity, so column j of out is not 0 exactly where dropout keeps key j
+    v[:, torch.arange(seqlen_k), :, torch.arange(seqlen_k)] = 1.0
+    out, lse, rng_state = backend.forward_and_state(q, k, v, dropout_p=p)
     mask = op._dropout_mask(rng_state, *shape, p)
-    assert torch.equal(found, mask)
+    assert torch.equal(out[..., :seqlen_k].transpose(1, 2) != 0, mask)
     # dout has a one in column i of row i, so dv of key j has the kept probability of row i in column i
-    lse = torch.full((2, 2, 75), math.log(101), dtype=torch.float32, device=backend.device)
     dout = torch.zeros_like(out)
-    dout[:, torch.arange(75), :, torch.arange(75)] = 1.0
+    dout[:, torch.arange(seqlen_q), :, torch.arange(seqlen_q)] = 1.0
     [(_, _, dv), *_] = backend.backward(dout, q, k, v, out, lse, dropout_p=p, rng_state=rng_state)
     # dv (batch, key, head, row)
-    assert torch.equal(dv[..., :75].permute(0, 2, 3, 1) != 0, mask)
+    assert torch.equal(dv[..., :seqlen_q].permute(0, 2, 3, 1) != 0, mask)
 
 
 @pytest.mark.parametrize("p", [1e-9, 2.0**-17, 2.0**-15, 0.3, 0.5, 0.77, 1 - 2.0**-15, 1 - 1e-9])
 @on("cpu-fp64")
 def test_dropout_keeps_the_mean(backend, p):
-    """Kept probabilities are divided by the exact share that is kept, for p rounded to 15 bits, so means are right. It is never 0."""
+    """Kept probabilities are divided by the exact share that is kept, for p rounded to 15 bits, so means are right. The share is not 0."""
     q, k, v = (torch.ones(1, n, 2, 8, dtype=backend.dtype) for n in (40, 300, 300))
     out, _, rng_state = backend.forward_and_state(q, k, v, dropout_p=p)
     share = reference.kept_share(p)
@@ -75,6 +68,7 @@ def test_drop_rate(p):
 
 @on("cpu-fp32", "cuda")
 def test_dropout_follows_the_generators(backend):
+    """Random numbers come from torch's generator, or from the one that a call gets. A call without dropout has no rng_state."""
     q, k, v, _ = BASE.inputs(backend)
 
     def drawn(**generator):
@@ -106,6 +100,7 @@ GRADCHECK = [
 @pytest.mark.parametrize("case", GRADCHECK, ids=str)
 @on("cpu-fp64")
 def test_gradcheck(backend, case):
+    """The gradients of q, k, v, bias and sinks are those of finite differences."""
     (q, k, v, _), options = case.problem(backend)
     leaves = {"q": q, "k": k, "v": v, **{n: options.pop(n) for n in ("attn_bias", "sinks") if n in options}}
     leaves = {name: t.requires_grad_() for name, t in leaves.items()}
@@ -140,14 +135,15 @@ BIASES = ("", "", "bhqk", "hqk", "qk", "bqk", "bk", "hq", "k", "q", "-")
 #: The usual test lengths of attention kernels.
 SEQLENS = (1, 2, 3, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 239, 255, 256, 257, 512, 513, 799, 1000, 1023, 1024, 2047, 2048)
 #: Most scores of a problem on a GPU: the reference holds several fp64 matrices of this size.
-MOST_SCORES = 2**25
+MAX_SCORES = 2**25
 
 
 def options_of_scores(pick):
+    """Returns a combination of the Case's fields that change scores."""
     softcap, dims = pick((0.0, 0.0, 1.5, 30.0)), pick(BIASES)
     return dict(
         softcap=softcap,
-        dropout_p=0.0 if softcap else pick((0.0, 0.0, 0.17, 0.5)),
+        dropout_p=0.0 if softcap else pick((0.0, 0.0, 0.17, 0.5)),  # the op refuses both
         alibi=pick(("", "", "h", "bh")),
         bias=f"{dims}:{pick(('own', 'fp32', 'bool'))}" if dims else "",
         sinks=pick(("", "", "own", "fp32")),
@@ -156,7 +152,8 @@ def options_of_scores(pick):
 
 @st.composite
 def combinations(draw, most, headdims=(8, 32, 40, 64, 20, 128, 1, 91), most_heads=4):
-    """Returns a combination of everything. Half of the problems have no option that changes scores, for kernels without features."""
+    """Returns a Case: a combination of all options, with lengths up to `most`. Half of the problems have no option that changes scores, for
+    kernels without features."""
 
     def pick(options):  # the simplest is first
         return draw(st.sampled_from(options))
@@ -231,10 +228,9 @@ def test_factors_of_dropout_are_fp64():
     st.booleans(),
 )
 def test_random_combinations_cuda(name, case, deterministic):
-    """Random options and shapes, of at most MOST_SCORES scores, so that the fp64 reference fits memory."""
-    longest = case.lengths or ((case.seqlen_q, case.seqlen_k),)
-    entries = len(case.lengths) or case.batch
-    hypothesis.assume(entries * case.nheads * max(q for q, _ in longest) * max(k for _, k in longest) <= MOST_SCORES)
+    """Random options and shapes, of at most MAX_SCORES scores, so that the fp64 reference fits memory."""
+    seqlens = case.lengths or ((case.seqlen_q, case.seqlen_k),)
+    hypothesis.assume(case.entries * case.nheads * max(q for q, _ in seqlens) * max(k for _, k in seqlens) <= MAX_SCORES)
     repeat(name, case, deterministic)
 
 

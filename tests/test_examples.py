@@ -18,7 +18,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 
 def run(name: str, *arguments: object, launcher: Sequence[str] = (), **variables: str) -> str:
-    """Returns what the example prints."""
+    """Returns what the example prints. `launcher`: words of Python's command line before the example, for torchrun."""
     path = [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
     result = run_forked([*launcher, EXAMPLES / name, *arguments], environment, timeout=600)
@@ -27,6 +27,7 @@ def run(name: str, *arguments: object, launcher: Sequence[str] = (), **variables
 
 
 def test_sdpa():
+    """The last lines show `sdpa_stats`: of two layers, of a mask with dropout, of a headdim that falls back, and of the context manager."""
     lines = run("sdpa.py").splitlines()
     assert lines[-4].endswith("{'ran': 2, 'traced': 0, 'fell_back': {}}")
     assert lines[-3].endswith("{'ran': 1, 'traced': 0, 'fell_back': {}}")
@@ -49,8 +50,8 @@ def test_transformers_models():
 def test_chat():
     pytest.importorskip("transformers", reason="transformers is not installed")
     first, said, second, again = run("chat.py", "--say", "hello", "--say", "and again", "--tokens", 8).splitlines()
-    assert first == "[23 tokens, 0 of them in the cache, 0 pages]"
-    # 23 + 8 - 1: the cache lacks the last generated token, which was never fed back
+    assert first == "[23 tokens, 0 of them in the cache, 0 pages]"  # of the first prompt
+    # The cache then has 23 + 8 - 1 = 30: it lacks the last generated token, which was never fed back.
     assert second.startswith("[59 tokens, 30 of them in the cache, 2 pages]")
     assert said == again == "8 tokens of a model with random weights"
 
@@ -79,7 +80,7 @@ def test_torchscript(tmp_path):
     assert all(p.grad is not None for p in module.parameters())
 
 
-#: Text that programs print which check themselves.
+#: Text that programs print which check themselves, by command line.
 PRINTED = {
     "training.py autocast": "one step skipped",
     "training.py checkpointing": "selective: gradients bitwise identical",

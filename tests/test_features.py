@@ -1,11 +1,13 @@
 """Features of `fwd` and `bwd`, forward and gradients, against the fp64 reference on every backend.
 
-They are packed sequences (`lengths` of a Case; `spare`: by how much max_seqlen exceeds the longest), seqused_k (`used`), softcap, ALiBi,
-bias, sinks (one more logit per head, without a value) and dropout, also in pairs. `spread`: standard deviation of q, k and v.
+They are packed sequences (`lengths` of a Case: (queries, keys) of each; `spare`: by how much max_seqlen exceeds the longest), seqused_k
+(`used`), softcap, ALiBi (`alibi` names the dimensions of the slopes), bias, sinks (one more logit per head, without a value; `sinks` names
+their dtype, "own" is q's) and dropout, also in pairs. `spread`: standard deviation of q, k and v.
 `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), GPU (`cuda`).
 Kernels run twice, on poisoned memory; `check` (conftest.py) compares runs and the reference."""
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -18,6 +20,7 @@ from conftest import ALL, BF16_KERNELS, FP32_KERNELS, KERNELS, Case, check, on, 
 op = torch.ops.volta_fa
 
 BASE = Case(67, 93, 64, nheads=4, nheads_k=2)
+#: (queries, keys) of packed sequences: tiles in part and in whole, without queries, without keys.
 LENGTHS = ((17, 33), (1, 1), (113, 70), (0, 5), (5, 0), (0, 0), (64, 64), (33, 130))
 PACKED = Case(headdim=64, nheads=2, nheads_k=1, lengths=LENGTHS)
 
@@ -37,6 +40,7 @@ FEATURES = {
 
 
 def singles():
+    """Each feature alone, and with each mask."""
     for base in (BASE, PACKED):
         for fields in FEATURES.values():
             for mask in ({}, {"is_causal": True}, {"window_left": 20, "window_right": 3}):
@@ -51,16 +55,15 @@ def singles():
 
 
 def pairs():
-    names = list(FEATURES)
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            if {a, b} != {"softcap", "dropout"}:
-                yield changed(BASE, **FEATURES[a], **FEATURES[b], is_causal=True, batch=1)
-                yield changed(PACKED, **FEATURES[a], **FEATURES[b], lengths=LENGTHS[:4])
+    """Two features at once, but softcap and dropout, which the op refuses together; and some combinations of more."""
+    for a, b in itertools.combinations(FEATURES, 2):
+        if {a, b} != {"softcap", "dropout"}:
+            yield changed(BASE, **FEATURES[a], **FEATURES[b], is_causal=True, batch=1)
+            yield changed(PACKED, **FEATURES[a], **FEATURES[b], lengths=LENGTHS[:4])
     # two that Volta's forward pass has kernels for
     for d in (64, 128):
-        for two in (("dropout", "bias"), ("alibi", "softcap")):
-            fields = {name: value for feature in two for name, value in FEATURES[feature].items()} | {"headdim": d, "headdim_v": d}
+        for a, b in (("dropout", "bias"), ("alibi", "softcap")):
+            fields = FEATURES[a] | FEATURES[b] | {"headdim": d, "headdim_v": d}
             yield changed(BASE, **fields, window_left=40, window_right=9, softmax_scale=-0.3)
             yield changed(BASE, **fields, seqlen_q=200, seqlen_k=33, is_causal=True)
             yield changed(BASE, **fields | {"headdim": d - 8, "headdim_v": d - 8}, spread=4.0)
@@ -70,7 +73,7 @@ def pairs():
 
 
 def sizes():
-    """Every headdim, with one of all lengths and features in turn."""
+    """Headdims of kernels and between them, with one of all lengths and features in turn."""
     lengths = [(q, k) for q in (1, 17, 113) for k in (1, 33, 255)]
     features = list(FEATURES.values())
     for i, d in enumerate((8, 32, 40, 64, 72, 96, 128, 160, 192, 256)):
@@ -84,7 +87,7 @@ def sizes():
 
 
 def biases():
-    """Broadcast in each dimension, in each type; row strides that are no multiple of anything."""
+    """Broadcast in each dimension, in each type; rows that are not whole 16 bytes, but for two cases."""
     for dims in ("bhqk", "hqk", "bqk", "bhk", "bhq", "qk", "k", "q", "b", "h", "-"):
         yield Case(45, 69, 64, nheads=4, nheads_k=2, bias=f"{dims}:fp32", batch=2)
         # headdim 64 for some of the dimensions, 128 for the others
@@ -110,6 +113,7 @@ def biases():
 
 
 def lengths():
+    """Packed sequences, and seqused_k."""
     yield PACKED
     yield changed(PACKED, is_causal=True)
     yield changed(PACKED, window_left=9, window_right=4, spare=50)
@@ -137,8 +141,7 @@ def test_alibi_far_before_the_keys(backend, headdim):
     slopes = torch.tensor([0.5], device=backend.device)
     out = torch.ops.volta_fa.fwd(q, k, v, alibi_slopes=slopes)[0]
     ref = reference.forward(q.double(), k.double(), v.double(), alibi_slopes=slopes)
-    rms = (out.double() - ref.out).square().mean().sqrt().item()
-    assert rms <= 2 * reference.forward_budget(ref, q, k, v, alibi_slopes=slopes).eager_rms
+    assert reference.rms_error(out, ref.out) <= 2 * reference.forward_budget(ref, q, k, v, alibi_slopes=slopes).eager_rms
 
 
 @on_cases(
@@ -175,6 +178,7 @@ def test_rows_without_a_key(backend, hidden_by, sinks):
     torch.testing.assert_close(found, expected.to(found.dtype).expand_as(found))  # not equal: kernels compute it in log2 units
 
 
+#: Masks by name: whether a row sees a key.
 HIDING = {
     "left padding": lambda rows, keys: keys >= 70,
     "band": lambda rows, keys: (rows - keys).abs() < 20,
@@ -276,8 +280,8 @@ def test_no_key_at_all(backend):
 
 
 @on("cpu-fp32", *KERNELS)
-def test_packed_is_each_sequence_alone(backend):
-    """Neighbors of a sequence, NaN in all their rows, do not touch it."""
+def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
+    """Neighbors of a sequence, NaN in all their rows, change no bit of its results."""
     case = changed(PACKED, is_causal=True)
     (q, k, v, dout), options = case.problem(backend)
     out, lse = backend.forward(q, k, v, **options)
@@ -301,7 +305,7 @@ def test_packed_is_each_sequence_alone(backend):
 
 @pytest.mark.parametrize("layout", ["heads_first", "slices"])
 @on("cpu-fp32", *KERNELS)
-def test_packed_layouts(backend, layout):
+def test_strides_of_packed_tensors(backend, layout):
     """A strided view gives bitwise the results of its contiguous copy."""
     case = Case(headdim=64, nheads=2, lengths=((20, 20), (33, 33)), is_causal=True)
     (q, k, v, dout), options = case.problem(backend)
@@ -324,9 +328,10 @@ MANY = {"cpu-fp32": 10_001, "sim": 550, "cuda": 10_001}
 
 @on(*MANY)
 def test_many_short_sequences(backend):
-    chosen = random.Random(7)
-    alike = [(chosen.randrange(0, 17), chosen.randrange(0, 17)) for _ in range(12)]
-    lengths = tuple(chosen.choice(alike) for _ in range(MANY[backend.name]))
+    numbers = random.Random(7)
+    # only 12 different lengths, because `check` computes the reference of all sequences of one length at once
+    different = [(numbers.randrange(0, 17), numbers.randrange(0, 17)) for _ in range(12)]
+    lengths = tuple(numbers.choice(different) for _ in range(MANY[backend.name]))
     tensors, options = Case(headdim=32, nheads=2, nheads_k=1, lengths=lengths, is_causal=True).problem(backend)
     check(backend, *tensors, **options)
 
@@ -363,13 +368,14 @@ def test_deterministic(backend, case):
 
 
 def results(backend, q, k, v, dout, **options):
-    """Returns out, softmax_lse and the gradients, which are bitwise repeatable."""
+    """Returns out, softmax_lse and the gradients (deterministic), which are bitwise repeatable."""
     out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
     if rng_state.numel():
         options["rng_state"] = rng_state
     return [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
 
 
+#: Problems with keys beyond seqused_k.
 UNUSED = [
     changed(BASE, used=(31, 92)),
     changed(BASE, used=(0, 64), headdim=128, is_causal=True, sinks="fp32"),
@@ -420,6 +426,7 @@ def test_parts_of_different_size(backend, part, exponents):
         assert torch.equal(a, b)
 
 
+#: A problem, and the largest ratios of a result's rms error to bf16's rounding error of the exact result, and to eager attention's error.
 PRECISION = [
     (Case(256, 256, 64, batch=1), 1.1, 0.55),
     (Case(256, 256, 64, batch=1, is_causal=True), 1.3, 0.6),
@@ -432,9 +439,7 @@ PRECISION = [
 @pytest.mark.parametrize("case,of_rounding,of_eager", PRECISION, ids=lambda x: str(x) if isinstance(x, Case) else "")
 @on(*BF16_KERNELS)
 def test_precision_of_bf16(backend, case, of_rounding, of_eager):
-    """The rms error of a result is at most these multiples of bf16's rounding error, and of bf16 eager attention's error.
-
-    The test prints the figures of docs/design/numerics.md."""
+    """The test prints the figures of docs/design/numerics.md."""
     (q, k, v, dout), options = case.problem(backend)
     v /= case.spread
     found = results(backend, q, k, v, dout, **options)
@@ -448,8 +453,8 @@ def test_precision_of_bf16(backend, case, of_rounding, of_eager):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @on(*BF16_KERNELS)
-def test_where_infinity_goes(backend, value):
-    """One element of v is not finite: so is its column of the heads that read it, and nothing else is different."""
+def test_an_element_of_v_that_is_not_finite(backend, value):
+    """Its column is like it in the heads that read it, and nothing else is different."""
     q, k, v, _ = BASE.inputs(backend)
     v[0, 80, 1, 5] = 0.0
     expected, _ = backend.forward(q, k, v)
@@ -515,6 +520,6 @@ def test_the_reference_is_philox(counter, key, result):
 @pytest.mark.parametrize("p", [0.37, 0.5, 0.83])
 def test_the_library_is_philox(seed, offset, p):
     """The library's dropout mask is the reference's, also for seeds and offsets that do not fit 32 bits."""
-    shape = (3, 5, 19, 41)
+    shape = (3, 5, 19, 41)  # batch, nheads, seqlen_q, seqlen_k
     state = torch.tensor([seed, offset])
     assert torch.equal(op._dropout_mask(state, *shape, p), reference.kept(state, torch.arange(3), *shape[1:], p))

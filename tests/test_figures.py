@@ -1,10 +1,9 @@
 """Published figures of docs/ and README.md: each names its commit, and figures of kernels that have changed since are found.
 
-A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->` with hashes of the kernels' machine code (benchmarks.marks).
-The second part compares simulated times with published measurements of real GPUs: each must stay within its band (benchmarks.validation).
+A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->` with hashes of the kernels' machine code (benchmarks.marks);
+`marks.code()` returns today's hashes by kernel, and marks.PAGES are pages whose figures have marks. The second part compares simulated
+times with published measurements of real GPUs: each must stay within its band (benchmarks.validation).
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -22,8 +21,8 @@ pytest.importorskip("rich")
 from benchmarks import docs, marks, report, validation
 from volta_fa.errors import CommandError
 
-FIGURES = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
-SECTIONS = dict(re.findall(r"<!-- begin (\w[\w-]*) -->\n(.*?)<!-- end \1 -->", FIGURES, re.S))
+#: Text of the sections of docs/reference/figures.md by name.
+SECTIONS = dict(re.findall(r"<!-- begin (\w[\w-]*) -->\n(.*?)<!-- end \1 -->", docs.PAGE.read_text(), re.S))
 #: All pages but those whose rows are records of a date.
 RECORDS = ("runs.md", "trials.md", "programs.md")
 PAGES = [REPOSITORY / "README.md", *(page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if page.name not in RECORDS)]
@@ -40,6 +39,7 @@ def test_every_section_names_its_commit(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_cited_command_names_its_commit(page):
+    """On pages with marks it is the commit of one of them."""
     text = page.read_text()
     marked = {mark.commit for mark in marks.read(text)}
     for citation in CITED.findall(text):
@@ -72,11 +72,13 @@ def test_figures_are_of_this_machine_code(page):
 
 
 def test_every_kernel_has_a_hash():
+    """Few kernels share machine code, and so a hash."""
     assert marks.code().keys() == {v["name"] for v in INFO["variants"]}
     assert len(set(marks.code().values())) > 0.9 * len(INFO["variants"])
 
 
 def test_a_mark_is_read_back_and_outdated():
+    """`outdate` notes in the section's header that kernels have changed, and forgets their hashes, in sections where that is so."""
     first, second = list(marks.code())[:2]
     mark = marks.mark({second, first})
     header = f"- commit: {marks.commit()[:8]}\n"
@@ -96,6 +98,7 @@ def test_a_mark_is_read_back_and_outdated():
 
 
 def test_the_layers_output_replaces_that_of_the_page():
+    """`fill_layer` puts the demo's table of simulated GPUs, the lines from the first box character on, into README.md."""
     page = (REPOSITORY / "README.md").read_text()
     mark = marks.mark(())
     filled = docs.fill_layer(page, "simulating a T4 ...\n┏━━┓  \n┃ 1\nAll results are right.", "01234567 with changes", mark)
@@ -126,7 +129,8 @@ def test_simulated_kernels_are_noted(tmp_path, monkeypatch):
     assert set(marks.read(section.read_text())[0].kernels) == launched != set()
 
 
-PAGE = REPOSITORY / "docs/validation/real-cards.md"
+# ---- benchmarks.validation: simulated times against measured ones, rows of a CSV file with a band of allowed ratios --------
+
 SIMULATOR = Path(os.environ.get("VOLTA_SIM", REPOSITORY / "target/release/volta-sim"))
 
 
@@ -135,11 +139,13 @@ def test_kept_figures_stay_in_their_bands() -> None:
 
 
 def test_documentation_shows_the_kept_figures() -> None:
-    assert validation.grid(validation.rows()).markdown() in PAGE.read_text(), "run `python -m benchmarks.validation --kept --markdown FILE`"
+    page = (REPOSITORY / "docs/validation/real-cards.md").read_text()
+    assert validation.grid(validation.rows()).markdown() in page, "run `python -m benchmarks.validation --kept --markdown FILE`"
 
 
 @pytest.mark.parametrize(("measured", "status"), [("8.656", 0), ("9.0", 0), ("9.2", 1), ("8.2", 1)])
 def test_fails_if_a_row_leaves_its_band(tmp_path: Path, measured: str, status: int) -> None:
+    """The first row of the file was measured as 8.656 cycles, and its band is 5%."""
     header, row = validation.ROWS.read_text().splitlines()[:2]
     rows = tmp_path / "rows.csv"
     rows.write_text(f"{header}\n{row.replace('8.656', measured, 1)}\n")
@@ -166,5 +172,5 @@ def test_probes_run_afresh_in_their_bands() -> None:
     assert len(probes) >= 7
     for row in probes:
         found = validation.simulate(row, SIMULATOR)
-        assert found.model == "now"
+        assert found.model == "now"  # simulated by this build
         assert found.simulated == pytest.approx(row.simulated, abs=0.01), row.case

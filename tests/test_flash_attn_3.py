@@ -1,11 +1,9 @@
 """volta_fa's functions with FlashAttention 3's interface (integrations/flash_attn/fa3.py): signatures, results against fp64, and errors.
 
 New against flash-attn 2 are `attention_chunk` (a query sees only keys of its own chunk of that many positions), `qv` (a second query
-that is multiplied with values), `seqused_q`, and rotary in the cache function. `on(...)` lists backends: CPU (`cpu-DTYPE`), `cuda`."""
+that is multiplied with values), `seqused_q`, and rotary in the cache function. `on(...)` lists backends: CPU (`cpu-DTYPE`), `cuda`.
+`leaf(backend, *shape)` is a random tensor that requires a gradient; `refused` checks an error and its message."""
 
-from __future__ import annotations
-
-import inspect
 import math
 
 import pytest
@@ -13,7 +11,8 @@ import torch
 
 import reference
 from conftest import on
-from flash_attention import close_lse, leaf, refused
+from flash_attention import close, close_lse, leaf, refused, signature_of
+from volta_fa.check.cache_cases import rotate
 from volta_fa.integrations.flash_attn import fa3
 
 BACKENDS = on("cpu-fp64", "cuda")
@@ -34,21 +33,17 @@ def attention(q, k, v, chunk=0, causal=False, window_size=(-1, -1), qv=None, **o
     return found.out[0], found.softmax_lse.masked_fill(found.masked, -math.inf)[0]
 
 
-def close(backend, found, expected):
-    tolerance = 1e-10 if backend.dtype == torch.float64 else 5e-3
-    torch.testing.assert_close(found.double(), expected.double(), rtol=4 * tolerance, atol=tolerance)
-
-
 def check(backend, found, expected, leaves):
     """Compares results, and the leaves' gradients of a random sum of out plus the finite softmax_lse."""
     (out, lse), (want, want_lse) = found, expected
     close(backend, out, want)
     close_lse(lse, want_lse)
-    weights = backend.randn(*out.shape)
-    seen = want_lse.isfinite()
-    want_total = (want * weights.double()).sum() + want_lse.masked_fill(~seen, 0.0).sum()
-    total = (out.double() * weights.double()).sum() + lse.masked_fill(~seen, 0.0).sum()
-    for g, w in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(want_total, leaves)):
+    weights, seen = backend.randn(*out.shape).double(), want_lse.isfinite()
+
+    def gradients(out, lse):
+        return torch.autograd.grad((out.double() * weights).sum() + lse.masked_fill(~seen, 0.0).sum(), leaves)
+
+    for g, w in zip(gradients(out, lse), gradients(want, want_lse)):
         close(backend, g, w)
 
 
@@ -83,9 +78,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", fa3.__all__)
 def test_signatures_are_those_of_flash_attention_3(name):
-    signature = inspect.signature(getattr(fa3, name))
-    bare = inspect.Signature([p.replace(annotation=p.empty) for p in signature.parameters.values()])
-    assert str(bare) == SIGNATURES[name]
+    assert signature_of(getattr(fa3, name)) == SIGNATURES[name]
 
 
 @CAUSAL
@@ -116,7 +109,7 @@ def test_a_chunk_longer_than_any_sequence(backend):
 @pytest.mark.parametrize("kind", ["self", "same lengths", "cross"])
 @BACKENDS
 def test_packed_chunks(backend, kind, used, chunk, causal):
-    """Unused queries have out 0, softmax_lse -inf and no gradient. Unused keys have none either."""
+    """Unused queries have out 0, softmax_lse -inf and no gradient. Unused keys have none either. "self": one tensor of cu_seqlens."""
     lengths_q, lengths_k = [7, 0, 12, 1], [7, 0, 12, 1] if kind != "cross" else [16, 3, 5, 0]
     q, k, v = leaf(backend, 20, 4, 8), leaf(backend, sum(lengths_k), 2, 8), leaf(backend, sum(lengths_k), 2, 8)
     begins_q, begins_k = (torch.tensor([0, *lengths]).cumsum(0).tolist() for lengths in (lengths_q, lengths_k))
@@ -144,6 +137,7 @@ def test_packed_chunks(backend, kind, used, chunk, causal):
 @pytest.mark.parametrize("form", ["five", "four"])
 @CPU
 def test_packed_projections(backend, form):
+    """q, k and v in one tensor of five dimensions, or of four: all heads of q, then of k, then of v."""
     qkv = leaf(backend, 2, 9, 3, 4, 8) if form == "five" else leaf(backend, 2, 9, 4 + 2 + 2, 8)
     q, k, v = qkv.unbind(2) if form == "five" else qkv.split([4, 2, 2], 2)
     found = fa3.flash_attn_qkvpacked_func(
@@ -182,7 +176,7 @@ def test_results_without_probabilities_are_one_tensor(backend):
 
 
 @CPU
-def test_what_has_no_meaning_changes_nothing(backend):
+def test_arguments_for_hoppers_kernels_are_ignored(backend):
     """Arguments for Hopper's kernels (descales without fp8, pack_gqa, sm_margin, metadata, num_splits) are ignored."""
     q, k, v = backend.randn(2, 7, 4, 8), backend.randn(2, 9, 2, 8), backend.randn(2, 9, 2, 8)
     scale = torch.full((2, 2), 3.0)
@@ -263,12 +257,8 @@ def test_append(backend, layout, rotary, chunk, causal):
     cos, sin = angles.cos().to(backend.dtype), angles.sin().to(backend.dtype)
 
     def turn(x, begin, ordered=True):
-        if rotary == "none":
-            return x
-        rows = [begin + i * ordered for i in range(len(x))]
-        c, s = (t[rows][:, None].double() for t in (cos, sin))
-        a, b = x[..., :4].double(), x[..., 4:8].double()
-        return torch.cat((a * c - b * s, a * s + b * c, x[..., 8:].double()), -1).to(x.dtype)
+        positions = begin + torch.arange(len(x)) * ordered
+        return x if rotary == "none" else rotate(x, cos, sin, positions, interleaved=False).to(x.dtype)
 
     want_k, want_v, want_q = k_cache.clone(), v_cache.clone(), []
     for b in range(2):
@@ -325,8 +315,8 @@ def test_combine(backend):
 @CPU
 def test_errors(backend):
     q, lengths = backend.randn(1, 5, 2, 8), backend.ints([0, 5])
-    eight = q.to(torch.float8_e4m3fn)
-    refused(NotImplementedError, r"q: got dtype torch.float8_e4m3fn, expected torch.float16", fa3.flash_attn_func, eight, eight, eight)
+    fp8 = q.to(torch.float8_e4m3fn)
+    refused(NotImplementedError, r"q: got dtype torch.float8_e4m3fn, expected torch.float16", fa3.flash_attn_func, fp8, fp8, fp8)
     refused(ValueError, r"qv: got shape \(1, 5, 2, 4\), expected shape \(1, 5, 2, 8\)", fa3.flash_attn_func, q, q, q, qv=q[..., :4])
     wide = backend.randn(1, 5, 2, 512)
     refused(NotImplementedError, r"qv: got headdim 8 and headdim_v 512.*fwd_mla", fa3.flash_attn_func, q, q, wide, qv=wide)

@@ -3,8 +3,6 @@
 flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons. BACKENDS runs a test on the CPU in fp64 and fp32, and on
 a GPU. The last part calls the functions of all integrations ("doors") with strided index tensors."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
@@ -28,6 +26,7 @@ from flash_attention import (
     leaf,
     packed,
     refused,
+    signature_of,
     slopes_of,
 )
 from volta_fa import (
@@ -65,11 +64,9 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", volta_fa.integrations.flash_attn.interface.__all__)
 def test_signatures_are_flash_attns(name):
-    """Of release 2.8.3, as inspect.signature shows them without annotations. `s_aux` is ours, by name only."""
-    signature = inspect.signature(getattr(volta_fa, name))
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.kind != p.KEYWORD_ONLY]
-    assert [p.name for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY] == ["s_aux"] * ("packed" not in name)
-    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+    """Of release 2.8.3. `s_aux` is ours, by name only."""
+    ours = "" if "packed" in name else ", *, s_aux=None"
+    assert signature_of(getattr(volta_fa, name)) == f"({SIGNATURES[name]}{ours})"
 
 
 #: Arguments that are tensors in every call.
@@ -80,16 +77,16 @@ TENSORS = ("q", "k", "v", "kv", "qkv", "cu_seqlens_q", "cu_seqlens_k", "cu_seqle
 def test_none_for_a_tensor_is_an_error_that_names_it(name):
     parameters = inspect.signature(getattr(volta_fa, name)).parameters.values()
     arguments = {p.name: 5 for p in parameters if p.default is p.empty}
-    for tensor in arguments.keys() & set(TENSORS):
-        shape = {"kv": (2, 3, 2, 1, 8), "qkv": (2, 3, 3, 1, 8)} if "varlen" not in name else {"kv": (6, 2, 1, 8), "qkv": (6, 3, 1, 8)}
-        arguments[tensor] = torch.zeros(shape.get(tensor, (2, 3, 1, 8)))
-    missing = arguments.keys() & set(TENSORS)
-    assert missing
-    for tensor in missing:
+    shape = {"kv": (2, 3, 2, 1, 8), "qkv": (2, 3, 3, 1, 8)} if "varlen" not in name else {"kv": (6, 2, 1, 8), "qkv": (6, 3, 1, 8)}
+    tensors = arguments.keys() & set(TENSORS)
+    assert tensors
+    arguments |= {tensor: torch.zeros(shape.get(tensor, (2, 3, 1, 8))) for tensor in tensors}
+    for tensor in tensors:
         with pytest.raises(ValueError, match=f"volta_fa: {tensor}: got None, expected a tensor$"):
             getattr(volta_fa, name)(**arguments | {tensor: None})
 
 
+#: Options of calls by name.
 DENSE = {
     "plain": {},
     "causal": {"causal": True},
@@ -178,7 +175,7 @@ def test_sinks(backend):
 @pytest.mark.parametrize("headdim", [16, 20])
 @BACKENDS
 def test_dropout(backend, headdim):
-    """S_dmask is the softmax, negative where dropped, so that the reference can drop the same."""
+    """S_dmask, the third result, is the softmax, negative where dropped, so that the reference can drop the same."""
     q, k, v = leaf(backend, 2, 33, 4, headdim), leaf(backend, 2, 40, 2, headdim), leaf(backend, 2, 40, 2, headdim)
     slopes = slopes_of(backend, 4)
     for options in ({}, {"causal": True, "window_size": (11, -1)}, {"alibi_slopes": slopes}):
@@ -376,13 +373,18 @@ def test_varlen_errors(backend):
     refused(ValueError, expected, flash_attn_varlen_kvpacked_func, q, qkv, cu_seqlens, cu_seqlens, 6, 6)
 
 
+def is_index(t):
+    """Returns whether an argument is a tensor of lengths or page numbers."""
+    return isinstance(t, torch.Tensor) and t.dtype == torch.int32
+
+
 def strided(t):
     """Returns a view with the same values and no stride of 1. The elements between hold -99, which is no valid length or page."""
     return torch.stack((t, torch.full_like(t, -99)), -1)[..., 0]
 
 
 def doors(backend):
-    """Yields a name, a function with another library's interface, its arguments and its options."""
+    """Yields a name, a function with another library's interface (a "door"), its arguments and its options."""
     q, k, v = (backend.randn(7, heads, 16) for heads in (4, 2, 2))
     cu, half = backend.ints([0, 3, 7]), backend.dtype if backend.dtype == torch.float16 else torch.float16
     slopes, sinks = slopes_of(backend, 2, 4), backend.randn(4)
@@ -440,12 +442,11 @@ def doors(backend):
 @on("cpu-fp32", "cuda")
 def test_strided_lengths_and_tables(backend):
     """As in flash-attn, vectors of lengths, tables of pages and of rotations, slopes and sinks may have any strides."""
-    small = lambda t: isinstance(t, torch.Tensor) and (t.dtype == torch.int32 or t.dim() < 3)  # noqa: E731
     for door, function, arguments, options in doors(backend):
         copies = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]  # a cache is written
         expected = function(*arguments, **options)
-        given = {name: strided(t) if small(t) else t for name, t in options.items()}
-        found = function(*(strided(t) if small(t) and t.dtype == torch.int32 else t for t in copies), **given)
+        given = {n: strided(t) if isinstance(t, torch.Tensor) and (is_index(t) or t.dim() < 3) else t for n, t in options.items()}
+        found = function(*(strided(t) if is_index(t) else t for t in copies), **given)
         if isinstance(found, torch.Tensor):
             found, expected = (found,), (expected,)
         for f, e in zip(found, expected):

@@ -1,8 +1,7 @@
 """`flash_attn_with_kvcache`, and `flash_attn_varlen_func` with a block_table, with flash-attn 2's interface, against fp64.
 
-BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU; `sim` is the simulator of the kernels' machine code."""
-
-from __future__ import annotations
+BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU; `sim` is the simulator of the kernels' machine code. flash_attention.py has
+the fp64 reference (`attention`), comparisons (`close`, `refused`) and inputs (`leaf`, `in_pages`)."""
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 from conftest import on
 from flash_attention import BACKENDS, attention, close, close_lse, cu, in_pages, leaf, refused, slopes_of
 from volta_fa import flash_attn_varlen_func, flash_attn_with_kvcache
+from volta_fa.check.cache_cases import rotate
 
 
 def cached(q, k_cache, v_cache, seqlens, leftpad=None, **options):
@@ -58,7 +58,7 @@ def test_kvcache_appends_in_place(backend):
 @pytest.mark.parametrize("page", [16, 48, 256])
 @BACKENDS
 def test_kvcache_in_pages(backend, page):
-    """A paged cache gives the results of the dense one, with every argument."""
+    """A cache in pages of `page` tokens gives the results of the dense one, with every argument."""
     q, k, v = backend.randn(2, 3, 4, 32), backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32)
     caches = [backend.randn(2, 2 * page, 2, 32) for _ in range(2)]
     (k_pages, table), (v_pages, _) = (in_pages(backend, cache, page) for cache in caches)
@@ -79,7 +79,7 @@ def test_kvcache_in_pages(backend, page):
 @pytest.mark.parametrize("page", [16, 256])
 @BACKENDS
 def test_varlen_in_pages(backend, page):
-    """The same as with packed keys."""
+    """flash_attn_varlen_func with keys in pages gives the results for packed keys."""
     lengths_q, lengths_k = [3, 1, 7], [page + 1, 2 * page, 9]
     q = backend.randn(sum(lengths_q), 4, 32)
     caches = [backend.randn(3, 2 * page, 2, 32) for _ in range(2)]
@@ -117,20 +117,12 @@ def test_kvcache_rotary(backend, causal, interleaved):
     k_cache, v_cache = backend.randn(2, 12, 2, 32), backend.randn(2, 12, 2, 32)
     angles = backend.randn(12, 8).float() * 3
     cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-    lengths = [2, 7]
-
-    def turn(x, position):
-        x = x.double().clone()
-        first, second = (slice(0, 16, 2), slice(1, 16, 2)) if interleaved else (slice(0, 8), slice(8, 16))
-        turned = torch.complex(x[..., first], x[..., second]) * torch.complex(cos[position].double(), sin[position].double())
-        x[..., first], x[..., second] = turned.real, turned.imag
-        return x.to(q.dtype)
-
+    lengths, tokens = [2, 7], torch.arange(3)
     want_k, want_v, want_q = k_cache.clone(), v_cache.clone(), q.clone()
     for b, length in enumerate(lengths):
-        for i in range(3):
-            want_k[b, length + i], want_v[b, length + i] = turn(k[b, i], length + i), v[b, i]
-            want_q[b, i] = turn(q[b, i], length + i if causal else length)
+        want_k[b, length + tokens] = rotate(k[b], cos, sin, length + tokens, interleaved).to(q.dtype)
+        want_v[b, length + tokens] = v[b]
+        want_q[b] = rotate(q[b], cos, sin, length + tokens * causal, interleaved).to(q.dtype)
     lengths = backend.ints(lengths)
     out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=causal, rotary_interleaved=interleaved)
     close(backend, k_cache, want_k)
@@ -138,23 +130,28 @@ def test_kvcache_rotary(backend, causal, interleaved):
     close(backend, out, next(cached(want_q, want_k, want_v, [5, 10], causal=causal)))
 
 
-#: Options of a call that the function itself refuses, and its error. For k and v, a number is that of their tokens; a list becomes an int32
-#: tensor. The cache has two entries of 16 tokens.
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+#: New keys or values: one token for each of two sequences.
+NEW = torch.ones(2, 1, 2, 16)
+#: Options of a call that the function itself refuses, and its error. The cache has two entries of 16 tokens.
 CACHE_ERRORS = {
     "append beyond": (
-        {"k": 1, "v": 1, "cache_seqlens": 16},
+        {"k": NEW, "v": NEW, "cache_seqlens": 16},
         r"cache_seqlens: got 16, expected a length from 0 to 15: there is room for 16 keys, and k has 1",
     ),
     "more than there is": ({"cache_seqlens": 17}, r"cache_seqlens: got 17, expected a length from 0 to 16$"),
     "more than pages": (
-        {"cache_seqlens": 33, "block_table": [[0, 1]] * 2},
+        {"cache_seqlens": 33, "block_table": ints([0, 1], [0, 1])},
         r"cache_seqlens: got 33, expected a length from 0 to 32: longer",
     ),
-    "batch_idx shape": ({"cache_batch_idx": [0]}, r"cache_batch_idx: got shape \(1,\)"),
-    "leftpad shape": ({"cache_leftpad": [0]}, r"cache_leftpad: got shape \(1,\)"),
+    "batch_idx shape": ({"cache_batch_idx": ints(0)}, r"cache_batch_idx: got shape \(1,\)"),
+    "leftpad shape": ({"cache_leftpad": ints(0)}, r"cache_leftpad: got shape \(1,\)"),
     "leftpad dtype": ({"cache_leftpad": torch.zeros(2)}, r"cache_leftpad: got dtype torch.float32"),
-    "k alone": ({"k": 1, "cache_seqlens": 1}, r"v: got None, expected a value: k is given"),
-    "v alone": ({"v": 1, "cache_seqlens": 1}, r"v: got a tensor, expected None: k is not given"),
+    "k alone": ({"k": NEW, "cache_seqlens": 1}, r"v: got None, expected a value: k is given"),
+    "v alone": ({"v": NEW, "cache_seqlens": 1}, r"v: got a tensor, expected None: k is not given"),
     "rotary alone": ({"rotary_cos": torch.ones(8, 8)}, r"rotary_cos: got a tensor, expected None: k is not given"),
 }
 
@@ -163,11 +160,6 @@ CACHE_ERRORS = {
 @on("cpu-fp32")
 def test_kvcache_refuses_before_it_appends(backend, name):
     options, message = CACHE_ERRORS[name]
-    for n, x in options.items():
-        if isinstance(x, list):
-            options = {**options, n: torch.tensor(x, dtype=torch.int32)}
-        elif n in ("k", "v") and isinstance(x, int):
-            options = {**options, n: backend.randn(2, x, 2, 16)}
     q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 16, 2, 16)
     before = cache.clone()
     refused(ValueError, message, flash_attn_with_kvcache, q, cache, cache, **options)

@@ -3,8 +3,6 @@
 The expected rotation (`turned`) multiplies complex numbers: a pair of columns by (cos + i sin) of its position. A pair is columns 2i and
 2i + 1 if interleaved, else i and i + rotary_dim / 2. Tests compare values, gradients, and tensors that are changed in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from volta_fa.rotary import (
     apply_rotary_emb_torch,
 )
 
+#: Which of 4 tokens of 4 sequences are there (1) and which are padding (0).
 MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
 
 
@@ -30,6 +29,7 @@ def seeded():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
 @pytest.mark.parametrize("unused", [False, True])
 def test_unpad_input(dtype, unused):
+    """Tokens of the unused mask are kept in the batch, but `used` does not count them."""
     x = torch.randn(4, 4, 2, 3)
     unused_mask = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0] * 4]) if unused else None
     kept = MASK if unused_mask is None else MASK + unused_mask
@@ -58,6 +58,7 @@ def test_pad_input_is_the_inverse(shape):
 
 
 def test_unpad_concatenated_sequences():
+    """`lengths` has the lengths of the sequences that an entry holds one after the other, then zeros."""
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0], [0] * 6])
     x = torch.randn(4, 6, 5)
     tokens, indices, cu_seqlens, max_seqlen = unpad_input_for_concatenated_sequences(x, lengths)
@@ -79,6 +80,7 @@ def test_index_functions(dtype):
 
 
 def tables(positions, pairs, dtype=torch.float64):
+    """Returns random tables cos and sin, (positions, pairs of columns)."""
     angles = torch.randn(positions, pairs, dtype=torch.float64) * 3
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -138,8 +140,8 @@ def test_apply_rotary_emb_of_packed_sequences(interleaved, offsets):
 
 @LAYOUTS
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
-def test_apply_rotary_backwards(interleaved, inplace):
-    """The function without a gradient, and its inverse: transformers' ModernBERT calls it."""
+def test_conjugate_of_apply_rotary_is_its_inverse(interleaved, inplace):
+    """apply_rotary, which transformers' ModernBERT calls, has no gradient. `conjugate` rotates back."""
     x, (cos, sin) = torch.randn(2, 5, 3, 8, dtype=torch.float64), tables(5, 4)
     want = x.clone()
     there = apply_rotary(x, cos, sin, interleaved=interleaved, inplace=inplace)
@@ -152,13 +154,14 @@ def test_half_precision_is_rounded_once():
     want = torch.stack([turned(entry, cos, sin, range(5)) for entry in x])
     out = apply_rotary_emb_func(x, cos, sin)
     assert out.dtype == torch.float16
-    torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-6)
+    torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-6)  # fp16's unit roundoff is 2^-11
 
 
 @LAYOUTS
 @pytest.mark.parametrize("form", ["five", "four"])
 @pytest.mark.parametrize("own_tables", [False, True], ids=["shared", "own"])
 def test_apply_rotary_emb_qkv(interleaved, form, own_tables):
+    """qkv of five dimensions, or of four (all heads of q, then of k, then of v). k may have tables of its own."""
     cos, sin = tables(9, 4)
     cos_k, sin_k = tables(9, 4) if own_tables else (None, None)
     qkv = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64) if form == "five" else torch.randn(2, 6, 4 + 2 * 2, 8, dtype=torch.float64)
@@ -193,6 +196,7 @@ def test_apply_rotary_emb_kv(interleaved):
     assert out.data_ptr() == kv.data_ptr()
 
 
+#: Functions by name, and calls: the input's shape and options.
 SYMBOLIC = {
     "qkv": (apply_rotary_emb_qkv_, [((4, 21, 3, 4, 8), {}), ((4, 21, 8, 8), {"num_heads_q": 4})]),
     "kv": (apply_rotary_emb_kv_, [((2, 5, 2, 3, 8), {"seqlen_offsets": 1}), ((2, 7, 2, 3, 8), {"seqlen_offsets": 4})]),
@@ -238,6 +242,7 @@ def test_apply_rotary_emb_torch(interleaved, batched):
 
 
 def angle_tables(dim, base, positions):
+    """Returns cos and sin of position * base^(-2i / dim) for pair i."""
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return angles.cos(), angles.sin()
 
@@ -248,26 +253,31 @@ def test_rotary_embedding(interleaved):
     assert not rotary.state_dict(), "what can be computed is not saved"
     qkv = torch.randn(2, 6, 3, 2, 16)
     cos, sin = angle_tables(8, 500.0, 10)
+
+    def is_rotated(found, x, first):
+        """Checks x (seqlen, nheads, headdim) at positions from `first` on."""
+        want = turned(x, cos, sin, range(first, first + len(x)), interleaved)
+        torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+
     for offset in (0, 4, 1):  # the tables grow, and stay
-        want = qkv.double().clone()
+        out = rotary(qkv.clone(), seqlen_offset=offset)
         for b in range(2):
             for part in range(2):
-                want[b, :, part] = turned(qkv[b, :, part], cos, sin, range(offset, offset + 6), interleaved)
-        torch.testing.assert_close(rotary(qkv.clone(), seqlen_offset=offset).double(), want, rtol=1e-5, atol=1e-5)
+                is_rotated(out[b, :, part], qkv[b, :, part], offset)
+        assert torch.equal(out[:, :, 2], qkv[:, :, 2])
     assert len(rotary._cos_cached) == 10
 
     q, kv = torch.randn(2, 6, 4, 16), torch.randn(2, 6, 2, 2, 16)
     offsets = torch.tensor([0, 3])
     new_q, new_kv = rotary(q.clone(), kv.clone(), seqlen_offset=offsets, max_seqlen=9)
     for b in range(2):
-        positions = range(offsets[b], offsets[b] + 6)
-        torch.testing.assert_close(new_q[b].double(), turned(q[b], cos, sin, positions, interleaved), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(new_kv[b, :, 0].double(), turned(kv[b, :, 0], cos, sin, positions, interleaved), rtol=1e-5, atol=1e-5)
+        is_rotated(new_q[b], q[b], offsets[b])
+        is_rotated(new_kv[b, :, 0], kv[b, :, 0], offsets[b])
     assert torch.equal(new_kv[:, :, 1], kv[:, :, 1])
 
     gqa = torch.randn(1, 5, 4 + 2 + 2, 16)
     out = rotary(gqa.clone(), num_heads_q=4)
-    torch.testing.assert_close(out[0, :, :6].double(), turned(gqa[0, :, :6], cos, sin, range(5), interleaved), rtol=1e-5, atol=1e-5)
+    is_rotated(out[0, :, :6], gqa[0, :, :6], 0)
     assert torch.equal(out[:, :, 6:], gqa[:, :, 6:])
 
 

@@ -2,9 +2,6 @@
 
 Programs import them through the flash-attn shim (test_flash_attn_shim.py). They need no kernel of volta_fa but attention."""
 
-from __future__ import annotations
-
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from flash_attention import refused
+from flash_attention import refused, signature_of
 from processes import end_rank
 from volta_fa.integrations.flash_attn import cross_entropy, mha, norms
 from volta_fa.integrations.flash_attn.cross_entropy import CrossEntropyLoss, cross_entropy_loss
@@ -34,6 +31,7 @@ def gradients(result, leaves, seed=1):
 
 
 def draw(*shape, dtype=torch.float64):
+    """Returns a random tensor that requires a gradient, of the same numbers in each dtype."""
     return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
 
 
@@ -42,19 +40,12 @@ def seed():
     torch.manual_seed(0)
 
 
-def bare(function):
-    signature = inspect.signature(function)
-    return str(inspect.Signature([p.replace(annotation=p.empty) for p in signature.parameters.values()]))
-
-
+# The arguments with which norms begin, and those of the fused norms and of flash-attn's references.
+BEGIN = "(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, prenorm=False, "
 NORM = (
-    "(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, prenorm=False, "
-    "residual_in_fp32=False, zero_centered_weight=False, {}return_dropout_mask=False, out_dtype=None, out=None, residual_out=None)"
+    BEGIN + "residual_in_fp32=False, zero_centered_weight=False, {}return_dropout_mask=False, out_dtype=None, out=None, residual_out=None)"
 )
-REFERENCE = (
-    "(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, prenorm=False, "
-    "zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, upcast=False)"
-)
+REFERENCE = BEGIN + "zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, upcast=False)"
 SIGNATURES = {
     cross_entropy_loss: (
         "(logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100, "
@@ -97,7 +88,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
 def test_signatures_are_flash_attns(function):
-    assert bare(function) == SIGNATURES[function]
+    assert signature_of(function) == SIGNATURES[function]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +96,8 @@ def test_signatures_are_flash_attns(function):
 )
 @DTYPES
 def test_cross_entropy(dtype, options, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "_CHUNK", 60)  # 3 rows at once, and a rest
+    """Losses, z-losses (lse_square_scale * logsumexp^2, which losses include) and the gradient of logits."""
+    monkeypatch.setattr(cross_entropy, "_CHUNK", 60)  # logits at once: 3 rows of 19
     logits, labels = draw(7, 19, dtype=dtype), torch.tensor([3, 0, 18, -100, 5, 5, 1])
     losses, z_losses = cross_entropy_loss(logits, labels, **options)
     wide = logits.detach().double().requires_grad_()
@@ -138,10 +130,10 @@ def test_cross_entropy_module(reduction, inplace):
 
 
 def test_cross_entropy_with_the_logsumexp():
+    """A given logsumexp is used, unless logits are scaled."""
     logits, labels = draw(6, 11), torch.arange(6)
     lse = logits.detach().logsumexp(-1)
     close(cross_entropy_loss(logits, labels, lse)[0], functional.cross_entropy(logits, labels, reduction="none"))
-    # it is used, where it can be
     assert not torch.allclose(cross_entropy_loss(logits, labels, lse + 1)[0], cross_entropy_loss(logits, labels)[0])
     assert torch.equal(
         cross_entropy_loss(logits, labels, lse + 1, logit_scale=2.0)[0], cross_entropy_loss(logits, labels, logit_scale=2.0)[0]
@@ -177,7 +169,7 @@ def rank_of_cross_entropy(rank, address, results):
     close(z, right_z)
     close(gradients(losses, local)[0], gradients(right, logits)[0][:, rank * 6 : rank * 6 + 6])
     torch.distributed.destroy_process_group()
-    end_rank()
+    end_rank()  # without finalizing the interpreter, which may abort after gloo
 
 
 @pytest.mark.slow
@@ -198,7 +190,7 @@ def test_cross_entropy_errors():
 @pytest.mark.parametrize("zero_centered_weight", [False, True])
 @DTYPES
 def test_norms(dtype, zero_centered_weight, is_rms_norm):
-    """The sum of x, x1 and residual, two norms of it, and their gradients."""
+    """Functions return two norms, y and y1, of the sum of x, x1 and residual, and the sum. Checks them and their gradients."""
     x, x1, residual = (draw(2, 5, 24, dtype=dtype) for _ in range(3))
     weight, bias, weight1, bias1 = parameters = [draw(24) for _ in range(4)]
     leaves = [x, x1, residual, *parameters]
@@ -215,14 +207,13 @@ def test_norms(dtype, zero_centered_weight, is_rms_norm):
             return functional.rms_norm(right_total, (24,), weight, 1e-3) + bias
         return functional.layer_norm(right_total, (24,), weight, bias, 1e-3)
 
-    right = norm(*wide[3:5]), norm(*wide[5:7]), right_total
-    for number, (found, want) in enumerate(zip((y, y1, total), right)):
+    loose = 2e-2 if dtype == torch.float16 else 1e-4
+    # each result, its exact value, and the indices of its weight and bias among the leaves
+    for found, want, own in ((y, norm(*wide[3:5]), [3, 4]), (y1, norm(*wide[5:7]), [5, 6]), (total, right_total, [])):
         close(found, want)
-        used = [*range(3), *([3, 4], [5, 6], [])[number]]
+        used = [0, 1, 2, *own]
         for f, w in zip(gradients(found, [leaves[i] for i in used]), gradients(want, [wide[i] for i in used])):
-            torch.testing.assert_close(
-                f.double(), w, rtol=2e-2 if dtype == torch.float16 else 1e-4, atol=2e-2 if dtype == torch.float16 else 1e-4
-            )
+            torch.testing.assert_close(f.double(), w, rtol=loose, atol=loose)
 
 
 @pytest.mark.parametrize("is_rms_norm", [False, True])
@@ -327,6 +318,7 @@ def attend(q, kv, hidden=None, bias=0.0):
 
 
 def later(seqlen_q, seqlen_k):
+    """Returns which keys a causal mask hides."""
     return torch.ones(seqlen_q, seqlen_k).triu(1 + seqlen_k - seqlen_q).bool()
 
 
@@ -339,6 +331,7 @@ def test_alibi_slopes():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_plain_attention(causal):
+    """SelfAttention and CrossAttention, flash-attn's modules without its kernels, also with padding of keys."""
     qkv, q, kv = draw(2, 6, 3, 4, 8), draw(2, 3, 4, 8), draw(2, 6, 2, 2, 8)
     keep = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
     mask = later(6, 6) if causal else torch.zeros(6, 6, dtype=torch.bool)
@@ -392,6 +385,7 @@ def test_mha(case, use_flash_attn):
 
 @pytest.mark.parametrize("nheads_k", [2, 4])
 def test_mha_packed(nheads_k):
+    """MHA with a window and ALiBi gives packed sequences the results that each has alone."""
     module = MHA(32, 4, nheads_k, causal=True, use_flash_attn=True, window_size=(3, 0), use_alibi=True, dtype=torch.float64)
     x, cu_seqlens = draw(12, 32), torch.tensor([0, 5, 12], dtype=torch.int32)
     found = module(x, cu_seqlens=cu_seqlens, max_seqlen=7)

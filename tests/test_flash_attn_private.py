@@ -3,13 +3,12 @@ xformers and Transformer Engine call: signatures, results against fp64, and grad
 
 flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 import torch
 
+import flash_attention
 from conftest import on
 from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, in_pages, packed, refused, slopes_of
 from volta_fa.integrations.flash_attn import compiled, private
@@ -41,10 +40,10 @@ def test_signatures_are_flash_attns(name):
     function = getattr(private, f"_flash_attn_{name}")
     assert getattr(private, f"_wrapped_flash_attn_{name}") is function
     assert inspect.isfunction(function) and not hasattr(function, "__wrapped__")
-    bare = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
-    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+    assert flash_attention.signature_of(function) == f"({SIGNATURES[name]})"
 
 
+#: Options by name: flash-attn's, and `alibi`, whether there are slopes.
 CASES = {
     "plain": {},
     "causal": {"causal": True},
@@ -53,7 +52,8 @@ CASES = {
     "softcap": {"softcap": 1.5, "causal": True},
     "alibi": {"alibi": True, "softmax_scale": 0.4},
     "dropout": {"dropout_p": 0.3, "causal": True, "alibi": True},
-    "too little dropout": {"dropout_p": 1e-30, "window_size": (7, -1)},  # less than the kernels' random numbers resolve: nothing is dropped
+    # below 2^-16, half of what the kernels' random numbers resolve: nothing is dropped
+    "too little dropout": {"dropout_p": 1e-30, "window_size": (7, -1)},
 }
 
 
@@ -67,9 +67,9 @@ def split(backend, case, *slopes_shape):
     return options | {"slopes": slopes}, positional
 
 
-def check(backend, case, expected, operands, forward, backward, dropout_p):
+def check(backend, expected, operands, forward, backward, dropout_p):
     """Compares a forward's results, and a backward's in tensors of other strides, with `expected(leaves, keep)`: out, lse, probabilities.
-    `keep`: the dropout mask, which the forward returns in the signs of s_dmask; None without dropout."""
+    `keep`: the dropout mask, which the forward returns in the signs of s_dmask; None without dropout. Returns s_dmask and probabilities."""
     out, lse, s_dmask, rng_state = forward(dropout_p > 0)
     drops = dropout_p > 1e-3
     assert rng_state.numel() == 2 * drops and (s_dmask.numel() > 0) == drops
@@ -100,7 +100,7 @@ def test_dense(backend, case):
         return _flash_attn_backward(dout, *operands, out, lse, *given, *positional, False, rng_state)
 
     s_dmask, p = check(
-        backend, case, lambda leaves, keep: attention(*leaves, keep=keep, **options), operands,
+        backend, lambda leaves, keep: attention(*leaves, keep=keep, **options), operands,
         lambda return_softmax: _flash_attn_forward(*operands, *positional, return_softmax), backward, positional[0],
     )  # fmt: skip
     if s_dmask.numel():
@@ -119,13 +119,14 @@ def test_varlen(backend, case):
         return _flash_attn_varlen_backward(dout, *operands, out, lse, *given, *lengths, *positional, True, rng_state)
 
     check(
-        backend, case, lambda leaves, keep: packed(*leaves, lengths_q, lengths_k, keep=keep, **options), operands,
+        backend, lambda leaves, keep: packed(*leaves, lengths_q, lengths_k, keep=keep, **options), operands,
         lambda return_softmax: _flash_attn_varlen_forward(*operands, *lengths, *positional, return_softmax), backward, positional[0],
     )  # fmt: skip
 
 
 @BACKENDS
 def test_backward_without_room_for_a_gradient(backend):
+    """None in place of a tensor for dq, dk or dv: the others are the same."""
     q, k, v = (backend.randn(1, 9, 2, 16) for _ in range(3))
     options = 0.0, 0.25, True, -1, -1, 0.0, None
     out, lse, *_ = _flash_attn_forward(q, k, v, *options, False)
@@ -137,6 +138,7 @@ def test_backward_without_room_for_a_gradient(backend):
 
 @on("cpu-fp32")
 def test_neither_autograd_nor_autocast(backend):
+    """The private functions record no gradient and ignore autocast, as flash-attn's do."""
     q = backend.randn(1, 16, 2, 16).requires_grad_()
     options = 0.0, 0.25, True, -1, -1, 0.0, None
     right, lse, *_ = _flash_attn_forward(q.detach(), q.detach(), q.detach(), *options, False)
@@ -159,6 +161,7 @@ def test_neither_autograd_nor_autocast(backend):
 @pytest.mark.parametrize("with_used", [False, True])
 @BACKENDS
 def test_padding_on_the_left_and_lengths_in_use(backend, with_used):
+    """Keys before leftpad_k and after seqused_k, here NaN, do not count."""
     lengths_q, lengths_k, left = [3, 1, 7, 2], [9, 4, 12, 5], [2, 0, 11, 5]
     used = [7, 4, 12, 5] if with_used else lengths_k
     q, k, v = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 16)
@@ -182,6 +185,7 @@ def test_padding_on_the_left_and_lengths_in_use(backend, with_used):
 @pytest.mark.parametrize("with_used", [False, True])
 @BACKENDS
 def test_pages(backend, with_used):
+    """_flash_attn_varlen_forward with keys in pages of 16 tokens."""
     page, lengths_q, lengths_k = 16, [3, 1, 7], [17, 32, 9]
     q = backend.randn(sum(lengths_q), 4, 32)
     caches = [backend.randn(3, 2 * page, 2, 32) for _ in range(2)]
@@ -286,6 +290,7 @@ def test_compiled_module(backend):
 
 @on("cpu-fp32")
 def test_compiled_module_checks_out_first(backend):
+    """A wrong `out` is an error before anything is appended to a cache or drawn from the generator."""
     q, cache, new = backend.randn(1, 1, 2, 16), torch.zeros(2, 1, 32, 1, 16), backend.randn(1, 1, 1, 16)
     seqlens = backend.ints([4])
     state = torch.get_rng_state()

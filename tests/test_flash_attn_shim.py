@@ -7,8 +7,6 @@ Environment:
 - VOLTA_FA_TEST_TRANSFORMERS: folders (separated by colons) to each of which a release of transformers was installed
   with `pip install --target`; the tests with models run with each of them, and with an installed transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -20,13 +18,11 @@ from pathlib import Path
 import pytest
 
 import volta_fa
+from conftest import REPOSITORY
 from processes import run_pieces, succeeds
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = Path(volta_fa.__file__).parent
-SITE = PACKAGE / "integrations" / "flash_attn" / "shim"
-
-
+#: A program that uses flash_attn as others do: xformers, unsloth, transformers, Transformer Engine.
 USES = """
     import importlib.metadata as metadata, importlib.util, pathlib, volta_fa
     import flash_attn, flash_attn.bert_padding, flash_attn.flash_attn_interface, flash_attn.layers.rotary, flash_attn.ops.triton.rotary
@@ -80,13 +76,14 @@ USES_SAGEATTENTION = """
     assert metadata.version("sageattention") == "2.2.0+volta"
 """
 
-#: Distribution and what programs use of it, by module.
+#: The shims by the module's name: the distribution's name, and a program that uses the module.
 STAND_INS = {"flash_attn": ("flash-attn", USES), "sageattention": ("sageattention", USES_SAGEATTENTION)}
 stand_ins = pytest.mark.parametrize("module", STAND_INS)
 
 
 @stand_ins
 def test_it_puts_a_package_within_reach(module):
+    """The install function appends a folder to sys.path, once, and imports nothing."""
     again = "replace=True" if module == "sageattention" else ""
     succeeds(
         f"""
@@ -149,7 +146,7 @@ def test_names_of_other_packages_for_these_gpus(tmp_path):
 
 
 def make_distribution(folder: Path, module: str, version: str | None) -> Path:
-    """Another package; with a version, one that pip installed."""
+    """Makes another package of the module's name in the folder, and returns the folder. With a version, it looks installed by pip."""
     (folder / module).mkdir()
     (folder / module / "__init__.py").write_text("origin = 'another'")
     if version is not None:
@@ -256,7 +253,7 @@ def test_versions_agree(module):
     assert info.name == f"{module}-{version}.dist-info"
     assert f'version = "{version}"' in (REPOSITORY / "tools" / f"{module}_shim" / "pyproject.toml").read_text()
     if module == "flash_attn":
-        assert f'__version__ = "{version.removesuffix("+volta")}"\n' in (SITE / "flash_attn" / "__init__.py").read_text()
+        assert f'__version__ = "{version.removesuffix("+volta")}"\n' in (info.parent / "flash_attn" / "__init__.py").read_text()
 
 
 @pytest.mark.slow
@@ -266,10 +263,8 @@ def test_the_distribution_installs_with_pip(tmp_path, module):
     for folder in (f"tools/{module}_shim", f"python/volta_fa/integrations/{module}/shim"):
         shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     pip, site = [sys.executable, "-m", "pip", "--disable-pip-version-check"], tmp_path / "site"
-    subprocess.run(
-        [*pip, "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--target", site, tmp_path / "tools" / f"{module}_shim"],
-        check=True,
-    )
+    options = ["-q", "--no-build-isolation", "--no-deps", "--no-index", "--target", site]
+    subprocess.run([*pip, "install", *options, tmp_path / "tools" / f"{module}_shim"], check=True)
     shim = tmp_path / "python" / "volta_fa" / "integrations" / module / "shim"
     assert len([*shim.glob("*-info")]) == 1, "pip leaves no metadata in the shim"
     shipped = (path.relative_to(shim) for path in shim.rglob("*.py"))
@@ -303,7 +298,9 @@ RELEASES = pytest.mark.parametrize(
     or [pytest.param(None, marks=pytest.mark.skip("no transformers"))],
 )
 
-# transformers takes "flash_attention_2" only where there is a CUDA device. The models stay on the CPU all the same.
+# The beginning of programs with models. transformers takes "flash_attention_2" only where there is a CUDA device, so the program says
+# that there is one; the models stay on the CPU. `pair` makes a model with volta_fa's attention and one with eager attention of the same
+# weights. `compare` compares their logits (`rows`: a mask of tokens) and gradients.
 PRETEND = """
     import copy, torch
     torch.cuda.is_available = lambda: True

@@ -4,8 +4,6 @@ Three packages are called flash_attn_v100: one of 2023, one of 2026 (with flash-
 functions for paged caches. flash_attn_turing is the fourth. Their compiled functions take (batch, nheads, seqlen, headdim), "heads first".
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types
@@ -20,10 +18,12 @@ from volta_fa.integrations.vllm import paged
 
 
 def heads_first(*tensors):
+    """Returns tensors (batch, seqlen, nheads, headdim) as (batch, nheads, seqlen, headdim), contiguous."""
     return [t.transpose(1, 2).contiguous() for t in tensors]
 
 
 def test_signatures():
+    """Those of the package of 2026 are flash-attn 2's. Each function has a second name with _gpu."""
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         assert inspect.signature(getattr(v100, name)) == inspect.signature(getattr(interface, name))
         assert getattr(v100, name.replace("_func", "") + "_gpu") is getattr(v100, name)
@@ -31,6 +31,7 @@ def test_signatures():
 
 @BACKENDS
 def test_arguments_of_2023_and_of_2026(backend):
+    """Positional arguments after v are (softmax_scale, causal) of 2023, or (dropout_p, softmax_scale, causal, ...) of 2026."""
     q, k, v = (backend.randn(2, 9, 2, 16) for _ in range(3))
 
     plain, scaled, causal = ({"softmax_scale": scale, "causal": causal} for scale, causal in ((None, False), (0.3, False), (0.3, True)))
@@ -96,19 +97,19 @@ def test_paged_functions(backend, kv_cache_dtype, window):
     table = torch.tensor([[4, 1, 2], [0, 3, -1]], device=backend.device, dtype=torch.int32)
     numbers = backend.randn(5, 2, page, 2, 16)
     cache = numbers if dtype is None else numbers.to(dtype)
-    numbers, scales = (cache.to(backend.dtype), (1.0, 1.0)) if dtype is None else (cache.to(backend.dtype), (0.5, 2.0))
+    numbers, scales = cache.to(backend.dtype), (1.0, 1.0) if dtype is None else (0.5, 2.0)
     k_cache, v_cache = (cache if dtype is None else cache.view(torch.uint8)).unbind(1)
     arguments = k_cache, v_cache, table, torch.tensor(lengths, device=backend.device, dtype=torch.int32)
     options = {"softmax_scale": 0.3, "kv_cache_dtype": kv_cache_dtype, "k_scale": scales[0], "v_scale": scales[1], "window_size": window}
     q = backend.randn(2, 7, 4, 16)
-    seen = [
-        [t[table[b, : -(-n // page)].long()].flatten(0, 1)[None, :n] * x for t, x in zip(numbers.unbind(1), scales)]
-        for b, n in enumerate(lengths)
-    ]
 
     def expected(rows, causal=True):
-        of = {"softmax_scale": 0.3, "causal": causal, "window_size": window}
-        return torch.cat([attention(rows[b : b + 1], *seen[b], **of)[0] for b in range(2)])
+        outs = []
+        for b, n in enumerate(lengths):
+            pages = table[b, : -(-n // page)].long()
+            k, v = (t[pages].flatten(0, 1)[None, :n] * scale for t, scale in zip(numbers.unbind(1), scales))
+            outs.append(attention(rows[b : b + 1], k, v, softmax_scale=0.3, causal=causal, window_size=window)[0])
+        return torch.cat(outs)
 
     into = torch.full_like(q, torch.nan)
     assert v100.flash_attn_prefill_paged(q, *arguments, out=into, **options) is into

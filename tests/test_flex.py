@@ -2,7 +2,8 @@
 
 volta_fa traces a score function (score_mod) and maps it to the kernels' operations: a factor, softcap, ALiBi, an added bias, or a mask
 (`recognize` returns `Scores`). Functions of other operations raise `Unrecognized`, and torch's own flex_attention runs.
-`enable_flex` makes torch's function run volta_fa. `assert_same` compares out, softmax_lse and all gradients."""
+`enable_flex` makes torch's function run volta_fa. `operands` draws query, key and value, (batch, heads, seqlen, headdim); `plain` is the
+expected attention; `assert_same` compares out, softmax_lse and all gradients."""
 
 import gc
 import json
@@ -24,6 +25,7 @@ from volta_fa.flex.score_mod import Scores, Unrecognized, recognize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch asks to compile its function
 HEADS, LENGTH = 4, 150
+# Tensors that score functions read: a number per head, per head and distance (300 is distance 0), per batch entry and head.
 SLOPES = 0.5 ** torch.arange(1, HEADS + 1).float()
 TABLE = torch.linspace(-1, 1, HEADS * 600).view(HEADS, 600)
 BATCH_SLOPES = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.25, 0.125, 0.1]])
@@ -33,6 +35,8 @@ def alibi_exp2(score, b, h, q, kv):
     return score + (kv - q) * torch.exp2(-((h + 1) * 8.0 / HEADS))
 
 
+#: Score functions by name, and what they are recognized as. `bias` and `hides`: whether an added bias and a mask depend on batch entry,
+#: head, query and key.
 RECOGNIZED = {
     "identity": (lambda s, b, h, q, kv: s, Scores()),
     "factor": (lambda s, b, h, q, kv: 2 * s / 4, Scores(factor=0.5)),
@@ -62,6 +66,7 @@ OTHERS = {
     "tanh of more than a scaled score": lambda s, b, h, q, kv: 3 * torch.tanh(s + SLOPES[h]),
     "where with anything but the score and -inf": lambda s, b, h, q, kv: torch.where(q > kv, s, -1.0),
 }
+#: Mask functions by name: whether a query sees a key.
 MASKS = {
     "causal": lambda b, h, q, kv: q >= kv,
     "documents, not for a head": lambda b, h, q, kv: (q // 40 == kv // 40) | ((h == 1) & (q < 100)),
@@ -72,6 +77,7 @@ MASKS = {
 
 @pytest.fixture
 def enabled():
+    """Makes torch's flex_attention run volta_fa on the CPU."""
     volta_fa.enable_flex("cpu")
     yield
     volta_fa.disable_flex()
@@ -99,6 +105,7 @@ def plain(query, key, value, score_mod=None, mask_mod=None, scale=None):
 
 
 def gradients(out, lse, inputs):
+    """Returns the gradients of a loss that depends on out and on lse, but not on rows without a visible key."""
     loss = (out * out).sum() + torch.where(lse.isinf(), 0, lse).sin().sum()
     return torch.autograd.grad(loss, inputs)
 
@@ -150,6 +157,7 @@ BRANCHES = {
 
 @pytest.mark.parametrize("name", BRANCHES)
 def test_score_functions_take_the_branches_of_tensors(name, monkeypatch):
+    """While a function is traced, its arguments look like tensors, so it takes the branch that it takes with torch. None falls back."""
     score_mod, expected = BRANCHES[name]
     monkeypatch.setattr(volta_fa.flex.attention, "log_fallback", pytest.fail)
     query, key, value = (t.detach() for t in operands())
@@ -218,6 +226,7 @@ def test_grouped_heads_other_lengths_and_scale(block_size):
 
 
 def test_own_masks_and_one_key_for_all_entries():
+    """volta_fa.BlockMask, and a key and value that all batch entries share (batch 1)."""
     inputs = operands()
     blocks = torch.tensor([[True, False, True], [False, False, False], [False, True, True]])
     mask = volta_fa.BlockMask.from_blocks(blocks, 50)
@@ -239,6 +248,7 @@ def test_own_masks_of_odd_lengths_and_grouped_heads():
 
 
 def test_gradients_of_an_added_term():
+    """A tensor that the score function reads gets a gradient."""
     table = TABLE.double().requires_grad_()
     inputs = [*operands(), table]
 
@@ -325,6 +335,7 @@ def test_compiled_calls_refuse_what_eager_calls_refuse():
 
 
 def compiled(function, backend, *arguments):
+    """Returns out and softmax_lse of a compiled call."""
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, fullgraph=True)(*arguments, return_lse=True)
 
@@ -352,6 +363,7 @@ def test_compiled_programs_stay_in_one_part():
 
 @pytest.mark.parametrize("score, mask", [("softcap", "causal"), ("alibi and a shift", None), ("alibi absolute", "sinks and window")])
 def test_programs_of_many_lengths_compile_twice(score, mask):
+    """Once for the first length, and once with symbolic sizes for all others."""
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     program = torch.compile(flex_attention, backend=backend)
@@ -419,6 +431,7 @@ class SlottedWindow:
 
 @pytest.mark.parametrize("kind", [Window, SlottedWindow])
 def test_score_functions_that_cannot_be_keys(kind):
+    """Traces are kept by score function, but for functions that no dictionary takes. A changed function has its new result."""
     inputs, score_mod = operands(), kind(20)
     for score_mod.width in (20, 30):
         found = flex_attention(*inputs, score_mod, return_lse=True)
@@ -496,8 +509,8 @@ def test_gradients_of_compiled_programs_on_the_cpu(enabled, new_name):
     block_mask = create_block_mask(MASKS["causal"], None, None, LENGTH, LENGTH, device="cpu")
     found = compiled(function, "aot_eager", *inputs, RECOGNIZED["softcap, alibi"][0], block_mask)
     assert_same(found, plain(*inputs, RECOGNIZED["softcap, alibi"][0], MASKS["causal"]), inputs)
-    with pytest.raises(Exception, match="does not support backward on CPU"):  # on torch's own kernel
-        compiled(function, "aot_eager", *inputs, OTHERS["relu"], block_mask)
+    with pytest.raises(Exception, match="does not support backward on CPU"):
+        compiled(function, "aot_eager", *inputs, OTHERS["relu"], block_mask)  # falls back to torch's own
     volta_fa.disable_flex()
     with pytest.raises(Exception, match="does not support backward on CPU"):
         compiled(function, "aot_eager", *inputs, None, block_mask)

@@ -49,7 +49,22 @@ def attribute(owner, of=None):
     return reading(lambda: owner.width, call(setattr, owner if of is None else of, "width"))
 
 
+def number(t, read):
+    """Returns a case of a tensor whose elements all become the width: a mask function of read(t, h, kv)."""
+    return lambda b, h, q, kv: read(t, h, kv), lambda n: t.data.fill_(n)
+
+
+def copy_into(t, new):
+    t.data.copy_(new)
+
+
+def keys(shown, write=copy_into, read=lambda t, q, kv: t[kv]):
+    """Returns a case of a tensor with a bool for each key, or of what holds one. `write` puts the visible keys into it."""
+    return lambda b, h, q, kv: read(shown, q, kv), lambda n: write(shown, below(n))
+
+
 def below(n):
+    """Returns which keys are before n."""
     return torch.arange(LENGTH) < n
 
 
@@ -61,16 +76,6 @@ def integers(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def of_tensor(width, mask_mod_of):
-    """Returns a case of a tensor whose elements all become the width."""
-    return mask_mod_of(width), lambda n: width.data.fill_(n)
-
-
-def keys(shown, write):
-    """Returns a case of a tensor with a bool for each key, and of what writes into it."""
-    return lambda b, h, q, kv: shown[kv], lambda n: write(shown, below(n))
-
-
 class Plain:
     width = 0
 
@@ -80,7 +85,7 @@ class WithProperty:
     width = property(lambda self: self.value)
 
 
-#: Functions that make a mask function of `kv < width`, and what sets the width.
+#: Functions that make a case: a mask function of `kv < width`, and a function that sets the width.
 CASES = {
     # numbers of Python, which a recording has as constants
     "global_variable": lambda: (lambda b, h, q, kv: kv < WIDTH, call(globals().__setitem__, "WIDTH")),
@@ -91,19 +96,30 @@ CASES = {
     "iterator": lambda: reading(iter(WIDTHS).__next__, lambda n: None),
     "numpy_integer": lambda: item(numpy.zeros(3, dtype=numpy.int64), 1),
     "shape_of_a_tensor": lambda: (lambda t: reading(lambda: t.shape[0], t.resize_))(torch.zeros(1)),
-    "item_of_a_tensor": lambda: of_tensor(integers(1), lambda t: lambda b, h, q, kv: kv < t.item()),
+    "item_of_a_tensor": lambda: number(integers(1), lambda t, h, kv: kv < t.item()),
     # numbers in tensors
-    "number_in_a_tensor": lambda: of_tensor(integers(), lambda t: lambda b, h, q, kv: kv < t),
-    "floating_point_number_in_a_tensor": lambda: of_tensor(torch.zeros(()), lambda t: lambda b, h, q, kv: kv + 0.5 < t + 0.25),
-    "maximum_of_a_tensor": lambda: of_tensor(integers(3), lambda t: lambda b, h, q, kv: kv < t.max()),
-    "element_for_each_head": lambda: of_tensor(integers(2), lambda t: lambda b, h, q, kv: kv < t[h]),
+    "number_in_a_tensor": lambda: number(integers(), lambda t, h, kv: kv < t),
+    "floating_point_number_in_a_tensor": lambda: number(torch.zeros(()), lambda t, h, kv: kv + 0.5 < t + 0.25),
+    "maximum_of_a_tensor": lambda: number(integers(3), lambda t, h, kv: kv < t.max()),
+    "element_for_each_head": lambda: number(integers(2), lambda t, h, kv: kv < t[h]),
     # memory of tensors, written in all ways
     "tensor": lambda: keys(hidden(), torch.Tensor.copy_),
-    "data_of_a_tensor": lambda: keys(hidden(), lambda shown, new: shown.data.copy_(new)),
+    "data_of_a_tensor": lambda: keys(hidden()),
     "storage_of_a_tensor": lambda: keys(hidden(), lambda shown, new: shown.untyped_storage().copy_(new.untyped_storage())),
     "other_memory_for_a_tensor": lambda: keys(hidden(), lambda shown, new: setattr(shown, "data", new)),
     "view_of_a_tensor": lambda: keys(hidden(2, LENGTH, 2)[1, :, 0], lambda shown, new: shown._base.data[1, :, 0].copy_(new)),
     "tensor_of_inference_mode": lambda: keys(torch.inference_mode()(hidden)(), torch.inference_mode()(torch.Tensor.copy_)),
+    "expanded_tensor": lambda: keys(hidden().expand(LENGTH, LENGTH), lambda t, new: t._base.data.copy_(new), lambda t, q, kv: t[q, kv]),
+    # memory of tensors, read in other ways
+    "row_of_a_tensor": lambda: keys(hidden(LENGTH, LENGTH), read=lambda t, q, kv: t[q][kv]),
+    "reduction_of_a_row": lambda: keys(hidden(LENGTH, 3), lambda t, new: t.data.copy_(new[:, None]), lambda t, q, kv: t[kv].any()),
+    "sum_of_a_tensor": lambda: keys(hidden(), read=lambda t, q, kv: kv < t.sum()),
+    "subclass_of_tensor": lambda: keys(
+        hidden().as_subclass(type("Fresh", (torch.Tensor,), {})), read=lambda t, q, kv: t[kv].as_subclass(torch.Tensor)
+    ),
+    "parameter_of_a_module": lambda: keys(
+        torch.nn.Linear(1, LENGTH), lambda layer, new: layer.weight.data.copy_(new[:, None]), lambda layer, q, kv: layer.weight[kv, 0] > 0
+    ),
 }
 
 
@@ -176,63 +192,25 @@ def numpy_array():
     return reading(lambda: int(numbers[1]), call(numbers.__setitem__, 1))
 
 
-def numpy_keys(made_inside):
-    numbers = numpy.zeros(LENGTH, dtype=bool)
-    shown = torch.from_numpy(numbers)
-    mask_mod = (lambda b, h, q, kv: torch.from_numpy(numbers)[kv]) if made_inside else (lambda b, h, q, kv: shown[kv])
-    return mask_mod, lambda n: numbers.__setitem__(slice(None), numpy.arange(LENGTH) < n)
-
-
-CASES["tensor_of_numpy_memory"] = lambda: numpy_keys(False)
-CASES["tensor_made_of_numpy_inside"] = lambda: numpy_keys(True)
-
-
-@case
-def tensor_of_dlpack():
+def numpy_keys(tensor_of, made_inside=False):
+    """Returns a case of a numpy array. The mask function reads the tensor of its memory that `tensor_of` makes, before or at each call."""
     numbers = numpy.zeros(LENGTH, dtype=numpy.int8)
-    shown = torch.from_dlpack(numbers)
-    return lambda b, h, q, kv: shown[kv] > 0, lambda n: numbers.__setitem__(slice(None), numpy.arange(LENGTH) < n)
+    shown = tensor_of(numbers)
+
+    def change(n):
+        numbers[:] = numpy.arange(LENGTH) < n
+
+    return lambda b, h, q, kv: (tensor_of(numbers) if made_inside else shown)[kv] > 0, change
 
 
-@case
-def parameter_of_a_module():
-    layer = torch.nn.Linear(1, LENGTH)
-    return lambda b, h, q, kv: layer.weight[kv, 0] > 0, lambda n: layer.weight.data.copy_(below(n)[:, None])
-
-
-@case
-def row_of_a_tensor():
-    shown = hidden(LENGTH, LENGTH)
-    return lambda b, h, q, kv: shown[q][kv], lambda n: shown.data.copy_(below(n))
-
-
-@case
-def reduction_of_a_row():
-    shown = hidden(LENGTH, 3)
-    return lambda b, h, q, kv: shown[kv].any(), lambda n: shown.data.copy_(below(n)[:, None])
-
-
-@case
-def expanded_tensor():
-    base = hidden()
-    shown = base.expand(LENGTH, LENGTH)
-    return lambda b, h, q, kv: shown[q, kv], lambda n: base.data.copy_(below(n))
-
-
-@case
-def sum_of_a_tensor():
-    shown = hidden()
-    return lambda b, h, q, kv: kv < shown.sum(), lambda n: shown.data.copy_(below(n))
-
-
-@case
-def subclass_of_tensor():
-    shown = hidden().as_subclass(type("Fresh", (torch.Tensor,), {}))
-    return lambda b, h, q, kv: shown[kv].as_subclass(torch.Tensor), lambda n: shown.data.copy_(below(n))
+CASES["tensor_of_numpy_memory"] = lambda: numpy_keys(torch.from_numpy)
+CASES["tensor_made_of_numpy_inside"] = lambda: numpy_keys(torch.from_numpy, made_inside=True)
+CASES["tensor_of_dlpack"] = lambda: numpy_keys(torch.from_dlpack)
 
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
+    """Forgets kept masks before a test, and undoes what cases change in torch and `time`."""
     # torch evaluates the mask function at each call, in place of a program that dynamo made of it
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     monkeypatch.setattr(time, "time", time.time)
@@ -247,12 +225,13 @@ def operands():
 
 
 def partial_block(mask_mod):
-    """Returns torch's mask of one block that exists in part, which evaluates the function at each call."""
+    """Returns torch's mask of one partial block, for which the function is evaluated at each call."""
     one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     return torch_flex.BlockMask.from_kv_blocks(one, zero, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(LENGTH, LENGTH))
 
 
 def of_width(inputs, n):
+    """Returns attention over the first n keys."""
     query, key, value = inputs
     return torch.nn.functional.scaled_dot_product_attention(query, key[..., :n, :], value[..., :n, :])
 
@@ -348,7 +327,7 @@ def hides_exceptions(function):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_functions_whose_values_do_not_show(name):
+def test_functions_whose_values_do_not_show_are_not_recorded(name):
     assert not isinstance(recorded(OTHERS[name], torch.device("cpu")), Recording)
 
 

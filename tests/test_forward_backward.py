@@ -4,7 +4,8 @@ machine code in the simulator (`sim`), and GPU (`cuda`).
 The largest error of a result is at most twice (gradients: three times) that of PyTorch's eager attention in the same dtype, both against
 fp64, as in flash-attn's tests (`volta_fa.check.tolerance.Budget`). `check` (conftest.py) applies this rule, and compares two runs bitwise.
 `Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem of random tensors; `spread` is the standard deviation of q, k and v. KERNELS are
-`sim` and `cuda`, ALL these and the CPU's dtypes. `on_cases` takes pairs of backends and their cases."""
+`sim` and `cuda`, ALL these and the CPU's dtypes. `on_cases` takes pairs of backends and their cases.
+`force` makes the planner take kernels; `_plan` describes the kernels of a call."""
 
 import json
 import math
@@ -16,6 +17,7 @@ import reference
 from conftest import ALL, KERNELS, Case, assert_same_bits, check, on, on_cases
 
 HEADDIMS = [8, 40, 64, 72, 96, 104, 128, 136, 192, 256]
+#: (seqlen_q, seqlen_k).
 SEQLENS = [(q, k) for q in (1, 17, 113) for k in (1, 33, 255)]
 
 
@@ -185,19 +187,6 @@ def test_empty(backend, batch, seqlen_q, seqlen_k, nheads):
             assert g.shape == t.shape and (g == 0).all()
 
 
-POISON = {
-    "q+inf": ("q", math.inf),
-    "q-inf": ("q", -math.inf),
-    "k+inf": ("k", math.inf),
-    "k-inf": ("k", -math.inf),
-    "v+inf": ("v", math.inf),
-    "v-inf": ("v", -math.inf),
-    "qnan": ("q", math.nan),
-    "knan": ("k", math.nan),
-    "vnan": ("v", math.nan),
-}
-
-
 def math_attention(q, k, v):
     """Returns PyTorch's attention by single operations, in fp64."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -205,13 +194,12 @@ def math_attention(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
 
 
-@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
 @on(*ALL)
-def test_infinities_and_nan(backend, poison):
-    """out is infinite or NaN exactly where PyTorch's attention by single operations is."""
-    case = Case(37, 45, 64, batch=1, nheads=1)
-    q, k, v, _ = case.inputs(backend)
-    name, value = POISON[poison]
+def test_infinities_and_nan(backend, name, value):
+    """One element of q, k or v is not finite: out is infinite or NaN exactly where PyTorch's attention by single operations is."""
+    q, k, v, _ = Case(37, 45, 64, batch=1, nheads=1).inputs(backend)
     {"q": q, "k": k, "v": v}[name][0, 20, 0, 5] = value
     expected = math_attention(q, k, v)
     out, _ = backend.forward(q, k, v)
@@ -222,8 +210,8 @@ def test_infinities_and_nan(backend, poison):
 
 
 @on(*ALL)
-def test_minus_infinity_everywhere(backend):
-    """Scores of -inf in a whole row: PyTorch's safe softmax makes them a row of zeros."""
+def test_a_row_of_scores_of_minus_infinity(backend):
+    """PyTorch's safe softmax makes it a row of zeros. (q is -inf, keys are positive.)"""
     q, k, v = backend.randn(1, 3, 1, 64).abs(), backend.randn(1, 5, 1, 64).abs(), backend.randn(1, 5, 1, 64)
     q[0, 1, 0, :] = -math.inf
     out, lse = backend.forward(q, k, v)
@@ -232,12 +220,11 @@ def test_minus_infinity_everywhere(backend):
 
 
 @on(*ALL)
-def test_poison_behind_the_mask(backend):
-    """A NaN key changes no bit of rows that do not see it, and makes all others NaN."""
+def test_a_nan_key_behind_the_mask(backend):
+    """It changes no bit of rows that do not see it, and makes all others NaN."""
     case = Case(50, 50, 64, is_causal=True)
     q, k, v, _ = case.inputs(backend)
     clean, clean_lse = backend.forward(q, k, v, **case.options)
-    k = k.clone()
     k[:, 30] = math.nan
     out, lse = backend.forward(q, k, v, **case.options)
     assert torch.equal(out[:, :30], clean[:, :30]) and torch.equal(lse[..., :30], clean_lse[..., :30])
@@ -246,11 +233,12 @@ def test_poison_behind_the_mask(backend):
 
 @on(*ALL)
 def test_scores_far_beyond_fp16(backend):
-    """Scores up to 1e6, of both signs: each row is its largest key's value, and gradients are finite."""
+    """Scores up to 1e6, of both signs: each row is its largest key's value, and gradients are finite. fp16's largest number is 65504."""
     case = Case(40, 60, 64, spread=100.0, is_causal=True)
     q, k, v, dout = case.inputs(backend)
     out, lse = backend.forward(q, k, v, **case.options)
     ref = reference.forward(q, k, v, **case.options)
+    # 5.0 is 5% of the values' standard deviation
     torch.testing.assert_close(out.double(), ref.out, rtol=1e-2, atol=5.0 if backend.dtype != torch.float64 else 1e-6)
     for gradients in backend.backward(dout, q, k, v, out, lse, **case.options):
         assert all(g.isfinite().all() for g in gradients)
@@ -259,8 +247,7 @@ def test_scores_far_beyond_fp16(backend):
 @on("cuda")
 def test_strides_beyond_2_31_elements(backend):
     """Views into one storage of more than 2^31 elements, with strides that only 64 bits hold."""
-    gib = 2**30
-    if torch.cuda.mem_get_info()[0] < 24 * gib:
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of free GPU memory")
     batch_stride = 2**31 + 64
     storage = torch.empty(2 * batch_stride, dtype=torch.float16, device="cuda")
@@ -307,12 +294,8 @@ def test_more_than_2_31_elements(backend):
         torch.testing.assert_close(found[:, rows, -1:][:, 20:].double(), ref[:, 20:], rtol=1e-2, atol=1e-2, msg=lambda m: f"{name}: {m}")
 
 
-LONG = [
-    Case(8192, 8192, d, batch=1, is_causal=is_causal, spread=spread)
-    for d in (64, 128)
-    for is_causal in (False, True)
-    for spread in (1e-3, 1.0, 30.0)
-]
+#: 8192 tokens: uniform, usual and nearly one-hot rows.
+LONG = [Case(8192, 8192, d, batch=1, is_causal=c, spread=s) for d in (64, 128) for c in (False, True) for s in (1e-3, 1.0, 30.0)]
 
 
 @on_cases((["cuda"], LONG))
@@ -346,8 +329,8 @@ def test_deterministic(backend, case, dq, force):
     assert_same_bits("dv", dv, default[2])
 
 
-# More key blocks than are resident on a V100, so that the deterministic pass takes several launches. The last has smaller blocks
-# or fewer than the others. Few queries suffice, because launches divide keys.
+#: More key blocks than are resident on a V100, so that the deterministic pass takes several launches. The last launch has smaller blocks,
+#: a "tail", or fewer than the others. Few queries suffice, because launches divide keys.
 LAUNCHES = [
     Case(9, 4 * 128 + 5, 64, batch=2, nheads=20, is_causal=True),
     Case(9, 4 * 128 + 5, 128, batch=2, nheads=20, nheads_k=10),
@@ -364,22 +347,21 @@ MORE_LAUNCHES = [
 
 @on_cases((["sim"], LAUNCHES), (["sim-bf16"], LAUNCHES[1:2]), slow=((["sim", "sim-bf16"], LAUNCHES + MORE_LAUNCHES),))
 def test_several_launches(backend, case):
+    """Each launch of the deterministic pass adds dq into accumulators (splits) of its own key blocks."""
     (q, k, v, dout), options = case.problem(backend)
-    packed = {"seqlen_q": 40, "seqlen_k": 4 * 128 + 5, "batch": 2}
-    sizes = packed if case.lengths else {name: getattr(case, name) for name in packed}
-    shape = (sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"], case.nheads, case.nheads_k or case.nheads, case.headdim, case.headdim)
+    shape = (case.entries, *case.longest, case.nheads, case.nheads_k or case.nheads, case.headdim, case.headdim)
     features = ",".join(["varlen"] * bool(case.lengths) + ["fp32_gradients"] * (q.dtype == torch.bfloat16))
-    plans = [
+    planned, default = (
         json.loads(torch.ops.volta_fa._plan(*shape, case.is_causal, deterministic=d, features=features))["backward"] for d in (True, False)
-    ]
-    assert (plans[0]["main_launches"] > 1 or plans[0]["tail"]) and plans[0]["dq_accum_splits"] > 1, plans[0]
+    )
+    assert (planned["main_launches"] > 1 or planned["tail"]) and planned["dq_accum_splits"] > 1, planned
     out, lse, dq, *_ = check(backend, q, k, v, dout, deterministic=True, **options)
-    if plans[0]["main_launches"] > 1 and backend.name == "sim" and not case.lengths:
+    if planned["main_launches"] > 1 and backend.name == "sim" and not case.lengths:
         # The simulator runs blocks one after the other, so atomics add them in that order. Separate accumulators must add in another order,
         # which shows in some of 20,000 fp16 elements; packed cases have too few elements.
         in_order = backend.backward(dout, q, k, v, out, lse, **options)[0][0]
         assert not torch.equal(dq, in_order), "a launch's blocks of keys share a sum"
-    if plans[1]["tail"]:
+    if default["tail"]:
         check(backend, q, k, v, dout, **options)
 
 

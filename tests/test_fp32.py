@@ -2,7 +2,9 @@
 
 By default precision is full: kernels take each number as a sum of two fp16 numbers ("split"). With torch.set_float32_matmul_precision
 "high" or "medium", kernels take scaled fp16 numbers with fp32 results. Errors are compared with those of PyTorch's fp32 attention by single
-operations ("eager"), or in reduced precision with eager attention of operands rounded to TF32 (11 bits with the implicit one)."""
+operations ("eager"), or in reduced precision with eager attention of operands rounded to TF32 (11 bits with the implicit one).
+`check` does so for out, `check_gradients` for gradients. `reference.groups` splits a problem into groups of entries of one length.
+The fixture `gpu` runs a test for the simulated V100 and T4, `force` makes the planner take kernels, `_plan` describes a call's kernels."""
 
 import itertools
 import json
@@ -73,6 +75,7 @@ def as_tf32(t: Tensor) -> Tensor:
 
 
 def errors(found: Tensor, ref: Tensor) -> tuple[float, float]:
+    """Returns the largest error and the rms error."""
     return reference.max_error(found, ref), reference.rms_error(found, ref)
 
 
@@ -85,12 +88,13 @@ def check(backend, case: Case, change=lambda *inputs: inputs, rounded=lambda t: 
     for group in reference.groups(q, k, reference.kept_by(state, q.shape[-2], **options), **options):
         if not group.q_rows.numel():
             continue
-        qs, ks, vs = group.queries(q), group.keys(k), group.keys(v)
-        ref = reference.forward(qs, ks, vs, **group.options)
-        eager = reference.eager(*map(rounded, (qs, ks, vs)), **group.options)
-        floor = 2.0**-22 * float(vs.abs().max()) if vs.numel() else 0.0  # because eager's error may be 0 by chance
-        for error, allowed in zip(errors(group.queries(out), ref.out), errors(eager, ref.out)):
-            assert error <= factor * max(allowed, floor / factor), (error, allowed, floor)
+        inputs = group.inputs(q, k, v)
+        ref = reference.forward(*inputs, **group.options)
+        eager = reference.eager(*map(rounded, inputs), **group.options)
+        # because eager's error may be 0 by chance
+        floor = 2.0**-22 * float(inputs[2].abs().max()) if inputs[2].numel() else 0.0
+        for error, of_eager in zip(errors(group.queries(out), ref.out), errors(eager, ref.out)):
+            assert error <= max(factor * of_eager, floor), (error, of_eager, floor)
         found, expected = group.lse(lse).double(), ref.softmax_lse
         assert torch.equal(found == math.inf, expected == math.inf)
         seen = expected != math.inf
@@ -121,16 +125,17 @@ STREAM_K = {
 STREAM_K_VARIANTS = [v["name"] for v in volta_fa.info()["variants"] if v["pass"] == "ForwardSplitStreamK"]
 
 
-def force_stream_k(force, gpu: str):
+@pytest.fixture
+def stream_k(gpu, force):
+    """Makes the planner take stream-K kernels, whose grid splits the keys of row tiles (a block's query rows) among blocks. The last block
+    of a tile combines the splits."""
     family = {"v100": "volta", "t4": "turing"}[gpu]
     force(choices=[{"pass": "ForwardSplitStreamK", "variant": name} for name in STREAM_K_VARIANTS if name.startswith(family)])
 
 
 @pytest.mark.parametrize("name", STREAM_K)
 @on("sim-fp32")
-def test_stream_k(backend, gpu, force, name):
-    """A grid splits the keys of row tiles (a block's query rows) among blocks, and the last block of a tile combines them."""
-    force_stream_k(force, gpu)
+def test_stream_k(backend, stream_k, name):
     (q, k, v, _), options = STREAM_K[name].problem(backend)
     launches = backend.launches(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), "launches")
     assert any(launch["kernel"] in STREAM_K_VARIANTS for launch in launches)
@@ -139,16 +144,14 @@ def test_stream_k(backend, gpu, force, name):
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e30])
 @on("sim-fp32")
-def test_stream_k_of_any_magnitude(backend, gpu, force, magnitude):
-    force_stream_k(force, gpu)
+def test_stream_k_of_any_magnitude(backend, stream_k, magnitude):
     check(backend, Case(40, 150, 512, batch=1, nheads=1), change=lambda q, k, v: (q, k, v * magnitude))
     check(backend, Case(40, 150, 512, batch=1, nheads=1), change=lambda q, k, v: (q * magnitude, k / magnitude, v))
 
 
 @on("sim-fp32")
-def test_stream_k_does_not_depend_on_the_order_of_blocks(backend, gpu, force, monkeypatch):
+def test_stream_k_does_not_depend_on_the_order_of_blocks(backend, stream_k, monkeypatch):
     """Four host threads simulate blocks in different orders, so different blocks combine the splits: results are bitwise identical."""
-    force_stream_k(force, gpu)
     (q, k, v, _), options = Case(100, 200, 512, batch=1, nheads=2, spread=2.0).problem(backend)
     expected = backend.forward(q, k, v, **options)
     monkeypatch.setenv("VOLTA_FA_SIM_THREADS", "4")
@@ -185,6 +188,7 @@ def test_the_plan_of_a_vae_in_reduced_precision():
     assert planned["name"] == "volta_fwd_streamk_fp32_output_512x512"
 
 
+#: Problems whose values lie near 1.
 MEANS = [
     *(Case(65, 150, d, is_causal=True) for d in (64, 128, 200, 512)),
     Case(0, 0, 72, lengths=((40, 61), (17, 0), (1, 33)), nheads=4, nheads_k=2),
@@ -205,10 +209,11 @@ def test_means_in_reduced_precision(backend, case, precision):
     v = 1 + v.abs() / 8
     out, _ = backend.forward(q, k, v, **options)
     for group in reference.groups(q, k, **options):
-        exact = reference.forward(group.queries(q), group.keys(k), group.keys(v), **group.options).out
+        exact = reference.forward(*group.inputs(q, k, v), **group.options).out
         assert reference.rms_error(group.queries(out), exact) <= 2.0**-13 or not exact.numel()
 
 
+#: Problems of the backward pass in both precisions, and more in full precision.
 GRADIENT_CASES = [
     Case(70, 90, 64),
     Case(130, 70, 128, nheads=4, nheads_k=2, is_causal=True),
@@ -219,8 +224,6 @@ GRADIENT_CASES = [
     Case(40, 50, 512),
     Case(24, 30, 64, window_left=9),
 ]
-
-
 FULL_GRADIENT_CASES = [
     *GRADIENT_CASES,
     Case(1, 33, 64),
@@ -239,12 +242,12 @@ def noise_of_delta(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse=None, **o
     Eager attention's softmax gradient is exact where one key has all of a row's probability, so its error is no fair limit there. A
     gradient of softmax_lse (`dlse`) adds no such error."""
     heads = lambda t: reference.tolerance.heads_first(t, q.shape[2])  # noqa: E731
-    ref, dropout_p = reference.forward(q, k, v, **options), options.get("dropout_p", 0.0)
-    given = heads(dout), heads(v), heads(reference.eager(q, k, v, **options))
-    exact = heads(dout.double()), heads(v.double()), heads(ref.out)
-    noise, right = (do @ vs.mT / reference.kept_share(dropout_p) - (do * out).sum(-1, keepdim=True) for do, vs, out in (given, exact))
+    ref, share = reference.forward(q, k, v, **options), reference.kept_share(options.get("dropout_p", 0.0))
+    in_fp32 = heads(dout), heads(v), heads(reference.eager(q, k, v, **options))
+    in_fp64 = heads(dout.double()), heads(v.double()), heads(ref.out)
+    found, right = (do @ vs.mT / share - (do * out).sum(-1, keepdim=True) for do, vs, out in (in_fp32, in_fp64))
     scale = options.get("softmax_scale")
-    ds = ref.probabilities * (noise - right) * (q.shape[3] ** -0.5 if scale is None else scale)
+    ds = ref.probabilities * (found - right) * (q.shape[3] ** -0.5 if scale is None else scale)
     of_keys = (ds.mT @ heads(q.double())).unflatten(1, (k.shape[2], -1)).sum(2)
     return (ds @ heads(k.double())).transpose(1, 2), of_keys.transpose(1, 2)
 
@@ -273,7 +276,7 @@ def gradients_of_groups(backend, case: Case, change, deterministic, dlse_too=Fal
     for found in backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **given):
         groups = reference.groups(q, k, reference.kept_by(state, q.shape[-2], **options), **options)
         for group in groups:
-            inputs = group.queries(dout), group.queries(q), group.keys(k), group.keys(v)
+            inputs = group.queries(dout), *group.inputs(q, k, v)
             own = group.options | ({"dlse": group.lse(dlse)} if dlse_too else {})
             parts = [group.queries(found[0]), group.keys(found[1]), group.keys(found[2])]
             parts += found[3:] if len(groups) == 1 else []
@@ -294,7 +297,7 @@ def check_gradients(backend, case: Case, change=lambda *inputs: inputs, determin
             if name == "dsinks":
                 floor = max(floor, FACTOR * noise_of_sinks(*inputs, **options))
             for error, allowed in zip(errors(part, exact), errors(of_eager, exact)):
-                assert error <= FACTOR * max(allowed, floor / FACTOR), (name, error, allowed, floor)
+                assert error <= max(FACTOR * allowed, floor), (name, error, allowed, floor)
 
 
 @on_cases((FP32_KERNELS, FULL_GRADIENT_CASES))
@@ -325,19 +328,17 @@ def test_gradients_in_reduced_precision(backend, case, deterministic, precision)
 def test_magnitudes(backend, mode, of_q, of_k, of_v, precision):
     """Magnitudes of fp32 do not overflow and keep their digits."""
     precision(mode)
-    case = Case(50, 130, 64, nheads=2)
     change = lambda q, k, v: (q * of_q, k * of_k, v * of_v)  # noqa: E731
-    out = check(backend, case, change, *((as_tf32, REDUCED_FACTOR) if mode == "high" else ()))
+    out = check(backend, Case(50, 130, 64, nheads=2), change, *((as_tf32, REDUCED_FACTOR) if mode == "high" else ()))
     assert out.isfinite().all()
 
 
 @on(*FP32_KERNELS)
 def test_rows_of_different_magnitudes(backend):
     """Rows of one tensor that differ by 1e6."""
-    case = Case(60, 60, 64)
     rows = torch.logspace(-6, 0, 60, device=backend.device)[None, :, None, None]
     for of_q, of_k in itertools.product((1.0, rows), repeat=2):
-        check(backend, case, lambda q, k, v: (q * of_q, k * of_k, v))
+        check(backend, Case(60, 60, 64), lambda q, k, v: (q * of_q, k * of_k, v))
 
 
 @on(*FP32_KERNELS)
@@ -354,7 +355,7 @@ def test_columns_of_v_of_different_magnitudes(backend):
 @on(*FP32_KERNELS)
 def test_rows_of_small_gradients(backend):
     """Rows whose dout is 1e-4 of the other rows' keep their digits, beside keys of their own."""
-    (q, k, v, dout), _ = Case(200, 200, 64, batch=1, nheads=1).problem(backend)
+    q, k, v, dout = Case(200, 200, 64, batch=1, nheads=1).inputs(backend)
     dout[:, 100:] *= 1e-4
     mask = torch.ones(200, 200, dtype=torch.bool, device=q.device)
     mask[:100, 100:] = mask[100:, :100] = False
@@ -369,8 +370,7 @@ def test_rows_of_small_gradients(backend):
 @on(*FP32_KERNELS)
 def test_more_digits_than_fp16(backend, precision):
     """Full precision has errors below 1e-5, reduced precision above 1e-4."""
-    case = Case(64, 64, 64)
-    q, k, v, _ = case.inputs(backend)
+    q, k, v, _ = Case(64, 64, 64).inputs(backend)
     ref = reference.forward(q, k, v).out
     full = reference.max_error(backend.forward(q, k, v)[0], ref)
     precision("high")
@@ -393,7 +393,7 @@ def test_magnitudes_of_gradients(backend, of_q, of_k, of_v, of_dout):
 def test_gradients_of_tiny_scores(backend):
     """In full precision, sums of two scaled fp16 numbers cannot represent scores of 1e-30, which become about 1e-5. That changes
     probabilities, and so gradients, by about as much: less than 1e-4."""
-    (q, k, v, dout), _ = Case(50, 130, 64, nheads=2).problem(backend)
+    q, k, v, dout = Case(50, 130, 64, nheads=2).inputs(backend)
     q = q * 1e-30
     out, lse = backend.forward(q, k, v)
     for found in backend.backward(dout, q, k, v, out, lse):
@@ -417,7 +417,7 @@ def test_gradient_of_softmax_lse(backend, case):
 @on(*FP32_KERNELS)
 def test_an_infinite_gradient_of_softmax_lse_stays_in_its_row(backend):
     """An infinite `dlse` of one row makes this row's dq infinite or NaN, and changes no other row of its tile."""
-    (q, k, v, dout), _ = Case(70, 70, 64, batch=1, nheads=1).problem(backend)
+    q, k, v, dout = Case(70, 70, 64, batch=1, nheads=1).inputs(backend)
     out, lse = backend.forward(q, k, v)
     dlse = torch.zeros_like(lse)
     expected = backend.backward(dout, q, k, v, out, lse, dlse=dlse)[0][0]
@@ -433,11 +433,11 @@ def test_block_masks_beside_several_launches(backend, gpu):
     """With two launches over keys, sums of dq stay in memory between them, and a row's list may have no block in one launch.
 
     A launch stores at most 2,048 tiles of 128 x 128 scores (src/plan/backward/plan.rs). Here 16 heads x 43 query tiles x 3 key tiles are
-    2,064. (A launch with fewer than 640 blocks of gradients might store more. 16 * 43 of dq alone are 688.)"""
+    2,064. (A launch with fewer than 640 blocks of gradients might store more. 16 * 43 of dq alone are 688.) The mask shows a few blocks."""
     case = Case(5504, 384, 16, batch=1, nheads=16, nheads_k=1)
     mask = torch.zeros(1, 1, case.seqlen_q, case.seqlen_k, dtype=torch.bool)
     mask[..., 128:256, 128:192] = mask[..., -128:-30, :64] = mask[..., -60:, 300:330] = True
-    seeing = [*range(128, 256), *range(case.seqlen_q - 128, case.seqlen_q)]
+    seeing = [*range(128, 256), *range(case.seqlen_q - 128, case.seqlen_q)]  # queries that see a key
     (q, k, v, dout), options = case.problem(backend)
     options |= block_masks.options_of(mask)
     out, lse = backend.forward(q, k, v, **options)
@@ -461,9 +461,6 @@ def test_a_graph_and_a_compiled_function_have_the_same_bits(backend, headdim):
         return (out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v)))
 
     expected = step(q, k, v)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(q, k, v)
     graph, found = captured(lambda: step(q, k, v))
     graph.replay()
     compiled = torch.compile(lambda q, k, v: torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0], backend="aot_eager", fullgraph=True)

@@ -15,6 +15,7 @@ import torch
 
 from conftest import BF16_KERNELS, GPUS, INFO, Case, check, on, on_cases
 
+#: Forward kernels at headdim 512 without further features, and the compute capability (70, 75) of their GPU.
 VARIANTS = {v["name"]: v["sm"] for v in INFO["variants"] if v["pass"] == "Forward" and v["headdim"] == 512 and not v["features"]}
 
 CASES = [
@@ -66,6 +67,7 @@ def forward_on_cpu(backend):
     backend.forward_on_cpu = True
 
 
+#: Lengths, headdims and masks; then options.
 SHAPES = [
     Case(1, 1, 264, batch=1),
     Case(130, 140, 512, nheads=2, nheads_k=1, batch=1, is_causal=True),
@@ -109,13 +111,14 @@ def test_stored(backend, case, gpu, forward_on_cpu):
 
 @on("sim", "cuda")
 def test_stored_gradient_of_lse(backend, gpu, forward_on_cpu):
+    """A gradient of softmax_lse (`dlse`) adds to dq and dk."""
     check(backend, *Case(40, 50, 264, batch=1).inputs(backend), dlse=backend.randn(1, 2, 40).float())
 
 
 @pytest.mark.parametrize("gpu", ["v100", pytest.param("t4", marks=pytest.mark.slow)], indirect=True)
 @on("sim", "cuda")
 def test_some_heads_and_keys_of_each_launch(backend, gpu, forward_on_cpu):
-    """1,200 empty sequences take up tiles of the limit, so each launch has one KV head and one of the three key tiles."""
+    """1,200 empty sequences take up tiles of a launch's limit, so each launch has one KV head and one of the three key tiles."""
     lengths = ((140, 300), *((0, 0),) * 1200, (20, 150))
     case = Case(lengths=lengths, headdim=264, headdim_v=16, nheads=2, is_causal=True)
     tensors, options = case.problem(backend)
@@ -126,9 +129,8 @@ def test_some_heads_and_keys_of_each_launch(backend, gpu, forward_on_cpu):
 @on("sim", "cuda")
 def test_stored_is_deterministic(backend, deterministic, gpu, forward_on_cpu):
     """In either mode dq, dk and dv have no atomics: kernels run in two orders give the same bits."""
-    case = Case(140, 270, 264, batch=1, nheads=2, nheads_k=1)
-    q, k, v, dout = case.inputs(backend)
-    out, lse = backend.forward(q, k, v, **case.options)
-    runs = backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **case.options)
+    q, k, v, dout = Case(140, 270, 264, batch=1, nheads=2, nheads_k=1).inputs(backend)
+    out, lse = backend.forward(q, k, v)
+    runs = backend.backward(dout, q, k, v, out, lse, deterministic=deterministic)
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other))

@@ -1,6 +1,7 @@
 """`import volta_fa` takes at most 50 ms beyond `import torch`, starts nothing, and has no import cycles. Also: two copies in one process.
 
-Two copies are a wheel and a copy from Hugging Face's hub. The first one loaded registers the ops; the other uses its library."""
+Two copies are a wheel and a copy from Hugging Face's hub. The first one loaded registers the ops; the other uses its library.
+`run_python` and `run_pieces` run a program in a process."""
 
 import ast
 import graphlib
@@ -17,6 +18,7 @@ from processes import run_pieces
 PACKAGE = Path(volta_fa.__file__).parent
 LIMIT_MS = 50
 RUNS = 5
+# Prints the milliseconds of the imports of torch and of volta_fa.
 TIMES = """
     import time
     times = [time.perf_counter()]
@@ -128,6 +130,7 @@ def test_a_copy_of_the_same_version_uses_the_loaded_library(copy, first):
 
 
 def test_another_version_is_refused(copy):
+    """The ImportError names both libraries, with their versions."""
     version = copy / "version.py"
     version.write_text(version.read_text().replace(volta_fa.__version__, "9.9.9"))
     ran = run_pieces("import volta_fa, copied", path=copy.parent)
@@ -137,7 +140,7 @@ def test_another_version_is_refused(copy):
 
 
 def test_a_second_library_registers_nothing(copy):
-    """PyTorch would abort the process."""
+    """If it registered the ops again, PyTorch would abort the process."""
     library = copy / Path(volta_fa.library_path()).relative_to(PACKAGE)
     ran = run_pieces(
         f"""

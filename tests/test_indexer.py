@@ -2,10 +2,10 @@
 
 logit[query, key] = sum over heads of weight[query, head] * relu(q[query, head] . k[key]) * scale[key]. Keys are fp8 codes (e4m3) of 128
 columns with one fp32 scale, in one tensor, or in pages where all codes of a page precede its scales ("block-major": 132 bytes per token).
-A query sees the keys from k_start to k_end. `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
+A query sees the keys from k_start to k_end. `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`).
+`backend.simulate()` makes the simulator run later calls; the fixture `gpu` runs a test for the simulated V100 and T4."""
 
-from __future__ import annotations
-
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from test_validation import refused
 from volta_fa import flash_mla, indexer
 
 indexer_logits = torch.ops.volta_fa.indexer_logits
+# of int32
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 KERNELS = [*FP16_KERNELS, *BF16_KERNELS]
 BACKENDS = [*CPU, *KERNELS]
@@ -48,22 +49,24 @@ class Case:
 
 @dataclass
 class Problem:
+    """The operator's tensors and options, and what `exact` computes the expected logits of."""
+
     q: Tensor
     k: Tensor
     weights: Tensor
     k_end: Tensor
     options: dict
-    #: (batch, columns, 128) codes in fp64, (batch, columns) scales, and which keys (batch, seqlen_q, columns) each query sees
-    codes: Tensor
-    scales: Tensor
-    seen: Tensor
+    codes: Tensor  # (batch, columns, 128) fp64
+    scales: Tensor  # (batch, columns) fp64
+    seen: Tensor  # (batch, seqlen_q, columns) bool: which keys each query sees
 
     def run(self) -> Tensor:
         return indexer_logits(self.q, self.k, self.weights, self.k_end, **self.options)
 
 
 def block_major(codes: Tensor, scales: Tensor, generator) -> Tensor:
-    """Returns pages as vLLM writes them, from codes (pages, page_size, 128) and scales (pages, page_size), a byte at a time."""
+    """Returns pages as vLLM writes them, (pages, page_size, 1, 132) bytes, from codes (pages, page_size, 128) and scales (pages,
+    page_size)."""
     pages, page_size, _ = codes.shape
     # pages are further apart than their bytes, and what lies between them is noise
     memory = torch.randint(0, 256, (pages, page_size * 132 + 16 + -page_size * 132 % 16), dtype=torch.uint8, generator=generator)
@@ -75,64 +78,64 @@ def block_major(codes: Tensor, scales: Tensor, generator) -> Tensor:
     return memory[:, : page_size * 132].unflatten(1, (page_size, 1, 132))
 
 
-def draw(backend, case: Case) -> Problem:
-    """Returns random tensors of a case: keys contiguous or in pages in random order, as fp8 codes with a scale per key."""
-    g = torch.Generator().manual_seed(backend.seed)
-    batch, seqlen_q, columns = case.batch, case.seqlen_q, case.columns
+def spoiled(numbers: Tensor, case: Case, values, g: torch.Generator) -> Tensor:
+    """Returns the numbers, in a hostile case with 30% of them replaced by these values."""
+    if not case.hostile:
+        return numbers
+    replaced = torch.rand(numbers.shape, generator=g) < 0.3
+    return numbers.where(~replaced, torch.tensor(values)[torch.randint(0, len(values), numbers.shape, generator=g)])
 
-    def normal(*sizes):
-        return torch.randn(*sizes, generator=g)
 
-    def ints(low, high, *sizes):
-        numbers = torch.randint(low, high, sizes, generator=g)
-        if case.hostile:
-            values = torch.tensor([INT_MIN, INT_MAX, -1, columns + 1, INT_MIN + 3])
-            replaced = torch.rand(sizes, generator=g) < 0.3
-            numbers = numbers.where(~replaced, values[torch.randint(0, len(values), sizes, generator=g)])
-        return numbers.int()
-
-    q = normal(batch, seqlen_q, case.heads, 128) * case.magnitude
-    q = q.to(torch.float8_e4m3fn if case.fp8 else backend.dtype)
-    weights = normal(batch, seqlen_q, case.heads) / case.magnitude
-    options: dict = {"clean_logits": case.clean}
+def draw_keys(case: Case, g: torch.Generator, device) -> tuple[Tensor, dict, Tensor, Tensor, Tensor]:
+    """Returns k and its options; and (batch, columns): codes and scales in fp64, and whether there is a key. Pages are in random order."""
+    columns, options = torch.arange(case.columns), {}
     if case.page_size:
-        room = -(-columns // case.page_size)
-        pages = batch * room + 3
+        room = -(-case.columns // case.page_size)  # pages of a sequence
+        pages = case.batch * room + 3
         rows, shape = pages * case.page_size, (pages, case.page_size)
-        table = torch.randperm(pages, generator=g)[: batch * room].view(batch, room)
-        if case.hostile:
-            replaced = torch.rand(table.shape, generator=g) < 0.3
-            table = table.where(~replaced, torch.tensor([-1, INT_MIN, INT_MAX, pages])[torch.randint(0, 4, table.shape, generator=g)])
-        position = torch.arange(columns)
-        page = table[:, position // case.page_size]
-        missing = (page < 0) | (page >= pages)
-        place = page.where(~missing, 0) * case.page_size + position % case.page_size
+        table = torch.randperm(pages, generator=g)[: case.batch * room].view(case.batch, room)
+        table = spoiled(table, case, [-1, INT_MIN, INT_MAX, pages], g)
+        page = table[:, columns // case.page_size]
+        exists = (page >= 0) & (page < pages)
+        place = page.where(exists, 0) * case.page_size + columns % case.page_size
+        options = {"block_table": table.int().to(device), "max_seqlen_k": case.columns}
     else:
-        rows, shape = columns, (columns,)
-        place = torch.arange(columns).expand(batch, -1)
-        missing = torch.zeros(batch, columns, dtype=torch.bool)
-    x = normal(rows, 128) * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=g))
+        rows, shape = case.columns, (case.columns,)
+        place = columns.expand(case.batch, -1)
+        exists = torch.ones(case.batch, case.columns, dtype=torch.bool)
+    x = torch.randn(rows, 128, generator=g) * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=g))
     scales = x.abs().amax(-1) / 448  # e4m3's largest number
     codes = (x / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    if case.page_size:
-        k = block_major(codes.view(*shape, 128), scales.view(shape), g)
-        options |= {"block_table": table.int().to(backend.device), "max_seqlen_k": columns}
-    else:
-        k = codes
-        options["k_scales"] = scales.to(backend.device)
-    query = torch.arange(seqlen_q)
-    if case.causal:
-        k_end = ints(0, columns + 1, batch)
-        end = k_end.long().clamp(min=0).unsqueeze(1) - (seqlen_q - 1 - query)
-        start = torch.zeros(batch, seqlen_q, dtype=torch.long)
+    if not case.page_size:
+        options["k_scales"] = scales.to(device)
+    k = block_major(codes.view(*shape, 128), scales.view(shape), g) if case.page_size else codes
+    return k.to(device), options, codes.double()[place], scales.double()[place], exists
+
+
+def draw(backend, case: Case) -> Problem:
+    """Returns random tensors of a case."""
+    g, device = torch.Generator().manual_seed(backend.seed), backend.device
+    batch, seqlen_q, columns = case.batch, case.seqlen_q, case.columns
+
+    def ints(low, high, *sizes):
+        lengths = torch.randint(low, high, sizes, generator=g)
+        return spoiled(lengths, case, [INT_MIN, INT_MAX, -1, columns + 1, INT_MIN + 3], g).int()
+
+    q = torch.randn(batch, seqlen_q, case.heads, 128, generator=g) * case.magnitude
+    q = q.to(torch.float8_e4m3fn if case.fp8 else backend.dtype)
+    weights = torch.randn(batch, seqlen_q, case.heads, generator=g) / case.magnitude
+    k, options, codes, scales, exists = draw_keys(case, g, device)
+    if case.causal:  # query i of n sees the keys before k_end - (n - 1 - i)
+        k_end, start = ints(0, columns + 1, batch), torch.zeros(batch, seqlen_q, dtype=torch.long)
+        end = k_end.long().clamp(min=0).unsqueeze(1) - (seqlen_q - 1 - torch.arange(seqlen_q))
     else:
         k_end, k_start = ints(columns // 2, columns + 1, batch, seqlen_q), ints(0, columns // 2 + 1, batch, seqlen_q)
         end, start = k_end.long(), k_start.long()
-        options["k_start"] = k_start.to(backend.device)
+        options["k_start"] = k_start.to(device)
     position = torch.arange(columns)
-    seen = (position >= start.unsqueeze(-1)) & (position < end.unsqueeze(-1)) & ~missing.unsqueeze(1)
-    arguments = (t.to(backend.device) for t in (q, k, weights, k_end))
-    return Problem(*arguments, options, codes.double()[place], scales.double()[place], seen)
+    seen = (position >= start.unsqueeze(-1)) & (position < end.unsqueeze(-1)) & exists.unsqueeze(1)
+    options["clean_logits"] = case.clean
+    return Problem(q.to(device), k, weights.to(device), k_end.to(device), options, codes, scales, seen)
 
 
 def exact(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -148,6 +151,7 @@ def exact(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def check(problem: Problem, found: Tensor):
+    """Compares logits with `exact`."""
     logits, (expected, size) = found.cpu().double(), exact(problem)
     assert found.dtype == torch.float32 and found.shape == expected.shape
     if problem.options["clean_logits"]:
@@ -200,16 +204,13 @@ def test_more_tiles_than_threads(backend):
 
 @on("sim", "cuda")
 def test_a_logit_depends_on_its_query_and_key_alone(gpu, backend):
-    """Queries of a prompt have large tiles, and one alone has a small one."""
+    """Queries of a prompt have large tiles, and one alone has a small one: the bits are the same."""
     problem = draw(backend, Case(64, 1, 8, 300, page_size=64, fp8=True))
     together = run(backend, problem)
     for i in range(8):
         own = slice(i, i + 1)
-        options = {**problem.options, "k_start": problem.options["k_start"][:, own]}
-        alone = Problem(
-            problem.q[:, own], problem.k, problem.weights[:, own], problem.k_end[:, own], options, problem.codes, problem.scales,
-            problem.seen[:, own],
-        )  # fmt: skip
+        alone = dataclasses.replace(problem, **{name: getattr(problem, name)[:, own] for name in ("q", "weights", "k_end", "seen")})
+        alone.options = {**problem.options, "k_start": problem.options["k_start"][:, own]}
         assert_same_bits("logits", run(backend, alone), together[:, own])
 
 
@@ -224,7 +225,7 @@ def test_keys_beyond_2_gib(backend):
     keys[first:] = torch.randint(0, 120, (count - first, 128), device=backend.device).to(torch.uint8)
     q, weights = backend.randn(1, 1, 64, 128), backend.randn(1, 1, 64).float()
     ends = {"k_start": backend.ints([first]).view(1, 1), "k_scales": torch.ones(count, device=backend.device), "clean_logits": False}
-    logits = torch.ops.volta_fa.indexer_logits(q, keys, weights, backend.ints([count]).view(1, 1), **ends)[0, 0, first:]
+    logits = indexer_logits(q, keys, weights, backend.ints([count]).view(1, 1), **ends)[0, 0, first:]
     scores = q[0, 0].double() @ keys[first:].view(torch.float8_e4m3fn).double().T
     expected = (scores.clamp(min=0) * weights[0, 0].double().unsqueeze(1)).sum(0)
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -232,13 +233,12 @@ def test_keys_beyond_2_gib(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_what_is_not_seen_is_not_used(gpu, backend, page_size):
-    """NaN in all other tokens, and the result keeps its bits."""
+def test_tokens_that_no_query_sees_may_hold_nan(gpu, backend, page_size):
+    """NaN in their codes and scales changes no bit of the result."""
     problem = draw(backend, Case(64, 2, 3, 100, page_size=page_size, fp8=True))
     problem.options["k_start"].fill_(30)
     problem.k_end.copy_(torch.tensor([[31, 70, 50], [60, 1, 90]]))
-    problem.seen = torch.arange(100) >= 30
-    problem.seen = problem.seen & (torch.arange(100) < problem.k_end.cpu().unsqueeze(-1))
+    problem.seen = (torch.arange(100) >= 30) & (torch.arange(100) < problem.k_end.cpu().unsqueeze(-1))
     expected = run(backend, problem)
     check(problem, expected)
     if page_size:
@@ -278,6 +278,7 @@ def test_a_code_of_nan(gpu, backend):
 @on("cpu-fp32", "sim", "cuda")
 @pytest.mark.parametrize("which", ["q", "k", "k_scales", "weights", "numbers", "pages off 16 bytes", "no keys", "no pages", "no queries"])
 def test_layouts(backend, which):
+    """Strided tensors, start and end per query ("numbers") with strides, pages that do not begin at 16 bytes, and empty tensors."""
     paged = which in ("pages off 16 bytes", "no pages")
     problem = draw(backend, Case(64, 2, 3, 70, page_size=16 if paged else 0))
     if which == "q":
@@ -326,7 +327,7 @@ def test_a_table_of_fewer_tokens_than_columns(gpu, backend):
 
 @on("cpu-fp32", "sim")
 def test_nothing_is_read_on_the_host(backend):
-    """As CUDA graphs need it."""
+    """Neither the operator nor `topk_indices` reads a value, which a CUDA graph forbids."""
     problem = draw(backend, CASES[3])
     backend.simulate()
 
@@ -413,6 +414,7 @@ def test_top_tokens(backend):
         assert (out == 1).all()
 
 
+#: Right arguments with keys in one tensor (ROWS) and in pages; then wrong ones by name: what replaces them, and words of the error.
 INTS = torch.zeros(2, 3, dtype=torch.int32)
 ROWS = {
     "q": torch.zeros(2, 3, 4, 128), "k": torch.zeros(70, 128).to(torch.float8_e4m3fn), "weights": torch.zeros(2, 3, 4),

@@ -1,8 +1,8 @@
 """The embedded kernels: which family a GPU runs, the libraries' size, and the PTX's version.
 
-A family (volta, turing) has kernels in machine code for its GPUs, and in PTX, which newer GPUs' drivers compile. `INFO["variants"]` lists
-the kernels. `CORE` is the library that embeds them, `LIBRARY` the shim for this torch. tools/compare_kernels.py compares the machine code
-of two libraries. tests/kernels.rs checks parameters, registers and spills.
+A family (volta, turing) has kernels in machine code for its GPUs ("native"), and in PTX, which newer GPUs' drivers compile.
+`INFO["variants"]` lists the kernels. `CORE` is the library that embeds them, `LIBRARY` the shim for this torch. tools/compare_kernels.py
+compares the machine code of two libraries. tests/kernels.rs checks parameters, registers and spills.
 """
 
 import dataclasses
@@ -22,23 +22,25 @@ from conftest import CORE, INFO, LIBRARY, REPOSITORY, need
 
 
 def plan(headdim=64, **arguments):
+    """Returns the plan of a call: batch 1, 500 queries and keys, 8 heads, not causal. `major`, `minor`: the GPU, else a V100."""
     return json.loads(torch.ops.volta_fa._plan(1, 500, 500, 8, 8, headdim, headdim, False, **arguments))
+
+
+def backward_kernels(planned, what):
+    """Returns this property of the plan's three kernels of the backward pass."""
+    return [planned["backward"][kernel][what] for kernel in ("preprocess", "main", "postprocess")]
 
 
 def test_the_plan_shows_kernels_for_features_and_modes():
     assert plan()["forward"]["features"] == []
     found = plan(features="alibi,dropout", deterministic=True)
     assert {"alibi", "dropout"} <= set(found["forward"]["features"])
-    assert [found["backward"][k]["pass"] for k in ("preprocess", "main", "postprocess")] == [
-        "BackwardPreprocess",
-        "Backward",
-        "BackwardPostprocess",
-    ]
+    assert backward_kernels(found, "pass") == ["BackwardPreprocess", "Backward", "BackwardPostprocess"]
     # one launch, in which each of the 4 blocks of 128 keys has an accumulator of dq of its own
     assert (found["backward"]["main_launches"], found["backward"]["dq_accum_splits"], found["backward"]["tail"]) == (1, 4, None)
-    found = plan(deterministic=True, major=7, minor=5)["backward"]
-    assert [found[k]["pass"] for k in ("preprocess", "main", "postprocess")] == ["BackwardPreprocess", "BackwardDkDv", "BackwardDq"]
-    assert (found["main_launches"], found["dq_accum_splits"]) == (1, 0)
+    found = plan(deterministic=True, major=7, minor=5)
+    assert backward_kernels(found, "pass") == ["BackwardPreprocess", "BackwardDkDv", "BackwardDq"]
+    assert (found["backward"]["main_launches"], found["backward"]["dq_accum_splits"]) == (1, 0)
     assert "fp32_gradients" in plan(features="fp32_gradients")["backward"]["postprocess"]["features"]
     found = plan(features="fp32_bias")
     assert found["mode"]["features"] == ["bias", "fp32_bias"] and "fp32_bias" in found["forward"]["features"]
@@ -48,6 +50,7 @@ def test_the_plan_shows_kernels_for_features_and_modes():
 
 
 def test_the_choice_of_families_can_be_restricted(monkeypatch):
+    """VOLTA_FA_FAMILY names the family that GPUs run. Another name is an error of every call."""
     need("sim")
     monkeypatch.setenv("VOLTA_FA_FAMILY", "volta")
     assert json.loads(torch.ops.volta_fa._families(9, 0)) == [{"name": "volta", "native": False}]
@@ -60,16 +63,14 @@ def test_the_choice_of_families_can_be_restricted(monkeypatch):
             call()
 
 
-COMPARE = REPOSITORY / "tools" / "compare_kernels.py"
-
-
 def test_a_library_compared_with_itself():
-    ran = subprocess.run([sys.executable, COMPARE, CORE, CORE], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "tools/compare_kernels.py", CORE, CORE], cwd=REPOSITORY, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == f"{len(INFO['variants'])} kernels have the same machine code, 0 do not\n"
 
 
 def test_compared_kernels_differ_by_a_bit():
+    """`difference` finds a changed bit of machine code or a changed number of registers. With nvdisasm it shows the first instructions."""
     found = compare_kernels.kernels(CORE)
     assert {name: kernel.registers for name, kernel in found.items()} == {v["name"]: v["registers"] for v in INFO["variants"]}
     kernel = found["volta_fwd_64x64"]
@@ -86,37 +87,33 @@ def test_compared_kernels_differ_by_a_bit():
 
 
 def test_library_size():
+    """At most 40 MiB, core and shim."""
     assert os.path.getsize(CORE) + os.path.getsize(LIBRARY) <= 40 * 2**20
 
 
+def families(major, minor):
+    """Returns (family, whether its machine code is native) of a GPU, the preferred family first."""
+    return [(family["name"], family["native"]) for family in json.loads(torch.ops.volta_fa._families(major, minor))]
+
+
 def test_gpus_without_turings_kernels():
-    for capability, expected in (
-        ((6, 1), []),
-        ((7, 0), [{"name": "volta", "native": True}]),
-        ((7, 2), [{"name": "volta", "native": True}]),
-    ):
-        assert json.loads(torch.ops.volta_fa._families(*capability)) == expected
+    assert families(6, 1) == []
+    assert families(7, 0) == families(7, 2) == [("volta", True)]
 
 
 @pytest.mark.parametrize("major, minor", [(7, 5), (8, 0), (9, 0)])
 def test_turing_is_taken_where_it_has_kernels(major, minor):
-    """The families as they are: Turing's kernels are preferred from its own GPUs on, forward at every headdim and backward. Volta's kernels
-    through PTX would give the same results many times slower."""
-    found = json.loads(torch.ops.volta_fa._families(major, minor))
-    assert [f["name"] for f in found] == ["turing", "volta"]
-    assert found[0]["native"] == ((major, minor) == (7, 5))
-    assert not found[1]["native"]
+    """Turing's kernels are preferred from its own GPUs on, forward at every headdim and backward. Volta's kernels through PTX would give
+    the same results many times slower."""
+    assert families(major, minor) == [("turing", (major, minor) == (7, 5)), ("volta", False)]
     for headdim in (8, 72, 256, 264, 512):
-        chosen = plan(headdim, major=major, minor=minor)
-        assert chosen["forward"]["family"] == "turing"
+        assert plan(headdim, major=major, minor=minor)["forward"]["family"] == "turing"
     for headdim in (256, 512):
         whole = plan(headdim, major=major, minor=minor, features="varlen,sinks,softcap,alibi,bias,fp32_bias,dropout")
         assert whole["forward"]["family"] == "turing"
     for headdim in (64, 72, 256):
         for mode in ({}, {"deterministic": True}, *({"features": f} for f in ("dropout", "block_mask", "block_mask,softcap"))):
-            chosen = plan(headdim, major=major, minor=minor, **mode)
-            kernels = [chosen["backward"][name] for name in ("preprocess", "main", "postprocess")]
-            assert {kernel["family"] for kernel in kernels} == {"turing"}
+            assert {*backward_kernels(plan(headdim, major=major, minor=minor, **mode), "family")} == {"turing"}
 
 
 # ---- the PTX's version: each kernel names the lowest one that it needs, so that old drivers accept it ---------------------

@@ -2,9 +2,9 @@
 
 A list has `topk` numbers of blocks of `kv_block` tokens, unsorted, perhaps repeated; a -1 ends it. There is one list per query, or one per
 query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them.
-`on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
-
-from __future__ import annotations
+`Cached(lengths, ...)` is a problem with a cache: lengths are (queries, cached tokens, appended tokens) of each sequence. `run` (of
+test_kvcache.py) calls fwd_kvcache; `draw` and `latents` (of test_mla.py) make problems of fwd_mla, whose cache holds latents.
+`on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `backend.simulate()` makes the simulator run later calls."""
 
 import dataclasses
 import random
@@ -52,13 +52,12 @@ def lists(problem, selected: Selected, seed=0) -> list[list[list[list[int]]]]:
     blocks = -(-capacity(problem) // selected.block)
 
     def one(seqlen_k):
-        own = max(-(-seqlen_k // selected.block), 1)
+        own = max(-(-seqlen_k // selected.block), 1)  # blocks with tokens of the sequence
         wanted = source.sample(range(own), min(own, source.randint(1, selected.topk)))
         wanted += [source.randrange(blocks)] * source.randint(0, 1) + wanted[:1] * source.randint(0, 1)
         source.shuffle(wanted)
-        wanted = wanted[: selected.topk]
         after = [-1, *(source.randrange(-1, blocks) for _ in range(selected.topk))]
-        return (wanted + after)[: selected.topk]
+        return (wanted[: selected.topk] + after)[: selected.topk]
 
     return [[[one(end) for _ in range(selected.heads)] for _ in range(n)] for (n, _, _), end in zip(case.lengths, case.ends)]
 
@@ -74,15 +73,14 @@ def with_lists(problem, selected: Selected, of_sequences):
 
 def visible(selected: Selected, of_queries, seqlen_k: int, is_causal: bool) -> torch.Tensor:
     """Returns (1, nheads, seqlen_q, seqlen_k) bool: the keys in a query's blocks before its first -1, which are causal if asked."""
-    case, seqlen_q = selected.case, len(of_queries)
+    case, seqlen_q, key = selected.case, len(of_queries), torch.arange(seqlen_k)
     found = torch.zeros(1, case.nheads, seqlen_q, seqlen_k, dtype=torch.bool)
     for i, of_heads in enumerate(of_queries):
         for head in range(case.nheads):
             blocks = of_heads[head * len(of_heads) // case.nheads]
             blocks = blocks[: blocks.index(-1)] if -1 in blocks else blocks
-            for key in range(seqlen_k):
-                found[0, head, i, key] = key // selected.block in blocks and (not is_causal or key <= i + seqlen_k - seqlen_q)
-    return found
+            found[0, head, i] = torch.isin(key // selected.block, torch.tensor(blocks, dtype=torch.int64))
+    return found & (key <= torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q) if is_causal else found
 
 
 def check(backend, selected: Selected):
@@ -114,10 +112,12 @@ def check(backend, selected: Selected):
 
 
 def cached(n, *tokens, **options) -> Cached:
+    """Returns a problem of sequences of these cached tokens, with n queries each."""
     return Cached(tuple((n, t, 0) for t in tokens), **options)
 
 
-#: Kernels read these in place: the block divides the page or entry, or the page the block, or both are multiples of 16.
+#: Problems with the tokens of a block, and topk. Kernels read the tokens in place: the block divides the page or entry, or the page the
+#: block, or both are multiples of 16.
 IN_PLACE = [
     Selected(cached(1, 300, 70, 0, 1, page=64), 64, 4),
     Selected(cached(3, 300, 70, 3, page=128, nheads=8, nheads_k=2), 64, 3),
@@ -152,6 +152,7 @@ COPIED = [
 
 
 def of_latents(n, *tokens, **options) -> Cached:
+    """Returns the same as `cached` with a cache of latents."""
     return latents([(n, t) for t in tokens], latents=True, **options)
 
 
@@ -180,6 +181,7 @@ def test_against_fp64(backend, case):
 @pytest.mark.parametrize("block", [1, 64])
 @pytest.mark.parametrize("topk", [0, 3])
 def test_queries_without_a_block(backend, block, topk):
+    """out is 0, and softmax_lse is the sink."""
     problem = cached(2, 100, 5, page=64, nheads=4, sinks="own").problem(backend)
     problem.options |= {"kv_indices": problem.q.new_full((2, 2, 1, topk), -1, dtype=torch.int32), "kv_block": block}
     out, lse, *_ = run(backend, problem)
@@ -189,7 +191,7 @@ def test_queries_without_a_block(backend, block, topk):
 
 @on("sim", "cuda")
 @pytest.mark.parametrize("block", [1, 64])
-def test_what_is_wrong_becomes_nan_without_a_check(backend, block):
+def test_unchecked_values_become_nan(backend, block):
     """Invalid lengths, and invalid pages of selected blocks, make their sequence NaN and change no bit of others."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     case = cached(1, 100, 100, 100, page=64, nheads=4)
@@ -229,6 +231,7 @@ def tensor(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
 
 
+#: Wrong options by name: of a call with 2 x 3 queries, 4 heads on 2, lists of 4 blocks of 4 tokens; and words of the error.
 REFUSED = {
     "dtype": ({"kv_indices": tensor(2, 3, 1, 4, dtype=torch.int64)}, ["kv_indices: got dtype torch.int64", "torch.int32"]),
     "rank": ({"kv_indices": tensor(2, 3, 4)}, ["kv_indices: got shape (2, 3, 4)", "(batch, seqlen_q, heads, topk)"]),
@@ -247,9 +250,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @on("cpu-fp32", "sim")
-def test_refusals(backend, name):
+def test_wrong_options_are_refused(backend, name):
     backend.simulate()
     problem = cached(3, 200, 9, nheads=4, nheads_k=2).problem(backend)
+    # 16 pages of 16 tokens: 64 blocks
     problem.options["block_table"] = torch.nn.functional.pad(problem.options["block_table"], (0, 16))[:, :16].contiguous()
     options, words = REFUSED[name]
     options = problem.options | {"kv_indices": tensor(2, 3, 1, 4), "kv_block": 4} | options
