@@ -158,7 +158,7 @@ SHAPES = [  # of q and k, in the right order
     ((1, 5, 32, 16), (1, 5, 32, 16)),  # a short prompt
     ((1, 5, 128, 16), (1, 5, 8, 16)),  # the same of many heads, grouped
     ((1, 1, 128, 16), (1, 200, 128, 16)),  # decoding
-    ((1, 80, 160, 16), (1, 77, 80, 16)),  # no numbers of heads
+    ((1, 80, 160, 16), (1, 77, 80, 16)),  # heads first, 77 KV heads would not divide 80 heads
 ]
 """
 SWAPPED = "call((1, 2, 100, 16), (1, 2, 100, 16))\n"
@@ -172,6 +172,7 @@ LAYOUTS = {
     "the operator": ("call((1, 8, 256, 16), (1, 8, 256, 16), torch.ops.volta_fa.fwd)", "", "256 heads"),
     "FlashAttention 3": ("call((1, 8, 256, 16), (1, 8, 256, 16), fa3.flash_attn_func)", "", "256 heads"),
     "silenced": (SWAPPED, "0", None),
+    # only a process's first 100 calls are checked
     "later calls": ("for _ in range(100): call((1, 100, 2, 16), (1, 100, 2, 16))\n" + SWAPPED, "", None),
 }
 
