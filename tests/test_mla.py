@@ -273,6 +273,11 @@ def scales(arguments):
     return torch.ones(arguments["latent_cache"].shape[:3], device=arguments["q"].device)
 
 
+def in_int8(arguments, **changes):
+    """Returns changes that make the cache int8, and others."""
+    return {"latent_cache": codes(arguments, torch.int8), "latent_scale": scales(arguments), **changes}
+
+
 def compare_with_fp32(arguments, magnitude=1.0):
     """Compares a call with the same in fp32 on the CPU. `magnitude`: of out. Returns out in fp32."""
     out, lse = (t.cpu() for t in fwd_mla(**arguments))
@@ -320,13 +325,10 @@ WRONG = {
     "int8 without scale": (lambda a: {"latent_cache": codes(a, torch.int8)}, ["latent_scale: got None", "one for each token"]),
     "int4": (lambda a: {"latent_cache": codes(a, torch.uint8)}, ["latent_cache: got dtype torch.uint8", "torch.int8, torch.float8_e5m2"]),
     "scale of fp16": (lambda a: {"latent_scale": scales(a)}, ["latent_scale: got a tensor", "not quantized"]),
-    "scale dtype": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a).double()}, ["latent_scale: got dtype"]),
-    "scale shape": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a)[..., 0]}, ["latent_scale: got shape"]),
-    "scale value": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": -scales(a)}, ["latent_scale: got -1", "from 0 on"]),
-    "descale of int8": (
-        lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a), "latent_descale": scales(a)[0, :1, 0]},
-        ["latent_descale: got a tensor", "int8"],
-    ),
+    "scale dtype": (lambda a: in_int8(a, latent_scale=scales(a).double()), ["latent_scale: got dtype"]),
+    "scale shape": (lambda a: in_int8(a, latent_scale=scales(a)[..., 0]), ["latent_scale: got shape"]),
+    "scale value": (lambda a: in_int8(a, latent_scale=-scales(a)), ["latent_scale: got -1", "from 0 on"]),
+    "descale of int8": (lambda a: in_int8(a, latent_descale=scales(a)[0, :1, 0]), ["latent_descale: got a tensor", "int8"]),
     "descale shape": (
         lambda a: {"latent_cache": codes(a, torch.float8_e5m2), "latent_descale": scales(a)[0, :3, 0]},
         ["latent_descale: got shape (3)", "(batch, nheads_k)"],

@@ -61,16 +61,10 @@ TENSORS = {
     "no KV heads": (lambda a: {"k": a["k"][:, :, :0], "v": a["v"][:, :, :0]}, ["q: got nheads 6", "nheads_k 0"]),
     "k headdim": (lambda a: {"k": a["k"][..., :32]}, ["k: got headdim 32", "headdim 64"]),
     "headdim 0": (lambda a: {"q": a["q"][..., :0], "k": a["k"][..., :0]}, ["q: got headdim 0", "1 to 512"]),
-    "headdim 520": (
-        lambda a: {"q": a["q"].repeat(1, 1, 1, 9)[..., :520], "k": a["k"].repeat(1, 1, 1, 9)[..., :520]},
-        ["q: got headdim 520", "1 to 512"],
-    ),
+    "headdim 520": (lambda a: {n: a[n].repeat(1, 1, 1, 9)[..., :520] for n in "qk"}, ["q: got headdim 520", "1 to 512"]),
     "headdim_v 0": (lambda a: {"v": a["v"][..., :0]}, ["v: got headdim 0", "1 to 512"]),
     "headdim_v 544": (lambda a: {"v": a["v"].repeat(1, 1, 1, 17)}, ["v: got headdim 544", "1 to 512"]),
-    "q last dimension": (
-        lambda a: {"q": a["q"].transpose(2, 3).contiguous().transpose(2, 3)},
-        ["q: got stride 6", "contiguous last dimension"],
-    ),
+    "q last dimension": (lambda a: {"q": a["q"].mT.contiguous().mT}, ["q: got stride 6", "contiguous last dimension"]),
     "k every other": (lambda a: {"k": a["k"].repeat(1, 1, 1, 2)[..., ::2]}, ["k: got stride 2", "contiguous last dimension"]),
     "v expanded": (lambda a: {"v": a["v"][..., :1].expand(2, 12, 3, 32)}, ["v: got stride 0", "contiguous last dimension"]),
 }
@@ -237,10 +231,7 @@ PACKED = {
     "cu_seqlens_k dtype": (lambda a: {"cu_seqlens_k": a["cu_seqlens_k"].float()}, ["cu_seqlens_k: got", "torch.float32", "torch.int32"]),
     "cu_seqlens_q rank": (lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][None]}, ["cu_seqlens_q: got shape (1, 4)", "(batch + 1,)"]),
     "cu_seqlens_k length": (lambda a: {"cu_seqlens_k": a["cu_seqlens_k"][:3]}, ["cu_seqlens_k: got shape (3)", "here (4,)"]),
-    "cu_seqlens_q strided": (
-        lambda a: {"cu_seqlens_q": torch.stack([a["cu_seqlens_q"]] * 2, 1)[:, 0]},
-        ["cu_seqlens_q: got stride 2", "contiguous"],
-    ),
+    "cu_seqlens_q strided": (lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].repeat(2)[::2]}, ["cu_seqlens_q: got stride 2", "contiguous"]),
     "no max_seqlen_q": (lambda a: {"max_seqlen_q": None}, ["max_seqlen_q: got None", "longest sequence"]),
     "no max_seqlen_k": (lambda a: {"max_seqlen_k": None}, ["max_seqlen_k: got None", "longest sequence"]),
     "max_seqlen_k negative": (lambda a: {"max_seqlen_k": -5}, ["max_seqlen_k: got -5"]),
@@ -444,36 +435,34 @@ def test_arguments_of_features(backend, good, name):
 
 # ---- backward -------------------------------------------------------------------------------------------------------
 
-#: Changes of arguments of bwd, each by a function of all arguments.
+
+def rng_state(arguments, *shape, dtype=torch.int64):
+    return {"rng_state": torch.zeros(*shape, dtype=dtype, device=arguments["q"].device)}
+
+
 SAVED = {
-    "dout shape": ({"dout": lambda a: a["dout"][..., :24]}, ["dout: got shape (2, 10, 6, 24)", "(2, 10, 6, 32)"]),
-    "dout rank": ({"dout": lambda a: a["dout"][0]}, ["dout: got", "rank 3"]),
-    "dout dtype": ({"dout": lambda a: a["dout"].to(torch.bfloat16)}, ["dout: got", "torch.bfloat16"]),
-    "out shape": ({"out": lambda a: a["out"][:, :9]}, ["out: got shape (2, 9, 6, 32)", "(2, 10, 6, 32)"]),
-    "out dtype": ({"out": lambda a: a["out"].double()}, ["out: got", "torch.float64"]),
-    "softmax_lse shape": ({"softmax_lse": lambda a: a["softmax_lse"][:, :5]}, ["softmax_lse: got shape (2, 5, 10)", "(2, 6, 10)"]),
-    "softmax_lse dtype": ({"softmax_lse": lambda a: a["softmax_lse"].half()}, ["softmax_lse: got", "torch.float16", "torch.float32"]),
-    "k shape": ({"k": lambda a: a["k"][..., :32]}, ["k: got headdim 32", "headdim 64"]),
-    "window": ({"window_left": lambda a: -3}, ["window_left: got -3"]),
-    "no rng_state": ({"dropout_p": lambda a: 0.1}, ["rng_state: got None", "dropout_p"]),
-    "rng_state shape": (
-        {"dropout_p": lambda a: 0.1, "rng_state": lambda a: a["q"].new_zeros(3).long()},
-        ["rng_state: got shape (3)", "(2,)"],
-    ),
+    "dout shape": (lambda a: {"dout": a["dout"][..., :24]}, ["dout: got shape (2, 10, 6, 24)", "(2, 10, 6, 32)"]),
+    "dout rank": (lambda a: {"dout": a["dout"][0]}, ["dout: got", "rank 3"]),
+    "dout dtype": (lambda a: {"dout": a["dout"].to(torch.bfloat16)}, ["dout: got", "torch.bfloat16"]),
+    "out shape": (lambda a: {"out": a["out"][:, :9]}, ["out: got shape (2, 9, 6, 32)", "(2, 10, 6, 32)"]),
+    "out dtype": (lambda a: {"out": a["out"].double()}, ["out: got", "torch.float64"]),
+    "softmax_lse shape": (lambda a: {"softmax_lse": a["softmax_lse"][:, :5]}, ["softmax_lse: got shape (2, 5, 10)", "(2, 6, 10)"]),
+    "softmax_lse dtype": (lambda a: {"softmax_lse": a["softmax_lse"].half()}, ["softmax_lse: got", "torch.float16", "torch.float32"]),
+    "k shape": (lambda a: {"k": a["k"][..., :32]}, ["k: got headdim 32", "headdim 64"]),
+    "window": (lambda a: {"window_left": -3}, ["window_left: got -3"]),
+    "no rng_state": (lambda a: {"dropout_p": 0.1}, ["rng_state: got None", "dropout_p"]),
+    "rng_state shape": (lambda a: {"dropout_p": 0.1, **rng_state(a, 3)}, ["rng_state: got shape (3)", "(2,)"]),
     "rng_state dtype": (
-        {"dropout_p": lambda a: 0.1, "rng_state": lambda a: a["q"].new_zeros(2).int()},
+        lambda a: {"dropout_p": 0.1, **rng_state(a, 2, dtype=torch.int32)},
         ["rng_state: got", "torch.int32", "torch.int64"],
     ),
+    "rng_state without dropout": (lambda a: rng_state(a, 2), ["rng_state: got a tensor of shape (2)", "dropout_p is 0"]),
     "gradient of a bool bias": (
-        {"attn_bias": lambda a: a["q"].new_ones(1, 1, 10, 12).bool(), "attn_bias_requires_grad": lambda a: True},
+        lambda a: {"attn_bias": a["q"].new_ones(1, 1, 10, 12).bool(), "attn_bias_requires_grad": True},
         ["attn_bias_requires_grad: got True", "bool"],
     ),
-    "gradient of no bias": ({"attn_bias_requires_grad": lambda a: True}, ["attn_bias_requires_grad: got True without an attn_bias"]),
-    "rng_state without dropout": (
-        {"rng_state": lambda a: a["q"].new_zeros(2).long()},
-        ["rng_state: got a tensor of shape (2)", "dropout_p is 0"],
-    ),
-    "causal and window_right": ({"is_causal": lambda a: True, "window_right": lambda a: 1}, ["window_right: got 1", "is_causal=True"]),
+    "gradient of no bias": (lambda a: {"attn_bias_requires_grad": True}, ["attn_bias_requires_grad: got True without an attn_bias"]),
+    "causal and window_right": (lambda a: {"is_causal": True, "window_right": 1}, ["window_right: got 1", "is_causal=True"]),
 }
 
 
@@ -484,7 +473,7 @@ def test_backward(backend, good, name):
     out = backend.randn(2, 10, 6, 32)
     arguments = {"dout": out, **good, "out": out, "softmax_lse": torch.zeros(2, 6, 10, device=backend.device)}
     spoil, words = SAVED[name]
-    arguments.update({n: f(arguments) for n, f in spoil.items()})
+    arguments |= spoil(arguments)
     refused(lambda: torch.ops.volta_fa.bwd(**arguments), ValueError, "volta_fa::bwd", *words)
 
 

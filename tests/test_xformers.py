@@ -126,7 +126,7 @@ def test_biases_of_whole_batches(kind, seqlen_q, seqlen_k, device):
 
 
 #: Lengths of three packed sequences, and biases of these: queries, bias, keys (or padded keys: one number).
-Q, SHORTER, LONGER, MIXED, ONE_LESS = [3, 6, 1], [2, 3, 1], [5, 6, 4], [5, 4, 1], [2, 5, 0]
+Q, SHORTER, LONGER, MIXED = [3, 6, 1], [2, 3, 1], [5, 6, 4], [5, 4, 1]
 PACKED = {
     "blocks": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, MIXED), MIXED),
     "causal": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q).make_causal(), Q),
