@@ -18,7 +18,7 @@ from conftest import on, run_python
 from sdpa_helpers import CUDNN, EFFICIENT, FLASH, MATH, assert_ours, enabled, leaves, qkv, selective, train, unfused
 from sdpa_helpers import switched_off as switched_off  # a fixture of every test
 
-sdpa = F.scaled_dot_product_attention
+sdpa = F.scaled_dot_product_attention  # PyTorch's function, which runs volta_fa while the switch is on
 
 # ---- right answers -------------------------------------------------------------------------------------------------
 
