@@ -20,6 +20,7 @@ import reference
 import volta_fa
 from cached import Cached
 from conftest import on, run_python
+from flash_attention import refused
 from volta_fa import anchored_window_attention, anchored_window_attention_with_kvcache, cascade_attention
 
 #: Largest error of numbers near 1, a few roundings in each dtype. softmax_lse is fp32 also beside fp64.
@@ -133,8 +134,7 @@ def test_flash_attention_forward(backend, active):
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     _, _, rng_state, _, _ = aten(q, k, v, None, None, 9, 40, 0.3, True, False)
     assert rng_state.shape == (2,) and rng_state.dtype == torch.uint64
-    with pytest.raises(NotImplementedError, match="return_debug_mask"):
-        aten(q, k, v, None, None, 9, 40, 0.0, True, True)
+    refused(NotImplementedError, "return_debug_mask", aten, q, k, v, None, None, 9, 40, 0.0, True, True)
     # two sequences of 3 queries over a paged cache, with which aten calls these functions of volta_fa
     problem = Cached(((3, 9, 0), (3, 17, 0))).problem(backend)
     arguments = (problem.q, problem.k_cache, problem.v_cache, None, None, 3, 64, 0.0, True, False)
@@ -412,14 +412,11 @@ def test_packed_anchored_windows_wait_for_nothing():
 
 def test_anchored_window_errors():
     q, *_ = draw(1, 4, 4, torch.float32)
-    with pytest.raises(ValueError, match="anchor_tokens: got -1"):
-        anchored_window_attention(q, q, q, anchor_tokens=-1, window_left=2)
-    with pytest.raises(ValueError, match="window_left: got -1"):
-        anchored_window_attention(q, q, q, anchor_tokens=1, window_left=-1)
+    refused(ValueError, "anchor_tokens: got -1", anchored_window_attention, q, q, q, anchor_tokens=-1, window_left=2)
+    refused(ValueError, "window_left: got -1", anchored_window_attention, q, q, q, anchor_tokens=1, window_left=-1)
     with pytest.raises(ValueError, match="k: got seqlen 2, expected at least q's, 4"):
         anchored_window_attention(q, q[:, :2], q[:, :2], anchor_tokens=1, window_left=1)
-    with pytest.raises(ValueError, match="q: got shape"):
-        anchored_window_attention(q[0], q, q, anchor_tokens=1, window_left=1)
+    refused(ValueError, "q: got shape", anchored_window_attention, q[0], q, q, anchor_tokens=1, window_left=1)
     packed = {"cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32), "max_seqlen_q": 4}
     with pytest.raises(ValueError, match=r"q: got shape \(1, 4, 4, 64\), expected \(total_q, nheads, headdim\) with cu_seqlens_q"):
         anchored_window_attention_with_kvcache(q, q, q, anchor_tokens=1, window_left=2, cache_seqlens=packed["cu_seqlens_q"][1:], **packed)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import volta_fa
 from conftest import LIBRARY, NEEDS_FORK, on, run_process
+from flash_attention import refused
 from sdpa_helpers import causal, ops_of, qkv
 from sdpa_helpers import switched_off as switched_off  # a fixture of every test
 from volta_fa.diagnostics import driver_cuda
@@ -111,8 +112,7 @@ def test_compiled_programs_follow_the_precision(backend):
 def test_the_last_block_decides_the_precision():
     q = torch.randn(1, 1, 40, 64).half()
     attention, (fast, exact) = F.scaled_dot_product_attention, fast_and_exact(q, q, q)
-    with pytest.raises(ValueError, match="enable_sdpa: precision: got 'int8', expected 'exact' or 'fast'"):
-        volta_fa.enable_sdpa("cpu", precision="int8")
+    refused(ValueError, "enable_sdpa: precision: got 'int8', expected 'exact' or 'fast'", volta_fa.enable_sdpa, "cpu", precision="int8")
     with pytest.raises(ValueError, match="sdpa_enabled: precision: got 'int8'"), volta_fa.sdpa_enabled("cpu", precision="int8"):
         pass
     volta_fa.enable_sdpa("cpu", precision="fast")
@@ -162,19 +162,16 @@ def test_threads_share_one_switch():
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(ValueError, match="got meta, expected a CUDA device"):
-        volta_fa.enable_sdpa("meta")
+    refused(ValueError, "got meta, expected a CUDA device", volta_fa.enable_sdpa, "meta")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(monkeypatch):
-    with pytest.raises(RuntimeError, match="this machine has no CUDA device that torch can use: .*cpu"):
-        volta_fa.enable_sdpa()
+    refused(RuntimeError, "this machine has no CUDA device that torch can use: .*cpu", volta_fa.enable_sdpa)
     with pytest.raises(RuntimeError, match="volta_fa.sdpa_enabled: .*no CUDA device"), volta_fa.sdpa_enabled(force=True):
         pass
     monkeypatch.setattr(devices, "cuda_problem", lambda: "no driver")
-    with pytest.raises(ValueError, match="cuda:3, expected one of this machine.s 0 CUDA devices: no driver"):
-        volta_fa.enable_sdpa("cuda:3")
+    refused(ValueError, "cuda:3, expected one of this machine.s 0 CUDA devices: no driver", volta_fa.enable_sdpa, "cuda:3")
     assert not is_on()
 
 
@@ -201,8 +198,7 @@ def test_which_devices_are_switched_on(machine, monkeypatch):
     monkeypatch.setattr("volta_fa.integrations.devices.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
     monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, *others: switched.append(sorted(request.devices.cuda)))
     if expected is None:
-        with pytest.raises(RuntimeError, match=r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+"):
-            volta_fa.enable_sdpa(force=force)
+        refused(RuntimeError, r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+", volta_fa.enable_sdpa, force=force)
     else:
         volta_fa.enable_sdpa(force=force)
         assert switched == [expected]
@@ -212,8 +208,7 @@ def test_a_refused_device_changes_nothing(monkeypatch):
     """The library has room for 64 devices."""
     sdpa = volta_fa.integrations.sdpa
     monkeypatch.setattr(sdpa, "devices_of", lambda op, device, force: sdpa.Devices(cpu=False, cuda=frozenset([64])))
-    with pytest.raises(ValueError, match="got CUDA device 64, expected one from 0 to 63"):
-        volta_fa.enable_sdpa()
+    refused(ValueError, "got CUDA device 64, expected one from 0 to 63", volta_fa.enable_sdpa)
     with pytest.raises(ValueError, match="got CUDA device 64"), volta_fa.sdpa_enabled():
         pass
     monkeypatch.undo()

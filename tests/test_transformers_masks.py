@@ -15,6 +15,7 @@ from torch import nn
 
 import test_transformers
 from conftest import run_python
+from flash_attention import refused
 from test_transformers import BATCH, CAUSAL, KINDS, LAYERS, SEQLEN, TOLERANCE, V5, kept, make, models, padding, profile, run, tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -333,8 +334,7 @@ def test_untested_versions_of_transformers(monkeypatch):
     """Older versions are refused. With newer ones and a changed interface, volta_fa warns."""
     integration = volta_fa.integrations.transformers
     monkeypatch.setattr(integration.releases, "VERSION", (4, 56))
-    with pytest.raises(ImportError, match="needs transformers 4.57 or 5.x"):
-        integration.register()
+    refused(ImportError, "needs transformers 4.57 or 5.x", integration.register)
     monkeypatch.setattr(integration.releases, "VERSION", (6, 0))
     monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", None)
     with pytest.warns(UserWarning, match="tested with transformers 4.57 and 5.x"):
@@ -344,8 +344,7 @@ def test_untested_versions_of_transformers(monkeypatch):
 def test_headdim_above_512_is_refused():
     config = transformers.LlamaConfig(**test_transformers.GROUPED, head_dim=520)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="volta_fa")
-    with pytest.raises(NotImplementedError, match="headdim: got 520 in LlamaAttention, expected at most 512"):
-        run(model, input_ids=tokens())
+    refused(NotImplementedError, "headdim: got 520 in LlamaAttention, expected at most 512", run, model, input_ids=tokens())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "bart", "t5"])
@@ -371,8 +370,7 @@ def call(attention_mask=None, batch=2, seqlen=6, **kwargs):
 
 @pytest.mark.parametrize("name", ["head_mask", "indices", "block_indices", "sinks", "cache"])
 def test_unsupported_arguments_are_refused(name):
-    with pytest.raises(NotImplementedError, match=f"{name}: got .* in SimpleNamespace, expected (None|the cache)"):
-        call(**{name: torch.ones(1)})
+    refused(NotImplementedError, f"{name}: got .* in SimpleNamespace, expected (None|the cache)", call, **{name: torch.ones(1)})
     call(**{name: None})
 
 
@@ -417,17 +415,14 @@ def test_is_causal_without_a_mask():
     ids=lambda t: f"{tuple(t.shape)}-{t.dtype}",
 )
 def test_masks_of_the_wrong_shape_or_dtype_are_refused(mask):
-    with pytest.raises(ValueError, match="attn_bias"):
-        call(mask)
+    refused(ValueError, "attn_bias", call, mask)
 
 
 def test_a_mask_of_another_batch_is_refused():
     rule = MaskRule((2, 1, 6, 6), "cpu", -1, 0, **SEQUENCES)
     call(rule)
-    with pytest.raises(ValueError, match=r"attention_mask: got MaskRule\(shape=\(2, 1, 6, 6\).*, expected shape \(3, 1, 6, 6\)"):
-        call(rule, batch=3)
-    with pytest.raises(ValueError, match=r"attention_mask: got .*, expected shape \(2, 1, 5, 5\)"):
-        call(rule, seqlen=5)
+    refused(ValueError, r"attention_mask: got MaskRule\(shape=\(2, 1, 6, 6\).*, expected shape \(3, 1, 6, 6\)", call, rule, batch=3)
+    refused(ValueError, r"attention_mask: got .*, expected shape \(2, 1, 5, 5\)", call, rule, seqlen=5)
 
 
 def test_a_mask_rule_is_a_tensor_in_operations():

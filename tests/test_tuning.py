@@ -12,6 +12,7 @@ import torch
 
 import volta_fa
 from conftest import HAS_CUDA, INFO, REPOSITORY, Case, check, on, run_process
+from flash_attention import refused
 from volta_fa import cli
 
 #: The device of plans for the simulated GPU.
@@ -72,25 +73,21 @@ def test_a_failed_kernel_is_replaced_or_named(backend, force):
     gradients(backend, problem)
     force(failed=[v["name"] for v in INFO["variants"] if v["pass"] != "Forward"])
     message = f"volta_fa::bwd: .*excluded because they failed `python -m volta_fa check` on this GPU: .*{own}"
-    with pytest.raises(NotImplementedError, match=message):
-        gradients(backend, problem)
+    refused(NotImplementedError, message, gradients, backend, problem)
 
 
 def test_invalid_tuning_is_refused(force):
     force(choices=[{"pass": "Forward", "variant": "volta_fwd_128x128"}])
     before = json.loads(torch.ops.volta_fa._plan(1, 100, 100, 1, 1, 64, 64, False))
-    with pytest.raises(ValueError, match="volta_fa::_set_tuning: tuning: format: got 2, expected 1"):
-        torch.ops.volta_fa._set_tuning('{"format": 2}')
+    refused(ValueError, "volta_fa::_set_tuning: tuning: format: got 2, expected 1", torch.ops.volta_fa._set_tuning, '{"format": 2}')
     assert json.loads(torch.ops.volta_fa._plan(1, 100, 100, 1, 1, 64, 64, False)) == before  # the earlier tuning stays
     assert before["forward"]["name"] == "volta_fwd_128x128"
 
 
 def test_unknown_devices_are_refused():
-    with pytest.raises(ValueError, match="device: got -2, expected the number of a CUDA device, or -1: the simulator"):
-        plan(-2)
+    refused(ValueError, "device: got -2, expected the number of a CUDA device, or -1: the simulator", plan, -2)
     if not HAS_CUDA:
-        with pytest.raises(RuntimeError, match="no CUDA driver"):
-            torch.ops.volta_fa._tuning(0)
+        refused(RuntimeError, "no CUDA driver", torch.ops.volta_fa._tuning, 0)
 
 
 @on("sim")
@@ -400,5 +397,4 @@ def test_ptx_kernels_run_untimed(backend, problem):
     backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "volta")
     (q, k, v, _), options = problem
     check(backend, q, k, v, **options)
-    with pytest.raises(NotImplementedError, match="volta_fwd_.*: a t4 gets its PTX, which the simulator cannot time"):
-        timed(backend, problem)
+    refused(NotImplementedError, "volta_fwd_.*: a t4 gets its PTX, which the simulator cannot time", timed, backend, problem)

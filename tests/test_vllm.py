@@ -17,6 +17,7 @@ import torch
 
 import vllm_server
 from conftest import on
+from flash_attention import refused
 from vllm_server import BACKENDS, BESIDE, MIXED, PAGE, SPANS, STEPS, QuantizedServer, Server, implementation, run, serve, with_first_rows
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
@@ -263,8 +264,7 @@ def test_refused_spans(backend):
     ):
         impl = implementation(server, **options)
         impl.do_kv_cache_update(None, k, v, server.kv_cache, slots)
-        with pytest.raises(NotImplementedError, match=message):
-            impl.forward(None, q, k, v, server.kv_cache, metadata, torch.empty_like(q))
+        refused(NotImplementedError, message, impl.forward, None, q, k, v, server.kv_cache, metadata, torch.empty_like(q))
 
 
 # ---- decode context parallelism --------------------------------------------------------------------------------------
@@ -404,8 +404,7 @@ def test_metadata_of_ranks(backend, monkeypatch):
         with pytest.raises(NotImplementedError, match=f"{next(iter(options))}: got .*, expected None with decode context parallelism"):
             Shared(4, 32, 1.0, 1, **options)
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:7")
-    with pytest.raises(NotImplementedError, match=r"VOLTA_FA_VLLM_ANCHORED_WINDOW: got \(4, 7\), expected None with decode context"):
-        Shared(4, 32, 1.0, 1)
+    refused(NotImplementedError, r"VOLTA_FA_VLLM_ANCHORED_WINDOW: got \(4, 7\), expected None with decode context", Shared, 4, 32, 1.0, 1)
 
 
 # ---- encoders and cross-attention ------------------------------------------------------------------------------------
@@ -493,19 +492,15 @@ def test_unsupported_latents_are_refused():
     assert VoltaMLABackend.is_mla() and (576 in VoltaMLABackend.get_supported_head_sizes()) == has_fwd_mla
     assert paged.takes_latents(80, 64) and VoltaMLABackend.get_supported_head_sizes()
     if not has_fwd_mla:
-        with pytest.raises(NotImplementedError, match="head_size: got 576 with kv_lora_rank 512"):
-            vllm_server.latent_implementation(512, 64)
-    with pytest.raises(NotImplementedError, match="head_size: got 4160"):
-        vllm_server.latent_implementation(4096, 64)
-    with pytest.raises(NotImplementedError, match="sliding_window: got 5, expected None"):
-        vllm_server.latent_implementation(64, 16, sliding_window=5)
+        refused(NotImplementedError, "head_size: got 576 with kv_lora_rank 512", vllm_server.latent_implementation, 512, 64)
+    refused(NotImplementedError, "head_size: got 4160", vllm_server.latent_implementation, 4096, 64)
+    refused(NotImplementedError, "sliding_window: got 5, expected None", vllm_server.latent_implementation, 64, 16, sliding_window=5)
     for dtype in ("fp8_ds_mla", "fp8_per_token_head", MIXED):
         for call in (
             lambda: vllm_server.latent_implementation(64, 16, kv_cache_dtype=dtype),
             lambda: VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, 80, dtype),
         ):
-            with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: "):
-                call()
+            refused(NotImplementedError, f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: ", call)
         assert dtype not in VoltaMLABackend.supported_kv_cache_dtypes
 
 

@@ -17,6 +17,7 @@ import torch
 
 import vllm_server
 from conftest import REPOSITORY, on
+from flash_attention import refused
 from vllm_server import BESIDE, FP8, INT8, MIXED, OLD, PAGE, QuantizedServer, Server, implementation, latent_implementation, run
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
@@ -99,8 +100,7 @@ def test_draft_trees_of_1cat_are_refused():
     config = SimpleNamespace(speculative_config=tree)
     builder_of(config)
     tree.ddtree_disable_tree_verify = False
-    with pytest.raises(NotImplementedError, match="speculative_config: got dflash_ddtree"):
-        builder_of(config)
+    refused(NotImplementedError, "speculative_config: got dflash_ddtree", builder_of, config)
 
 
 def test_when_a_cascade_pays():
@@ -130,8 +130,7 @@ def test_registration(monkeypatch):
     volta_fa.vllm.register()
     assert AttentionBackendEnum.CUSTOM.get_class() is VoltaMLABackend and VoltaMLABackend.get_name() == "CUSTOM"
     monkeypatch.setenv("VOLTA_FA_VLLM_MLA", "yes")
-    with pytest.raises(ValueError, match="VOLTA_FA_VLLM_MLA: got `yes`, expected 0 or 1"):
-        volta_fa.vllm.register()
+    refused(ValueError, "VOLTA_FA_VLLM_MLA: got `yes`, expected 0 or 1", volta_fa.vllm.register)
     monkeypatch.delenv("VOLTA_FA_VLLM_MLA")
     # an older vLLM without a registry still starts
     monkeypatch.delattr(registry, "register_backend")
@@ -146,22 +145,17 @@ def test_unsupported_anchored_windows_are_refused(monkeypatch):
     for value in ("4", "0:7", "4:0", "-1:7", "4:7:9", "a:b", ":"):
         monkeypatch.setenv(name, value)
         for call in (volta_fa.vllm.register, lambda: implementation(server)):
-            with pytest.raises(ValueError, match=f"{name}: got `{value}`, expected ANCHORS:WINDOW, two numbers of tokens"):
-                call()
+            refused(ValueError, f"{name}: got `{value}`, expected ANCHORS:WINDOW, two numbers of tokens", call)
     monkeypatch.setenv(name, "4:7")
     volta_fa.vllm.register()
-    with pytest.raises(NotImplementedError, match=f"alibi_slopes: got slopes, expected None with {name}"):
-        implementation(server, alibi_slopes=[0.5] * 4)
+    refused(NotImplementedError, f"alibi_slopes: got slopes, expected None with {name}", implementation, server, alibi_slopes=[0.5] * 4)
     spans = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True))
-    with pytest.raises(NotImplementedError, match=f"is_mm_prefix_lm: got True, expected none with {name}"):
-        builder_of(spans)
+    refused(NotImplementedError, f"is_mm_prefix_lm: got True, expected none with {name}", builder_of, spans)
     # as `pays(16384, 8)` in test_when_a_cascade_pays, by position
     assert not builder_of().use_cascade_attention(16384, [1] * 8, 32, 8, False, False, False, 80, 1)
-    with pytest.raises(NotImplementedError, match=f"attention_chunk_size: got 8192, expected none with {name}"):
-        builder_of(attention_chunk_size=8192)
+    refused(NotImplementedError, f"attention_chunk_size: got 8192, expected none with {name}", builder_of, attention_chunk_size=8192)
     monkeypatch.setenv("VOLTA_FA_VLLM_MLA", "1")
-    with pytest.raises(ValueError, match=f"{name}: got a window, expected none with VOLTA_FA_VLLM_MLA=1: unset one"):
-        volta_fa.vllm.register()
+    refused(ValueError, f"{name}: got a window, expected none with VOLTA_FA_VLLM_MLA=1: unset one", volta_fa.vllm.register)
 
 
 @on("cpu-fp32")
@@ -169,8 +163,7 @@ def test_unsupported_causality_is_refused(backend, monkeypatch):
     server = Server(backend)
     *_, common = server.step({0: 21, 1: 5})
     common.causal = torch.ones(2, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match="causal: got a tensor"):
-        server.builder.build(0, common)
+    refused(NotImplementedError, "causal: got a tensor", server.builder.build, 0, common)
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:7")
     with pytest.raises(NotImplementedError, match="causal: got False, expected True with VOLTA_FA_VLLM_ANCHORED_WINDOW"):
         run(server, implementation(server), {0: 9}, causal=False)
@@ -196,8 +189,7 @@ def test_capabilities():
     assert {pair: VoltaBackend.supports_compute_capability(DeviceCapability(*pair)) for pair in capabilities} == capabilities
     sizes = VoltaBackend.get_supported_head_sizes()
     assert {64, 80, 96, 128, 256, 512} < set(sizes) and not {100, 520, 576} & set(sizes)
-    with pytest.raises(ValueError, match="block_size: got 24, expected a multiple of 16"):
-        VoltaBackend.get_kv_cache_shape(3, 24, 2, 64)
+    refused(ValueError, "block_size: got 24, expected a multiple of 16", VoltaBackend.get_kv_cache_shape, 3, 24, 2, 64)
     # for later releases: bytes of int8 keys and values (or int4: half), or a latent, and 16 that hold scales
     optional = [("state_content_bytes", object, None), ("kv_quant_mode", object, None)]
     spec = dataclasses.make_dataclass("Spec", [("dtype", torch.dtype), "head_size", "head_size_v", *optional])
@@ -235,18 +227,14 @@ def test_unsupported_caches_and_outputs_are_refused():
         assert dtype not in VoltaBackend.supported_kv_cache_dtypes
     why = "kv_cache_dtype: got int8_per_token_head, expected auto .* or fp8_e5m2: a cache of this vLLM has no room for a scale"
     for backend in (VoltaBackend, VoltaMLABackend):
-        with pytest.raises(NotImplementedError, match=why):
-            backend.get_kv_cache_shape(25, PAGE, 1, 64, INT8)
+        refused(NotImplementedError, why, backend.get_kv_cache_shape, 25, PAGE, 1, 64, INT8)
         # vLLM asks before it loads a model
         assert (INT8 in backend.supported_kv_cache_dtypes) == (not OLD) and "fp8" in backend.supported_kv_cache_dtypes
     assert (MIXED in VoltaBackend.supported_kv_cache_dtypes) == (not OLD) and MIXED not in VoltaMLABackend.supported_kv_cache_dtypes
-    with pytest.raises(NotImplementedError, match=why):
-        paged.split_cache(torch.zeros(3, 2, PAGE, 2, 48, dtype=torch.int8), 32, INT8)
+    refused(NotImplementedError, why, paged.split_cache, torch.zeros(3, 2, PAGE, 2, 48, dtype=torch.int8), 32, INT8)
     q = torch.randn(3, 4, 32)
     impl = implementation(server)
     for name in ("output_scale", "output_block_scale"):
-        with pytest.raises(NotImplementedError, match=f"{name}: got a tensor"):
-            impl.forward(None, q, q, q, q, None, q, **{name: q})
+        refused(NotImplementedError, f"{name}: got a tensor", impl.forward, None, q, q, q, q, None, q, **{name: q})
     assert (impl.forward(None, q, q, q, q, None, torch.full_like(q, math.nan)) == 0).all(), "while vLLM measures memory"
-    with pytest.raises(ValueError, match=r"kv_cache: got shape \(3, 4, 32\)"):
-        paged.split_cache(q, 32)
+    refused(ValueError, r"kv_cache: got shape \(3, 4, 32\)", paged.split_cache, q, 32)

@@ -38,6 +38,7 @@ import reference
 import vllm_server
 import vllm_stub
 from conftest import REPOSITORY, on, within
+from flash_attention import refused
 from vllm_server import LAYER_SCALES, MIXED, OLD, PAGE, REAL, SPANS, STEPS, QuantizedServer, Server, implementation, with_first_rows
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
@@ -436,8 +437,7 @@ def test_ranks_without_vllms_nccl(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.dcp", SimpleNamespace(cp_lse_ag_out_rs=max, dcp_a2a_lse_reduce=min))
     parallel = SimpleNamespace(decode_context_parallel_size=2, dcp_comm_backend="ag_rs")
     config = SimpleNamespace(parallel_config=parallel)
-    with pytest.raises(RuntimeError, match="dcp_comm_backend: got ag_rs, expected a2a"):
-        find_ranks(config, None)
+    refused(RuntimeError, "dcp_comm_backend: got ag_rs, expected a2a", find_ranks, config, None)
     parallel.dcp_comm_backend = "a2a"
     assert find_ranks(config, None).combine is min
     parallel.dcp_comm_backend, pynccl.disabled = "ag_rs", False
@@ -490,12 +490,10 @@ NEEDS_1CAT = pytest.mark.skipif(not hasattr(AttentionBackendEnum, "FLASH_ATTN_V1
 def test_the_variable_for_1cat_vllm(monkeypatch):
     """VOLTA_FA_VLLM_1CAT=backend replaces the backend FLASH_ATTN_V100 of 1Cat-vLLM. A vLLM without that name refuses the value."""
     monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "yes")
-    with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `yes`, expected backend or package"):
-        volta_fa.vllm.register()
+    refused(ValueError, "VOLTA_FA_VLLM_1CAT: got `yes`, expected backend or package", volta_fa.vllm.register)
     monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "backend")
     if not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"):
-        with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `backend`, expected 1Cat-vLLM"):
-            volta_fa.vllm.register()
+        refused(ValueError, "VOLTA_FA_VLLM_1CAT: got `backend`, expected 1Cat-vLLM", volta_fa.vllm.register)
         return
     volta_fa.vllm.register()
     assert AttentionBackendEnum.FLASH_ATTN_V100.get_class() is VoltaV100Backend
