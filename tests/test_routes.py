@@ -141,8 +141,7 @@ def test_compiled_packed_sequences(backend, dropout_p):
             (x,) = leaves([qkv])
             out = f(x, cu_seqlens, max(lengths), dropout_p)
             results.append([out.detach(), *torch.autograd.grad(out.float().sum(), x)])
-        for a, b in zip(*results):
-            torch.testing.assert_close(a, b, **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
+        torch.testing.assert_close(*results, **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -373,9 +372,7 @@ def test_streams(backend):
                 a.copy_(b)
             found.append(step(*late))
     torch.cuda.synchronize()
-    for f, e in zip(found, expected):
-        for a, b in zip(f, e):
-            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
 @on("cuda")
@@ -396,8 +393,7 @@ def test_devices(backend):
     for dropout_p in (0.0, 0.3):
         expected = step("cuda:0", dropout_p)
         for i in range(1, torch.cuda.device_count()):
-            for a, b in zip(step(f"cuda:{i}", dropout_p), expected):
-                torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
+            torch.testing.assert_close(step(f"cuda:{i}", dropout_p), expected, rtol=5e-3, atol=5e-3)
 
 
 @on("cuda")

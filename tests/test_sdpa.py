@@ -86,8 +86,7 @@ def test_layouts(backend, layout):
     with enabled(backend):
         found = train(*tensors)
         expected = train(*(t.contiguous() for t in tensors))
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
     assert volta_fa.sdpa_stats()["ran"] == 2
 
 
@@ -263,8 +262,7 @@ def test_fallback(backend, reason, f):
     with enabled():
         torch.manual_seed(0)
         found = train(*tensors, attention=f)
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert volta_fa.sdpa_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
 
 
@@ -304,8 +302,7 @@ def test_nested_tensors_fall_back(backend):
     expected = sdpa(nested, nested, nested)
     with enabled():
         found = sdpa(nested, nested, nested)
-    for a, b in zip(found.unbind(), expected.unbind()):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, found.unbind(), expected.unbind()))
     assert volta_fa.sdpa_stats()["fell_back"] == {"layout": 1}
 
 

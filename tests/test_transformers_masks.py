@@ -140,8 +140,7 @@ def test_compile(kind):
         logits = model(**inputs, use_cache=False).logits[keep]
         logits.square().mean().backward()
         found.append((logits.detach(), ours.model.layers[0].self_attn.k_proj.weight.grad))
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, **TOLERANCE)
+    torch.testing.assert_close(*found, **TOLERANCE)
 
 
 # ---- the mask function ---------------------------------------------------------------------------------------------
