@@ -22,6 +22,7 @@ from torch import Tensor
 import test_fast
 import volta_fa.sageattention as sage
 from conftest import on
+from flash_attention import refused
 from test_fast import randn, relative_l1
 
 _CUDA = "tensor_layout='HND', is_causal=False, qk_quant_gran='per_thread', sm_scale=None, pv_accum_dtype="
@@ -177,39 +178,40 @@ def test_arguments_without_effect(backend):
 
 
 @on("cpu-fp16")
-def test_invalid_arguments_are_refused(backend):
-    q, k, v = inputs()
-    call = dict(tensor_layout="NHD")
-    cuda, triton = FUNCTIONS[1:]
-
-    def refused(function, words, error=NotImplementedError, *arguments, **options):
-        with pytest.raises(error, match=words):
-            function(*(arguments or (q, k, v)), **options)
-
-    refused(sage.sageattn, r"sageattn: dropout_p: got 0.1, expected None or 0.0", dropout_p=0.1)
-    refused(sage.sageattn, "sageattn: key_mask: got an unknown keyword, expected one of", TypeError, key_mask=q)
-    refused(sage.sageattn, "scale: got 0.3, expected sm_scale, 0.2", ValueError, sm_scale=0.2, scale=0.3)
-    words = "sageattn: attn_mask: got dtype torch.int64, expected torch.bool, torch.float16"
-    refused(sage.sageattn, words, ValueError, **call, attn_mask=torch.ones(33, 70, dtype=torch.int64))
-    refused(cuda, "pv_accum_dtype: got 'fp8', expected 'fp32' or 'fp16' or", pv_accum_dtype="fp8")
-    refused(cuda, "qk_quant_gran: got 'per_tensor', expected", qk_quant_gran="per_tensor")
-    refused(triton, "quantization_backend: got 'rocm', expected 'triton' or 'cuda'", quantization_backend="rocm")
-    refused(sage.sageattn, "tensor_layout: got 'BSHD', expected 'HND' or 'NHD'", ValueError, tensor_layout="BSHD")
-    refused(sage.sageattn, r"q: got shape \(33, 4, 64\), expected four dimensions", ValueError, q[0], k, v)
-    refused(sage.sageattn, r"attn_mask: got shape \(3, 70\), expected one that broadcasts", ValueError, **call, attn_mask=torch.ones(3, 70))
-    refused(sage.sageattn, "q: got dtype torch.float32", ValueError, q.float(), k.float(), v.float(), **call)
-    refused(sage.sageattn, "requires grad", NotImplementedError, q.requires_grad_(), k, v, **call)
-    q = q.detach()
+def test_invalid_and_unsupported_arguments_are_refused(backend):
+    nhd = dict(tensor_layout="NHD")
+    sageattn, cuda, triton = FUNCTIONS
+    q, k, v = qkv = inputs()
+    refused(NotImplementedError, "sageattn: dropout_p: got 0.1, expected None or 0.0", sageattn, *qkv, dropout_p=0.1)
+    refused(TypeError, "sageattn: key_mask: got an unknown keyword, expected one of", sageattn, *qkv, key_mask=q)
+    refused(ValueError, "scale: got 0.3, expected sm_scale, 0.2", sageattn, *qkv, sm_scale=0.2, scale=0.3)
+    message = "sageattn: attn_mask: got dtype torch.int64, expected torch.bool, torch.float16"
+    refused(ValueError, message, sageattn, *qkv, **nhd, attn_mask=torch.ones(33, 70, dtype=torch.int64))
+    refused(NotImplementedError, "pv_accum_dtype: got 'fp8', expected 'fp32' or 'fp16' or", cuda, *qkv, pv_accum_dtype="fp8")
+    refused(NotImplementedError, "qk_quant_gran: got 'per_tensor', expected", cuda, *qkv, qk_quant_gran="per_tensor")
+    message = "quantization_backend: got 'rocm', expected 'triton' or 'cuda'"
+    refused(NotImplementedError, message, triton, *qkv, quantization_backend="rocm")
+    refused(ValueError, "tensor_layout: got 'BSHD', expected 'HND' or 'NHD'", sageattn, *qkv, tensor_layout="BSHD")
+    refused(ValueError, r"q: got shape \(33, 4, 64\), expected four dimensions", sageattn, q[0], k, v)
+    message = r"attn_mask: got shape \(3, 70\), expected one that broadcasts"
+    refused(ValueError, message, sageattn, *qkv, **nhd, attn_mask=torch.ones(3, 70))
+    refused(ValueError, "q: got dtype torch.float32", sageattn, *(t.float() for t in qkv), **nhd)
+    refused(NotImplementedError, "requires grad", sageattn, q.clone().requires_grad_(), k, v, **nhd)
     for function in (sage.sageattn_qk_int8_pv_fp8_cuda, sage.sageattn_qk_int8_pv_fp8_cuda_sm90):
-        refused(function, f"sageattention.{function.__name__}: .* no products in fp8. Use sageattn")
-    q, k, v = (t[0] for t in (q, k, v))
+        refused(NotImplementedError, f"sageattention.{function.__name__}: .* no products in fp8. Use sageattn", function, *qkv)
+
+
+@on("cpu-fp16")
+def test_invalid_packed_sequences_are_refused(backend):
+    varlen = sage.sageattn_varlen
+    q, k, v = (t[0] for t in inputs())
     packed = (q, k, v, torch.tensor([0, 33]), torch.tensor([0, 70]), 33, 70)
-    refused(sage.sageattn_varlen, "is_causal: got True with sequences that have more keys", ValueError, *packed, is_causal=True)
+    refused(ValueError, "is_causal: got True with sequences that have more keys", varlen, *packed, is_causal=True)
     # totals and longest lengths agree, but not the lengths of each sequence
     starts = torch.tensor([0, 13, 33], dtype=torch.int32), torch.tensor([0, 20, 33], dtype=torch.int32)
-    words = "sageattn_varlen: is_causal: got True with sequences that have more keys or more queries"
-    refused(sage.sageattn_varlen, words, ValueError, q, k[:33], v[:33], *starts, 20, 20, is_causal=True)
-    refused(sage.sageattn_varlen, "attn_mask: got a mask, expected None", NotImplementedError, *packed, attn_mask=q)
+    message = "sageattn_varlen: is_causal: got True with sequences that have more keys or more queries"
+    refused(ValueError, message, varlen, q, k[:33], v[:33], *starts, 20, 20, is_causal=True)
+    refused(NotImplementedError, "attn_mask: got a mask, expected None", varlen, *packed, attn_mask=q)
 
 
 @on("cpu-fp16")
