@@ -263,18 +263,13 @@ def good(backend, page=16):
     return {"q": problem.q, "latent_cache": problem.k_cache, **options}
 
 
-def codes(arguments, dtype):
-    """Returns a quantized cache of zeros."""
-    return torch.zeros_like(arguments["latent_cache"], dtype=torch.uint8).view(dtype)
-
-
 def scales(arguments):
     return torch.ones(arguments["latent_cache"].shape[:3], device=arguments["q"].device)
 
 
-def in_int8(arguments, **changes):
-    """Returns changes that make the cache int8, and others."""
-    return {"latent_cache": codes(arguments, torch.int8), "latent_scale": scales(arguments), **changes}
+def coded(arguments, dtype, **changes):
+    """Returns changes of arguments: the cache is quantized (zeros), and others."""
+    return {"latent_cache": torch.zeros_like(arguments["latent_cache"], dtype=torch.uint8).view(dtype), **changes}
 
 
 def compare_with_fp32(arguments, magnitude=1.0):
@@ -321,21 +316,19 @@ WRONG = {
     "cache heads": (lambda a: {"latent_cache": a["latent_cache"].repeat(1, 1, 2, 1)}, ["latent_cache: got nheads_k 2", "1: all"]),
     "cache headdim": (lambda a: {"latent_cache": a["latent_cache"][..., :512]}, ["latent_cache: got headdim 512", "576", "512 columns"]),
     "cache dtype": (lambda a: {"latent_cache": a["latent_cache"].to(torch.bfloat16)}, ["latent_cache: got dtype torch.bfloat16"]),
-    "int8 without scale": (lambda a: {"latent_cache": codes(a, torch.int8)}, ["latent_scale: got None", "one for each token"]),
-    "int4": (lambda a: {"latent_cache": codes(a, torch.uint8)}, ["latent_cache: got dtype torch.uint8", "torch.int8, torch.float8_e5m2"]),
+    "int8 without scale": (lambda a: coded(a, torch.int8), ["latent_scale: got None", "one for each token"]),
+    "int4": (lambda a: coded(a, torch.uint8), ["latent_cache: got dtype torch.uint8", "torch.int8, torch.float8_e5m2"]),
     "scale of fp16": (lambda a: {"latent_scale": scales(a)}, ["latent_scale: got a tensor", "not quantized"]),
-    "scale dtype": (lambda a: in_int8(a, latent_scale=scales(a).double()), ["latent_scale: got dtype"]),
-    "scale shape": (lambda a: in_int8(a, latent_scale=scales(a)[..., 0]), ["latent_scale: got shape"]),
-    "scale value": (lambda a: in_int8(a, latent_scale=-scales(a)), ["latent_scale: got -1", "from 0 on"]),
-    "descale of int8": (lambda a: in_int8(a, latent_descale=scales(a)[0, :1, 0]), ["latent_descale: got a tensor", "int8"]),
+    "scale dtype": (lambda a: coded(a, torch.int8, latent_scale=scales(a).double()), ["latent_scale: got dtype"]),
+    "scale shape": (lambda a: coded(a, torch.int8, latent_scale=scales(a)[..., 0]), ["latent_scale: got shape"]),
+    "scale value": (lambda a: coded(a, torch.int8, latent_scale=-scales(a)), ["latent_scale: got -1", "from 0 on"]),
+    "descale of int8": (
+        lambda a: coded(a, torch.int8, latent_scale=scales(a), latent_descale=scales(a)[0, :1, 0]), ["latent_descale: got a tensor", "int8"]
+    ),
     "descale shape": (
-        lambda a: {"latent_cache": codes(a, torch.float8_e5m2), "latent_descale": scales(a)[0, :3, 0]},
-        ["latent_descale: got shape (3)", "(batch, nheads_k)"],
+        lambda a: coded(a, torch.float8_e5m2, latent_descale=scales(a)[0, :3, 0]), ["latent_descale: got shape (3)", "(batch, nheads_k)"]
     ),
-    "descale value": (
-        lambda a: {"latent_cache": codes(a, torch.float8_e4m3fn), "latent_descale": scales(a)[0, :1, 0] * math.inf},
-        ["latent_descale: got inf"],
-    ),
+    "descale value": (lambda a: coded(a, torch.float8_e4m3fn, latent_descale=scales(a)[0, :1, 0] * math.inf), ["latent_descale: got inf"]),
     "cache device": (lambda a: {"latent_cache": a["latent_cache"].to("meta")}, ["latent_cache: got device meta"]),
     "page size": (lambda a: {"latent_cache": a["latent_cache"][:, :12]}, ["latent_cache: got pages of 12 tokens", "multiple of 16"]),
     "table dtype": (lambda a: {"block_table": a["block_table"].long()}, ["block_table: got dtype torch.int64"]),

@@ -126,21 +126,18 @@ def test_biases_of_whole_batches(kind, seqlen_q, seqlen_k, device):
 
 #: Lengths of three packed sequences, and biases of these: queries, bias, keys (or padded keys: one number).
 Q, SHORTER, LONGER, MIXED = [3, 6, 1], [2, 3, 1], [5, 6, 4], [5, 4, 1]
+Q2, ONE_LESS = [3, 6, 2], [2, 5, 1]
 PACKED = {
     "blocks": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, MIXED), MIXED),
     "causal": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q).make_causal(), Q),
     "causal, longer keys": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, LONGER), LONGER),
     "causal, shorter keys": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, SHORTER), SHORTER),
     "causal, mixed": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, MIXED), MIXED),
-    "causal, one key less": ([3, 6, 2], lambda: biases.BlockDiagonalCausalMask.from_seqlens([3, 6, 2], [2, 5, 1]), [2, 5, 1]),
+    "causal, one key less": (Q2, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q2, ONE_LESS), ONE_LESS),
     "causal window": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q).make_local_attention(2), Q),
     "causal window, longer keys": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_local_attention(2), LONGER),
     "causal window, mixed": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, MIXED).make_local_attention(3), MIXED),
-    "causal window, one key less": (
-        [3, 6, 2],
-        lambda: biases.BlockDiagonalMask.from_seqlens([3, 6, 2], [2, 5, 1]).make_local_attention(3),
-        [2, 5, 1],
-    ),
+    "causal window, one key less": (Q2, lambda: biases.BlockDiagonalMask.from_seqlens(Q2, ONE_LESS).make_local_attention(3), ONE_LESS),
     "bottom-right": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_causal_from_bottomright(), LONGER),
     "bottom-right window": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_local_attention_from_bottomright(2), LONGER),
     "padded": (Q, lambda: biases.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 7, LONGER), [21]),
