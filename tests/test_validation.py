@@ -242,10 +242,7 @@ PACKED = {
         lambda a: {"max_seqlen_k": 0, "seqused_k": a["cu_seqlens_k"].new_zeros(3)},
         ["max_seqlen_k: got 0", "at least 1", "24 rows"],
     ),
-    "no sequence": (
-        lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][:1], "cu_seqlens_k": a["cu_seqlens_k"][:1]},
-        ["cu_seqlens_q: got shape (1)", "20 rows"],
-    ),
+    "no sequence": (lambda a: {n: a[n][:1] for n in ("cu_seqlens_q", "cu_seqlens_k")}, ["cu_seqlens_q: got shape (1)", "20 rows"]),
     "q rank 4": (lambda a: {"q": a["q"][None]}, ["q: got", "rank 4", "rank 3", "(total, nheads, headdim)"]),
     "v total": (lambda a: {"v": a["v"][1:]}, ["v: got total 23", "total 24", "k"]),
     "seqused_k length": (lambda a: {"seqused_k": a["cu_seqlens_q"]}, ["seqused_k: got shape (4)", "here (3,)"]),
@@ -436,8 +433,8 @@ def test_arguments_of_features(backend, good, name):
 # ---- backward -------------------------------------------------------------------------------------------------------
 
 
-def rng_state(arguments, *shape, dtype=torch.int64):
-    return {"rng_state": torch.zeros(*shape, dtype=dtype, device=arguments["q"].device)}
+def rng_state(arguments, count, dtype=torch.int64):
+    return {"rng_state": torch.zeros(count, dtype=dtype, device=arguments["q"].device)}
 
 
 SAVED = {
@@ -452,10 +449,7 @@ SAVED = {
     "window": (lambda a: {"window_left": -3}, ["window_left: got -3"]),
     "no rng_state": (lambda a: {"dropout_p": 0.1}, ["rng_state: got None", "dropout_p"]),
     "rng_state shape": (lambda a: {"dropout_p": 0.1, **rng_state(a, 3)}, ["rng_state: got shape (3)", "(2,)"]),
-    "rng_state dtype": (
-        lambda a: {"dropout_p": 0.1, **rng_state(a, 2, dtype=torch.int32)},
-        ["rng_state: got", "torch.int32", "torch.int64"],
-    ),
+    "rng_state dtype": (lambda a: {"dropout_p": 0.1, **rng_state(a, 2, torch.int32)}, ["rng_state: got", "torch.int32", "torch.int64"]),
     "rng_state without dropout": (lambda a: rng_state(a, 2), ["rng_state: got a tensor of shape (2)", "dropout_p is 0"]),
     "gradient of a bool bias": (
         lambda a: {"attn_bias": a["q"].new_ones(1, 1, 10, 12).bool(), "attn_bias_requires_grad": True},
