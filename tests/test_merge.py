@@ -59,7 +59,7 @@ def test_against_the_formula(backend, shape):
     torch.testing.assert_close(out.double(), expected, rtol=EPSILON[out.dtype], atol=4 * EPSILON[out.dtype])
 
 
-#: 88: the largest number with a finite exp in fp32.
+#: 88: the largest integer with a finite exp in fp32.
 EXTREMES = (math.nan, math.inf, -math.inf, 0.0, 88.0, -1e4, 1e30)
 
 
