@@ -105,6 +105,7 @@ def runs_fwd(function):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 2)], ids=str)
 @on("cpu-fp32", "cpu-fp64", "sim", "cuda")
 def test_varlen_attn(backend, active, window):
+    """PyTorch's function for packed sequences gives bitwise the result of volta_fa::fwd."""
     from torch.nn.attention.varlen import varlen_attn
 
     backend.simulate()

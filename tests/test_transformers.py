@@ -218,6 +218,7 @@ class Calls:
 
 
 def profile(f) -> tuple[object, Calls]:
+    """Returns what f() returns, and the calls of attention in it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         result = f()
     calls, end = Calls(), {}

@@ -98,7 +98,7 @@ def operands(dtype=torch.float64, headdim=HEADDIM, batch=BATCH):
 
 
 def visible(window=None, segments=None):
-    """Returns (seqlen, seqlen) bool: which keys each query sees, causal, within a window and its segment of packed sequences."""
+    """Returns (SEQLEN, SEQLEN) bool: which keys each query sees, causal, within a window and its segment of packed sequences."""
     distance = torch.arange(SEQLEN)[:, None] - torch.arange(SEQLEN)
     seen = (distance >= 0) & (distance < (window or SEQLEN))
     return seen if segments is None else seen & (segments[:, None] == segments)
