@@ -1,18 +1,17 @@
-"""Quantized KV caches: the formats, attention over them (`fwd_kvcache`), appending to them, and rejected arguments.
+"""Tests of quantized KV caches: their formats, attention over them (`fwd_kvcache`), appending to them, and rejected arguments.
 
-Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int4 also a zero point), fp8 has one scale per sequence and
-head at most (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode kernels
-read the codes in place; calls with many queries first dequantize. `sim` is the simulator, `cuda` a GPU.
+Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int4 also a zero point), fp8 has at most one scale per
+sequence and KV head (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode
+kernels read the codes in place; calls with many queries first dequantize tokens to q's dtype.
 
 `Cached` is a problem: its first argument has (queries, cached tokens, appended tokens) of each sequence. `page`: tokens of a page (default
 16; 0: no pages). `layout`: order of the cache's dimensions; "kv": K and V share a tensor; "wide": gaps between rows. `descale`: fp8 scales
 are one ("one"), of each KV head ("h"), or of each sequence and KV head ("bh"). `sinks`: their dtype, "own" is q's. `own_new`: packed
 new tokens have cu_seqlens_k_new. `all_cached`: no cache_seqlens, so all tokens of the cache count. `spread`: standard deviation of q, k
-and v. A problem has its tensors (q, new, k_cache, v_cache), `options`, the call's other arguments, and `places`: of each sequence,
-the cache entry (page) and row of each token. WRITTEN names the options that appending writes.
+and v. `problem(backend)` draws its tensors q, new, k_cache and v_cache, the call's other arguments (`options`), and `places`: for each
+sequence the cache entry (page) and row of each token. WRITTEN names the options that appending writes.
 
-Lengths: ONE has one query and EVEN three of each sequence, and none appends; APPEND is ONE with the query's token appended; CHUNKS mixes 0
-to 33 queries, whose tokens are appended."""
+`on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
 
 from __future__ import annotations
 
@@ -29,6 +28,8 @@ import volta_fa
 from cached import Cached, check_reads_no_value, check_sequences, keys_and_values
 from conftest import GPUS, INFO, agreed, assert_same_bits, captured, judge, on, on_cases
 from test_decode_kernels import launched
+
+# Lengths: one query of each sequence, with its token appended (APPEND) or not (ONE); 3 queries (EVEN); 0 to 33, appended (CHUNKS).
 from test_kvcache import APPEND, CHUNKS, EVEN, ONE
 from volta_fa.check.cache_cases import WRITTEN, has_scales
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, KV_DTYPES, parts_of
@@ -36,8 +37,7 @@ from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, KV_DTYPES, parts_of
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
-def test_every_code():
-    """Dequantizes every byte of each format as the formats define."""
+def test_every_code_is_dequantized_as_its_format_defines():
     codes = torch.arange(256, dtype=torch.uint8).view(256, 1, 1)
     one = torch.ones(256, 1)
     found = volta_fa.dequantize_kv(codes.view(torch.int8), "int8", one * 0.5)
@@ -61,7 +61,8 @@ def test_every_code():
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_quantize(kv_dtype, dtype):
-    """The error is at most half a step; equal numbers, and zeros, come back exactly; what is not finite makes its row NaN."""
+    """The error is at most half a step. Zeros, and in int4 equal numbers, come back exactly. In int8 and int4, NaN and infinities make
+    their row NaN; fp8 keeps NaN and clamps infinities to its largest number."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, 3, 64, generator=generator).to(dtype) * torch.tensor([1e-4, 1.0, 300.0])[:, None].to(dtype)
     x[0], x[1, :, :32], x[1, :, 32:] = 0.0, -2.5, -2.5
@@ -72,13 +73,13 @@ def test_quantize(kv_dtype, dtype):
     exact = x.double()
     if has_scales(kv_dtype):
         assert made.scale is not None and made.scale.shape == x.shape[:-1]
-        allowed = made.scale.double()[..., None] * (0.5 + 1e-4)
+        allowed = made.scale.double()[..., None] * (0.5 + 1e-4)  # 1e-4: fp32 rounding
         if kv_dtype == "int4":
             assert (back[1] == -2.5).all()
     else:
         assert scale is not None
-        mantissa, least = (2, 2.0**-16) if kv_dtype == "fp8_e5m2" else (3, 2.0**-9)
-        allowed = torch.maximum(exact.abs() * 2.0 ** -(mantissa + 1), least / 2 * scale.double()[:, None]) * (1 + 1e-6)
+        mantissa_bits, smallest = (2, 2.0**-16) if kv_dtype == "fp8_e5m2" else (3, 2.0**-9)  # smallest: the subnormal numbers' step
+        allowed = torch.maximum(exact.abs() * 2.0 ** -(mantissa_bits + 1), smallest / 2 * scale.double()[:, None]) * (1 + 1e-6)
     assert ((back - exact).abs() <= allowed).all()
     for bad in (math.nan, math.inf, -math.inf):
         y = x.clone()
@@ -94,7 +95,7 @@ def test_quantize(kv_dtype, dtype):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @on("cuda")
-def test_same_bits_as_on_the_cpu(backend, kv_dtype):
+def test_quantizes_on_a_gpu_bitwise_as_on_the_cpu(backend, kv_dtype):
     x = torch.randn(100, 3, 64, generator=torch.Generator().manual_seed(2))
     for scale in (None,) if has_scales(kv_dtype) else (0.3, torch.tensor([0.1, 0.7, 3.0])):
         there, here = (volta_fa.quantize_kv(t, kv_dtype, scale=scale) for t in (x.to(backend.device), x))
@@ -103,7 +104,7 @@ def test_same_bits_as_on_the_cpu(backend, kv_dtype):
                 assert_same_bits(name, a.cpu(), b)
 
 
-def test_refused_formats():
+def test_invalid_arguments_of_quantize_and_dequantize_are_refused():
     x = torch.randn(2, 3, 8)
     for message, call in (
         ("kv_dtype: got 'int3'", lambda: volta_fa.quantize_kv(x, "int3")),
@@ -126,17 +127,17 @@ def run(backend, problem):
     for _ in backend._runs(problem.q):
         caches, options = problem.copy_of_cache(), problem.fresh()
         out, lse = fwd_kvcache(problem.q, *caches, *problem.new, **options)
-        results.append((out, lse, *(t.view(torch.uint8) for t in caches), options))
+        results.append((out, lse, *caches, options))
     agreed([[options[name] for name in WRITTEN if name in options] for *_, options in results], *WRITTEN)
     return agreed(results)
 
 
 def check(backend, case):
+    """Compares results with attention in fp64 over the dequantized tokens, and the cache with what appending must write."""
     problem = case.problem(backend)
-    out, lse, k_cache, v_cache, options = run(backend, problem)
-    check_cache(problem, k_cache, v_cache, options)
+    out, lse, *caches, options = run(backend, problem)
+    check_cache(problem, *caches, options)
     problem.options = options
-    caches = k_cache.view(problem.k_cache.dtype), v_cache.view(problem.v_cache.dtype)
     check_sequences(backend, problem, out, lse, *caches, gathers(backend, case))
 
 
@@ -149,24 +150,28 @@ def gathers(backend, case) -> bool:
     return backend.kernels and not has_kernel
 
 
+def store(which, cache, options, place, made):
+    """Writes quantized tokens of K or V (`which`) into a cache, and their scales and zero points into those options that have them."""
+    cache.view(torch.uint8)[place] = made.data.view(torch.uint8)
+    for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
+        if name in options:
+            options[name][place] = t
+
+
 def check_cache(problem, k_cache, v_cache, options):
-    """Checks that appended tokens are bitwise quantize_kv's, except for the rounding of rotary, and that all else is unchanged."""
+    """Checks that appended tokens are bitwise quantize_kv's (but not rotated keys, which round), and that all else is unchanged."""
     c = problem.case
     for which, before, after, i in (("k", problem.k_cache, k_cache, 0), ("v", problem.v_cache, v_cache, 1)):
+        if c.rotary and which == "k":
+            continue
         expected = before.view(torch.uint8).clone()
         scales = {name: problem.options[name].clone() for name in WRITTEN if name[0] == which and name in problem.options}
         for b, (_, cached, new) in enumerate(c.lengths if problem.new else ()):
             place = tuple(t[cached : cached + new].to(after.device) for t in problem.places[b])
-            values = problem.appended(b)[i].to(problem.q.dtype)
             scale = None if has_scales(c.kv_dtype) else options.get(f"{which}_descale")
             scale = scale[b] if scale is not None and scale.dim() == 2 else scale
-            made = volta_fa.quantize_kv(values, c.kv_dtype_of(which), scale=scale)
-            expected[place] = made.data.view(torch.uint8)
-            for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
-                if name in scales:
-                    scales[name][place] = t
-        if c.rotary and which == "k":
-            continue  # test_appended_rotated
+            values = problem.appended(b)[i].to(problem.q.dtype)
+            store(which, expected, scales, place, volta_fa.quantize_kv(values, c.kv_dtype_of(which), scale=scale))
         assert_same_bits(which, after, expected)
         for name, t in scales.items():
             assert_same_bits(name, options[name], t)
@@ -223,8 +228,8 @@ STAGED = [
 
 
 MANY = ((40, 60, 40), (40, 0, 40), (40, 129, 40), (40, 200, 40))
-#: More query rows than decode kernels take, so the call dequantizes the tokens before a forward kernel.
-CONVERTED = [
+#: More query rows than decode kernels take (64 per KV head), so the call dequantizes the tokens before a forward kernel.
+DEQUANTIZED = [
     Cached(MANY, nheads=4, nheads_k=2),
     Cached(MANY, nheads=4, nheads_k=2, page=48, layout="kv", headdim=128, window_left=30),
     Cached(((141, 14, 141), (1, 40, 1), (0, 30, 0), (70, 85, 0), (65, 0, 65)), packed=True, own_new=True, layout="hnd", sinks="own"),
@@ -235,7 +240,7 @@ CONVERTED = [
 ]
 
 
-def of_each_format(cases):
+def in_each_format(cases):
     descales = ("", "one", "h", "bh")
     for kv_dtype in CACHE_KV_DTYPES:
         for i, case in enumerate(cases):
@@ -243,10 +248,10 @@ def of_each_format(cases):
 
 
 @on_cases(
-    (("cpu-fp32", "sim", "cuda"), list(of_each_format([*CASES, *CONVERTED]))),
-    (("sim", "cuda"), [*of_each_format(TILES), *STAGED]),
-    (("cpu-fp64", "cpu-bf16", "sim-bf16"), list(of_each_format(CASES[::8]))),
-    (("sim-bf16",), list(of_each_format(CONVERTED[::3]))),
+    (("cpu-fp32", "sim", "cuda"), list(in_each_format([*CASES, *DEQUANTIZED]))),
+    (("sim", "cuda"), [*in_each_format(TILES), *STAGED]),
+    (("cpu-fp64", "cpu-bf16", "sim-bf16"), list(in_each_format(CASES[::8]))),
+    (("sim-bf16",), list(in_each_format(DEQUANTIZED[::3]))),
 )
 def test_against_fp64(backend, case):
     check(backend, case)
@@ -254,8 +259,8 @@ def test_against_fp64(backend, case):
 
 @pytest.mark.parametrize("kv_dtype", CACHE_KV_DTYPES)
 @on("cpu-fp32", "sim", "cuda")
-def test_numbers_of_all_sizes(backend, kv_dtype):
-    """Right for tokens whose magnitudes, and so their scales, range from 2^-9 to 2^5 (keys: to 1) in random order."""
+def test_tokens_of_all_magnitudes(backend, kv_dtype):
+    """Magnitudes of tokens, and so their scales, range from 2^-9 to 2^5 (keys: to 1) in random order."""
     case = Cached(((1, 200, 0), (3, 77, 0)), packed=True, nheads=4, nheads_k=2, kv_dtype=kv_dtype)
     problem = case.problem(backend)
     for which, cache in (("k", problem.k_cache), ("v", problem.v_cache)):
@@ -265,19 +270,15 @@ def test_numbers_of_all_sizes(backend, kv_dtype):
             if which == "k":
                 sizes = sizes.clamp_max(1.0)
             x = backend.randn(n, case.nheads_k, case.headdim) * sizes[:, None, None].to(backend.device, problem.q.dtype)
-            made = volta_fa.quantize_kv(x, case.kv_dtype_of(which))
             place = (entry.to(x.device), row.to(x.device))
-            cache.view(torch.uint8)[place] = made.data.view(torch.uint8)
-            for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
-                if t is not None:
-                    problem.options[name][place] = t
-    out, lse, k_cache, v_cache, _ = run(backend, problem)
-    check_sequences(backend, problem, out, lse, k_cache.view(problem.k_cache.dtype), v_cache.view(problem.v_cache.dtype))
+            store(which, cache, problem.options, place, volta_fa.quantize_kv(x, case.kv_dtype_of(which)))
+    out, lse, *caches, _ = run(backend, problem)
+    check_sequences(backend, problem, out, lse, *caches)
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8_e5m2", "fp8_e4m3"])
 @on("cpu-fp32", "sim", "cuda")
-def test_special_values(backend, kv_dtype):
+def test_every_code_of_fp8_is_read(backend, kv_dtype):
     """Kernels read every finite fp8 code exactly, subnormal ones too. NaN and (e5m2) infinite codes of values give NaN and infinities."""
     case = Cached(((1, 256, 0),) * 4, nheads=2, nheads_k=1, kv_dtype=kv_dtype, is_causal=False)
     problem = case.problem(backend)
@@ -286,28 +287,26 @@ def test_special_values(backend, kv_dtype):
     finite = codes[volta_fa.dequantize_kv(codes.view(dtype).view(256, 1, 1), kv_dtype).flatten().isfinite()]
     # of keys only small ones, whose scores are not infinite either
     small = finite[volta_fa.dequantize_kv(finite.view(dtype).view(-1, 1, 1), kv_dtype).flatten().abs() < 8]
-    caches = [t.view(torch.uint8) for t in (problem.k_cache, problem.v_cache)]
+    k_bytes, v_bytes = caches = [t.view(torch.uint8) for t in (problem.k_cache, problem.v_cache)]
     for which, (cache, all_codes) in enumerate(zip(caches, (small, finite))):
         for b, (entry, row) in enumerate(problem.places):
+            # spreads the codes over tokens and columns, in another order in each sequence, and in K and V
             index = (torch.arange(256)[:, None] * (7 + b) + torch.arange(64) * 3 + which) % len(all_codes)
             cache[entry, row] = all_codes[index][:, None].to(cache.device)
     nan = 0x7F if kv_dtype == "fp8_e4m3" else 0x7D
-    minus_nan = nan | 0x80
-    entry, row = problem.places[1]
-    caches[1][entry[100], row[100], 0, 9] = nan  # one column of the output
-    entry, row = problem.places[2]
-    caches[0][entry[33], row[33], 0, 5] = minus_nan  # the whole row
+    (_, (entry1, row1), (entry2, row2), (entry3, row3)) = problem.places
+    v_bytes[entry1[100], row1[100], 0, 9] = nan  # NaN in one column of sequence 1's output
+    k_bytes[entry2[33], row2[33], 0, 5] = nan | 0x80  # -NaN: in all of sequence 2's
     if kv_dtype == "fp8_e5m2":
-        entry, row = problem.places[3]
-        caches[1][entry[7], row[7], 0, 3] = 0xFC
+        v_bytes[entry3[7], row3[7], 0, 3] = 0xFC  # -inf: in one column of sequence 3's
     out, lse, *_ = run(backend, problem)
     for b in (0, 1, 3):
         k, v = keys_and_values(problem, b, problem.k_cache, problem.v_cache)
         exact = reference.forward(problem.queries(b)[None], k[None], v[None], **problem.score_options(b)).out
         special = ~exact.isfinite()
         assert_same_bits(f"sequence {b}", out[b][None].double()[special].nan_to_num(7.0), exact[special].nan_to_num(7.0))
-        assert special.sum() == {0: 0, 1: 2, 3: 2 if kv_dtype == "fp8_e5m2" else 0}[b]
-        # the rest is as if it were 0
+        assert special.sum() == {0: 0, 1: 2, 3: 2 if kv_dtype == "fp8_e5m2" else 0}[b]  # of two heads
+        # the other columns are as if the special value were 0
         out[b][special[0]] = 0.0
         out_part, *others = problem.parts(b, k, v.nan_to_num(0.0, 0.0, 0.0))
         judge(backend, [dataclasses.replace(out_part, exact=out_part.exact.masked_fill(special, 0.0)), *others], {"out": out})
@@ -316,8 +315,8 @@ def test_special_values(backend, kv_dtype):
 
 @on("sim", "cuda")
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int8k_int4v"])
-def test_wrong_scales_are_nan(backend, kv_dtype):
-    """An unchecked scale that is NaN (of K or V), infinite or negative (of V): all output of its sequence and KV head is NaN, no other."""
+def test_unchecked_scales_give_nan(backend, kv_dtype):
+    """A scale that is NaN (of K or V), infinite or negative (of V) makes all output of its sequence and KV head NaN, and no other."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     for name, value in (("k_scale", math.nan), ("v_scale", math.nan), ("v_scale", math.inf), ("v_scale", -1.0)):
         problem = Cached(((1, 60, 0), (1, 60, 0)), nheads=4, nheads_k=2, kv_dtype=kv_dtype).problem(backend)
@@ -363,19 +362,19 @@ def test_dequantizes_bitwise(backend, kv_dtype, dtype):
 @pytest.mark.parametrize("headdim", [64, 96, 256])
 @pytest.mark.parametrize("sm", GPUS)
 @on("sim")
-def test_converted_for_each_family(backend, sm, headdim):
-    """Each family dequantizes before its forward kernel. That reads up to three keys before the window, which must not be NaN then."""
+def test_each_family_dequantizes_before_its_forward_kernel(backend, sm, headdim):
+    """The forward kernel reads up to three keys before the window, which must not be NaN then."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[sm])
     lengths = ((70, 161, 0), (70, 90, 0), (70, 128, 0))
     case = Cached(lengths, headdim=headdim, window_left=30, softcap=4.0, alibi="h", sinks="own", kv_dtype="int8")
-    [convert] = [v["name"] for v in INFO["variants"] if v["pass"] == "Dequantize" and v["sm"] == sm]
-    assert convert in launched(backend, case.problem(backend))
+    [dequantize] = [v["name"] for v in INFO["variants"] if v["pass"] == "Dequantize" and v["sm"] == sm]
+    assert dequantize in launched(backend, case.problem(backend))
     check(backend, case)
 
 
 @on("sim")
 def test_dequantizes_in_one_launch(backend):
-    """Two kernels, whatever the pages, and three with appending. A pair of formats needs a launch for each."""
+    """A call launches two kernels, whatever the pages, and three if it appends. A pair of formats needs a launch for each."""
     for case in (Cached(MANY, nheads=4, nheads_k=2, kv_dtype="int8"), Cached(((40, 60, 0),), nheads=4, nheads_k=1, kv_dtype="int4")):
         names = launched(backend, case.problem(backend))
         assert [name.split("_")[1] for name in names] == ["append"] * case.appends + ["dequantize", "fwd"]
@@ -386,14 +385,14 @@ def test_dequantizes_in_one_launch(backend):
 @on("sim", "cuda")
 @pytest.mark.parametrize("headdim", [64, 128, 256, 512])
 @pytest.mark.parametrize("kv_dtype", ["int4", "int8k_int4v"])
-def test_a_page_that_does_not_exist(backend, headdim, kv_dtype):
+def test_a_page_that_does_not_exist_while_decoding(backend, headdim, kv_dtype):
     """An invalid page anywhere among the tiles that int4 kernels load ahead makes its sequence NaN, and no other."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     case = Cached(((1, 500, 0), (1, 333, 0)), headdim=headdim, nheads=8, nheads_k=2, window_left=299, num_splits=1, kv_dtype=kv_dtype)
-    # tokens from 200 on are seen, which are page 12's
+    # the query sees the last 300 of 500 tokens, which begin on page 12 (200 / 16)
     for page in (0, 11, 12, 13, 14, 20, 31):
         problem = case.problem(backend)
-        problem.options["block_table"][0, page] = (10**6, -1)[page % 2]
+        problem.options["block_table"][0, page] = -1 if page % 2 else 10**6
         out, lse, *_ = run(backend, problem)
         assert out[0].isnan().all().item() == lse[0].isnan().all().item() == (page >= 12), page
         assert torch.isfinite(out[1]).all() and torch.isfinite(lse[1]).all()
@@ -402,15 +401,15 @@ def test_a_page_that_does_not_exist(backend, headdim, kv_dtype):
 
 @on("sim", "cuda")
 @pytest.mark.parametrize("kv_dtype", ["int8", "int8k_int4v"])
-def test_pages_that_do_not_exist(backend, kv_dtype):
-    """Invalid pages that a query sees make the sequence NaN. Before the window they change nothing."""
+def test_a_page_that_does_not_exist_while_dequantizing(backend, kv_dtype):
+    """An invalid page that a query sees makes the sequence NaN. Before the window it changes nothing."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     case = Cached(((40, 200, 0), (40, 200, 0)), nheads=4, nheads_k=2, kv_dtype=kv_dtype, window_left=30)
     problem = case.problem(backend)
     expected, *_ = run(backend, problem)
     assert torch.isfinite(expected).all()
     pages = problem.options["block_table"].clone()
-    # the first query sees tokens from 130 on
+    # the first query, token 160, sees tokens from 130 on, which begin on page 8 (130 / 16)
     for page, is_seen in ((7, False), (8, True), (12, True)):
         problem.options["block_table"] = pages.clone()
         problem.options["block_table"][1, page] = 10**6
@@ -452,7 +451,7 @@ def test_appending_to_more_sequences_than_pages(backend, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", CACHE_KV_DTYPES)
 @on("sim")
 def test_no_value_is_read_on_the_host(backend, kv_dtype, seqlen_q):
-    """As CUDA graphs need it, of an append, with decoding or with a call that dequantizes."""
+    """CUDA graphs need it. The call appends, and decodes (1 query) or dequantizes (40)."""
     descale = "" if has_scales(kv_dtype) else "one"
     case = Cached(((seqlen_q, 40, 1), (seqlen_q, 60, 1)), nheads=4, nheads_k=2, kv_dtype=kv_dtype, descale=descale)
     check_reads_no_value(backend, case.problem(backend))
@@ -511,7 +510,8 @@ def test_autocast(backend):
 
 
 @on("cpu-fp32")
-def test_refused(backend):
+def test_invalid_arguments_are_refused(backend):
+    """Each line: the argument that the error names, words of the message, and a call in one format ("": not quantized)."""
     cases = {kv_dtype: Cached(((1, 20, 0), (1, 30, 0)), nheads=4, nheads_k=2, kv_dtype=kv_dtype) for kv_dtype in ("", *CACHE_KV_DTYPES)}
 
     def call(kv_dtype, **changed):
@@ -524,7 +524,7 @@ def test_refused(backend):
     right, some = (entries, 16, 2), torch.ones(3)
     nan, negative = torch.full(right, math.nan), torch.ones(right)
     negative[:] = -0.5
-    for argument, words, made in (
+    for argument, words, call_it in (
         ("k_scale", ["None", "torch.int8"], call("int8", k_scale=None)),
         ("v_scale", ["None", "torch.uint8"], call("int4", v_scale=None)),
         ("v_zero_point", ["None", "int4 (torch.uint8)"], call("int4", v_zero_point=None)),
@@ -555,6 +555,6 @@ def test_refused(backend):
         ("k_descale", ["nan"], call("fp8_e4m3", k_descale=nan[0, 0])),
     ):
         with pytest.raises(ValueError, match=f"fwd_kvcache: {argument}: got ") as error:
-            made()
+            call_it()
         message = str(error.value)
         assert all(word in message for word in words), message

@@ -1,7 +1,8 @@
-"""softmax_lse, the log of a row's sum of exponentials: its error near 0, and the gradient of a loss that uses it (`dlse`).
+"""Tests of softmax_lse, the log of a row's sum of exponentials: its error near 0, and the gradient of a loss that uses it (`dlse`).
 
-Other tests have relative tolerances, which mean little near 0. Here the absolute error may be 1e-6, as in FlashMLA's tests.
-`on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`); `gpu` runs simulated kernels of V100 and T4."""
+Other tests have relative tolerances, which mean little near 0. Here the absolute error may be 1e-6, as in FlashMLA's tests. `on(...)` lists
+the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). The fixture `gpu` simulates a V100, then a T4.
+`check` compares results and gradients with the fp64 reference."""
 
 from __future__ import annotations
 
@@ -18,31 +19,33 @@ from conftest import ALL, BF16_KERNELS, Backend, Case, check, on, on_cases
 op = torch.ops.volta_fa
 
 TOLERANCE = 1e-6
-#: Keys of a row, and which one has most of the probability: none, or one that comes after the row maximum is set.
+#: Keys of a row, and the key that has most of the probability: none, or one after the first tiles of keys, which set the row maximum.
 KEYS = [(1, None), (2, None), (5, None), (33, None), (150, 140)]
-ROWS = 40
+ROWS = 40  # queries of each head
 each_length = pytest.mark.parametrize("keys,late", KEYS, ids=[f"{n}-keys" if late is None else f"{n}-keys-late" for n, late in KEYS])
 
 
 def near_zero(backend: Backend, headdim: int, keys: int, late: int | None, nheads: int = 2):
-    """Returns q (1, ROWS, nheads, headdim) and k (1, keys, 1, headdim), whose rows have an lse near 0."""
+    """Returns q (1, ROWS, nheads, headdim) and k (1, keys, 1, headdim), whose rows have a softmax_lse near 0: `keys` scores of about
+    -log(keys)."""
     q, k = backend.randn(1, ROWS, nheads, headdim, spread=0.2), backend.randn(1, keys, 1, headdim, spread=0.2)
-    # one column adds the same number to all scores of a key
+    # column 0, which is 1 in q, adds the same number to all scores of a key
     scores = torch.full((keys,), -math.log(keys))
     if late is not None:
-        scores[:] = -4.5  # below the late key's by less than what moves the row maximum
+        # 6.5 log2 units below the late key: kernels keep the earlier keys' row maximum up to 7 (kRescaleThreshold, csrc/softmax.cuh)
+        scores[:] = -4.5
         scores[late] = 0
     q[..., 0] = 1
     k[0, :, 0, 0] = (scores * math.sqrt(headdim)).to(k)
     return q, k
 
 
-def logits(q, k):
-    """The scores (batch, nheads, seqlen_q, seqlen_k) in fp64."""
+def scores_of(q, k):
+    """Returns the scores (batch, nheads, seqlen_q, seqlen_k) in fp64."""
     return torch.einsum("bihd,bjd->bhij", q.double(), k[:, :, 0].double()) / math.sqrt(q.shape[-1])
 
 
-def close(lse, scores, headdim):
+def check_lse(lse, scores, headdim):
     """Checks the error of lse. A GPU's tensor cores truncate fp32 sums once per 8 columns, by up to 2^-23 of the score: an H200 had an
     error of 3.9e-6 for scores of 3.5 at headdim 256. The simulator rounds instead, so it gets no allowance."""
     expected = scores.logsumexp(-1)
@@ -57,15 +60,15 @@ def close(lse, scores, headdim):
 @pytest.mark.parametrize("headdim", [32, 64, 128, 256])
 def test_forward(backend, gpu, headdim, keys, late):
     q, k = near_zero(backend, headdim, keys, late)
-    close(backend.forward(q, k, k)[1], logits(q, k), headdim)  # k as v: lse does not depend on v
+    check_lse(backend.forward(q, k, k)[1], scores_of(q, k), headdim)  # k as v: lse does not depend on v
 
 
 @on("cpu-fp32", "sim", "cuda")
 @pytest.mark.parametrize("feature", ["sinks", "alibi_slopes", "attn_bias"])
 @pytest.mark.parametrize("headdim", [64, 128])
-def test_features(backend, gpu, headdim, feature):
+def test_forward_with_a_feature(backend, gpu, headdim, feature):
     q, k = near_zero(backend, headdim, 1, None)
-    scores = logits(q, k)
+    scores = scores_of(q, k)
     if feature == "sinks":
         given = torch.tensor([-2.0, 0.3], device=q.device)
         scores = torch.cat([scores, given.double()[None, :, None, None].expand(1, 2, ROWS, 1)], -1)
@@ -76,7 +79,7 @@ def test_features(backend, gpu, headdim, feature):
     else:
         given = backend.randn(1, 2, ROWS, 1, spread=0.1)
         scores = scores + given.double()
-    close(backend.forward(q, k, k, **{feature: given})[1], scores, headdim)
+    check_lse(backend.forward(q, k, k, **{feature: given})[1], scores, headdim)
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -90,11 +93,8 @@ def test_decode(backend, gpu, headdim, keys, late):
     cache.view(-1, headdim)[:keys] = k[0, :, 0]
     options = {"block_table": backend.ints(range(pages))[None], "cache_seqlens": backend.ints([keys])}
     for _ in backend._runs(q, cache):  # in the simulator, each order of warps
-        if headdim == 576:
-            lse = torch.ops.volta_fa.fwd_mla(q, cache, **options)[1]
-        else:
-            lse = torch.ops.volta_fa.fwd_kvcache(q, cache, cache, **options)[1]
-        close(lse, logits(q, k), headdim)
+        lse = (op.fwd_mla(q, cache, **options) if headdim == 576 else op.fwd_kvcache(q, cache, cache, **options))[1]
+        check_lse(lse, scores_of(q, k), headdim)
 
 
 # ---- dlse, the gradient of softmax_lse: what it adds to the gradients of q, k, v, a bias and sinks ----------------------
@@ -121,30 +121,30 @@ CASES = [
 ]
 
 
-def gradient_of_lse(backend, q):
-    """Returns numbers as large as those of dout."""
+def draw_dlse(backend, q):
+    """Returns a gradient of softmax_lse for q, of numbers as large as those of dout."""
     rows = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
     return backend.randn(*rows).float()
 
 
-#: Enough for other dtypes, which are cast to fp16 around the same kernels.
-OF_EACH_DTYPE = CASES[1::4]
+#: Enough for other dtypes, which are cast to fp16 before the same kernels.
+IN_EACH_DTYPE = CASES[1::4]
 
 
-@on_cases((["cpu-fp32", "sim", "cuda"], CASES), (ALL + BF16_KERNELS, OF_EACH_DTYPE), slow=((ALL + BF16_KERNELS, CASES),))
+@on_cases((["cpu-fp32", "sim", "cuda"], CASES), (ALL + BF16_KERNELS, IN_EACH_DTYPE), slow=((ALL + BF16_KERNELS, CASES),))
 def test_gradients(backend, gpu, case):
     inputs, options = case.problem(backend)
     backend.forward_on_cpu = backend.machine == "sim"  # to simulate the backward kernels alone
-    check(backend, *inputs, deterministic=case.deterministic, dlse=gradient_of_lse(backend, inputs[0]), **options)
+    check(backend, *inputs, deterministic=case.deterministic, dlse=draw_dlse(backend, inputs[0]), **options)
 
 
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**12], ids=["small", "large"])
 @on("cpu-fp32", *BF16_KERNELS)
-def test_other_magnitudes_than_dout(backend, scale):
-    """`dlse` and dout of very different size, both within bf16's range."""
+def test_dlse_of_another_magnitude_than_dout(backend, scale):
+    """`dlse` is 4096 times as small or large as dout, beside dout near 1 and near bf16's smallest numbers (2^-126)."""
     (q, k, v, dout), options = BASE.problem(backend)
-    check(backend, q, k, v, dout, dlse=gradient_of_lse(backend, q) * scale, **options)
-    check(backend, q, k, v, dout * 2.0**-100, dlse=gradient_of_lse(backend, q) * 2.0**-100 * scale, **options)
+    for size in (1.0, 2.0**-100):
+        check(backend, q, k, v, dout * size, dlse=draw_dlse(backend, q) * size * scale, **options)
 
 
 @on("cpu-fp32", "sim")
@@ -152,12 +152,11 @@ def test_rows_without_a_key_take_no_gradient(backend):
     """A row without visible keys has softmax_lse +inf. Its `dlse` may be NaN, and changes no gradient."""
     (q, k, v, dout), _ = changed(seqlen_q=150).problem(backend)
     out, lse = backend.forward(q, k, v, is_causal=True)
-    dlse = gradient_of_lse(backend, q)
-    expected = backend.backward(dout, q, k, v, out, lse, is_causal=True, deterministic=True, dlse=dlse)[0]
-    dlse[lse == float("inf")] = float("nan")
-    assert dlse.isnan().any()
-    found = backend.backward(dout, q, k, v, out, lse, is_causal=True, deterministic=True, dlse=dlse)[0]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    dlse = draw_dlse(backend, q)
+    backward = functools.partial(backend.backward, dout, q, k, v, out, lse, is_causal=True, deterministic=True)
+    expected = backward(dlse=dlse)[0]
+    dlse[lse == math.inf] = math.nan
+    assert dlse.isnan().any() and all(map(torch.equal, backward(dlse=dlse)[0], expected))
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------
@@ -165,22 +164,19 @@ def test_rows_without_a_key_take_no_gradient(backend):
 
 @on("cpu-fp32", "cpu-fp64")
 def test_autograd_of_both_results(backend):
-    """A loss on out and lse, on lse alone, and on out alone, as through PyTorch's own operations."""
-    q, k, v, dout = Case(9, 11, 16, nheads=2).inputs(backend)
-    for weights in ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0)):
-        results = []
-        for own in (True, False):
-            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-            if own:
-                out, lse, _ = op.fwd(*leaves)
-            else:
-                theirs = reference.tolerance.attend(*leaves)
-                out, lse = theirs.out, theirs.softmax_lse
-            parts = [w * t for w, t in zip(weights, ((out * dout).sum(), lse.square().sum())) if w]
-            results.append(torch.autograd.grad(sum(parts), leaves, allow_unused=True))
-        for found, expected in zip(*results):
-            expected = torch.zeros_like(v) if expected is None else expected
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    """The gradients of a loss on out and lse, on lse alone, and on out alone are those of attention by PyTorch's operations."""
+    *leaves, dout = Case(9, 11, 16, nheads=2).inputs(backend)
+    out, lse, _ = op.fwd(*(t.requires_grad_() for t in leaves))
+    exact = reference.tolerance.attend(*leaves)
+
+    def losses(out, lse):
+        of_out, of_lse = (out * dout).sum(), lse.square().sum()
+        return of_out + of_lse, of_lse, of_out
+
+    for ours, theirs in zip(losses(out, lse), losses(exact.out, exact.softmax_lse)):
+        expected = torch.autograd.grad(theirs, leaves, retain_graph=True, allow_unused=True)  # lse alone does not use v
+        for found, wanted, t in zip(torch.autograd.grad(ours, leaves, retain_graph=True), expected, leaves):
+            torch.testing.assert_close(found, torch.zeros_like(t) if wanted is None else wanted, rtol=1e-5, atol=1e-5)
 
 
 @on("cpu-fp32")
@@ -193,12 +189,12 @@ def test_unused_lse_has_no_gradient(backend):
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
         out.backward(dout)
     [call] = [event for event in profile.function_events if event.name == "volta_fa::bwd"]
-    given = [shape for shape in call.input_shapes if shape == list(lse.shape)]
-    assert len(given) == 1, call.input_shapes  # softmax_lse itself
+    assert call.input_shapes.count(list(lse.shape)) == 1, call.input_shapes  # softmax_lse itself, and no dlse
 
 
 @on("cpu-fp32", "sim")
-def test_wrong_gradients_are_refused(backend):
+def test_dlse_of_a_wrong_form_is_refused(backend):
+    """The dtype and shape must be those of softmax_lse. Any strides are allowed."""
     backend.simulate()
     q, k, v, dout = Case(9, 11, 16, nheads=2).inputs(backend)
     out, lse, _ = op.fwd(q, k, v)
@@ -212,7 +208,7 @@ def test_wrong_gradients_are_refused(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_gradient_of_sinks_without_keys(backend):
-    """softmax_lse of a row without keys is its sink."""
+    """softmax_lse of a row without keys is its sink: a head's gradient counts its rows, 2 batch entries of 3. A sink of -inf has none."""
     q, k = backend.randn(2, 3, 4, 64), backend.randn(2, 0, 2, 64)
     sinks = torch.tensor([0.5, -1.0, 0.0, -math.inf], device=q.device, requires_grad=True)
     backend.simulate()

@@ -1,7 +1,7 @@
-"""bf16 and fp32 inputs of any magnitude. Kernels multiply fp16 numbers, so the library scales tensors by powers of two around them.
+"""Tests of bf16 and fp32 inputs of any magnitude. Kernels multiply fp16 numbers, so the library scales tensors by powers of two before.
 
-Each result must be as exact as for inputs near 1, and hidden keys must not influence the scales. BF16_KERNELS and FP32_KERNELS run tests in
-the simulator and on a GPU, with tensors of that dtype."""
+Each result must be as exact as for inputs near 1, and keys that no query sees must not influence the scales. BF16_KERNELS and FP32_KERNELS
+run tests in the simulator and on a GPU, with tensors of that dtype. test_fp32.py has more tests of fp32."""
 
 import math
 
@@ -11,7 +11,8 @@ import torch
 from conftest import BF16_KERNELS, FP32_KERNELS, Case, on
 from reference import block_masks
 
-# Exponents of the magnitudes of q and k, and softmax_scale: beyond either end of fp16's range, both small, and scales that no model has.
+# Powers of two by which q and k, drawn near 1, are multiplied, and softmax_scale (None: the default): beyond either end of fp16's range
+# (2^-24 to 2^16), both small, and scales that no model has.
 MAGNITUDES = {
     "large q": (17, -17, None),
     "large k": (-40, 40, None),
@@ -30,15 +31,22 @@ def test_bf16_of_any_magnitude(backend, magnitudes, options):
     q, k, v, dout = Case(70, 90, 64, batch=2, nheads=2, nheads_k=1).inputs(backend)
     q, k = q * 2.0**of_q, k * 2.0**of_k
     options = {**options, "softmax_scale": scale}
+    check_against(exactly(q, k, v, dout, **options), backend, q, k, v, dout, **options)
+
+
+def check_against(expected, backend, q, k, v, dout, **options):
+    """Checks errors of out, softmax_lse and gradients, relative to the largest number of each: about one rounding of the dtype."""
+    options = {name: x.to(backend.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     out, lse = backend.forward(q, k, v, **options)
-    found = [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, exactly(q, k, v, dout, **options), strict=True):
+    found = [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0][:3]]
+    bound = torch.finfo(torch.bfloat16).eps if q.dtype == torch.bfloat16 else 3e-6
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
         error = (a.cpu().double() - b).abs().max() / b.abs().max()
-        assert error < (1e-5 if name == "lse" else torch.finfo(torch.bfloat16).eps), f"{name}: {error:.2e}"
+        assert error < (1e-5 if name == "lse" else bound), f"{name}: {error:.2e}"
 
 
 def exactly(q, k, v, dout, **options):
-    """out, softmax_lse and the gradients of q, k and v by the CPU backend in fp64."""
+    """Returns out, softmax_lse and the gradients of q, k and v by the CPU backend in fp64."""
     q, k, v, dout = (t.detach().cpu().double() for t in (q, k, v, dout))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VOLTA_FA_SIMULATE", raising=False)
@@ -52,22 +60,21 @@ def test_rows_of_q_may_differ_by_a_million(backend, packed):
     """Each row of q has its own scale, so small rows keep their precision beside rows 10^6 times as large."""
     q, k, v, _ = Case(60, 80, 64, batch=1, nheads=2).inputs(backend)
     q = q * torch.logspace(-3, 3, 60, dtype=q.dtype, device=q.device).view(1, -1, 1, 1)
-    options = {}
+    cu_seqlens = {}
     if packed:
         q, k, v = (t[0] for t in (q, k, v))
-        cu_q, cu_k = ([0, 60], [0, 80])
-        options = {f"cu_seqlens_{name}": torch.tensor(cu, dtype=torch.int32, device=q.device) for name, cu in (("q", cu_q), ("k", cu_k))}
-        options |= {"max_seqlen_q": 60, "max_seqlen_k": 80}
-    out, lse = backend.forward(q, k, v, **options)
-    expected = exactly(q, k, v, torch.zeros_like(q), **{name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in options.items()})
-    for a, b, bound in ((out, expected[0], 2**-7), (lse, expected[1], 1e-6)):
+        cu_seqlens = {"cu_seqlens_q": backend.ints([0, 60]), "cu_seqlens_k": backend.ints([0, 80])}
+    longest = {"max_seqlen_q": 60, "max_seqlen_k": 80} if packed else {}
+    out, lse = backend.forward(q, k, v, **cu_seqlens, **longest)
+    expected = exactly(q, k, v, torch.zeros_like(q), **{name: t.cpu() for name, t in cu_seqlens.items()}, **longest)
+    for a, b, bound in ((out, expected[0], 2**-7), (lse, expected[1], 1e-6)):  # 2^-7: bf16's rounding
         assert ((a.cpu().double() - b).abs() / b.abs().clamp_min(1)).max() < bound
 
 
 @pytest.mark.parametrize("column", [1.0, 2.0**12, 2.0**20], ids=str)
 @on(*BF16_KERNELS)
 def test_gradients_of_giant_scores_are_finite(backend, column):
-    """Scores of 5e5 to 5e17: one column of q and k decides. fp32 resolves few of their digits after the point, or none."""
+    """Scores of 5e5 to 5e17, which column 5 of q and k decides. fp32 resolves few of their digits after the point, or none."""
     q, k, v, dout = Case(77, 77, 64, batch=1, nheads=2).inputs(backend)
     for t in (q, k):
         t[..., 5] *= column * 2000
@@ -83,75 +90,63 @@ def test_gradients_of_giant_scores_are_finite(backend, column):
     torch.testing.assert_close(out.cpu().transpose(1, 2)[unique], chosen[unique], rtol=2**-7, atol=2**-7)
 
 
-KEYS = torch.arange(200)
+# ---- keys that no query sees -----------------------------------------------------------------------------------------
 
-# Each function hides some of 200 keys from all 140 queries, and shows one more key to a single query. Returns the hidden keys (bool),
-# the number of that key, and the options of the call.
+QUERIES, KEYS = 140, torch.arange(200)
+
+# Each function returns the keys that all queries do not see (bool), one key that a single query sees, and the call's options for that.
 
 
 def by_bias():
     """Hides by a bias of -1e38, which is below every score."""
     hidden = (KEYS > 30) & (KEYS < 170)
-    bias = torch.zeros(1, 1, 140, 200).masked_fill(hidden, -1e38)
+    bias = torch.zeros(1, 1, QUERIES, 200).masked_fill(hidden, -1e38)
     bias[..., 100, 90] = 0
     return hidden & (KEYS != 90), 90, {"attn_bias": bias}
 
 
 def by_heads():
     """One query of one head sees a key."""
-    seen = (KEYS >= 100).expand(1, 4, 140, 200).clone()
+    seen = (KEYS >= 100).expand(1, 4, QUERIES, 200).clone()
     seen[:, 2, 5, 99] = True
     return KEYS < 99, 99, {"attn_bias": seen}
 
 
 def by_blocks():
-    """Absent blocks, and bits of partial ones."""
+    """Absent blocks of a block mask, and bits of partial ones."""
     hidden = (KEYS >= 64) & (KEYS < 150)
-    seen = ~hidden.repeat(1, 1, 140, 1)
+    seen = ~hidden.repeat(1, 1, QUERIES, 1)
     seen[..., 130, 100] = True
     return hidden & (KEYS != 100), 100, block_masks.options_of(seen, "cpu")
 
 
 def by_window():
-    """The last 140 of 200 positions are queries."""
+    """The queries are the last 140 of 200 positions, so the first one, at 60, sees keys from 40 on."""
     return KEYS < 40, 40, {"window_left": 20}
 
 
 def by_windows():
-    """Two packed sequences, of 60 queries and 90 keys, and of 80 and 110."""
-    cu = {"cu_seqlens_q": torch.tensor([0, 60, 140]).int(), "cu_seqlens_k": torch.tensor([0, 90, 200]).int()}
+    """Two packed sequences, of 60 queries and 90 keys, and of 80 and 110: the first queries see keys from 10 on."""
+    cu = {"cu_seqlens_q": torch.tensor([0, 60, QUERIES]).int(), "cu_seqlens_k": torch.tensor([0, 90, 200]).int()}
     return (KEYS < 10) | ((KEYS >= 90) & (KEYS < 100)), 10, {"window_left": 20, "max_seqlen_q": 80, "max_seqlen_k": 110, **cu}
 
 
 @pytest.fixture(params=[by_bias, by_heads, by_blocks, by_window, by_windows], ids=lambda of: of.__name__)
 def masked(request, backend):
-    """q, k, v, dout, hidden keys, the key that one query sees, and options."""
-    hidden, seen_once, options = request.param()
-    inputs = Case(140, 200, 64, batch=1, nheads=4, nheads_k=2).inputs(backend)
-    if request.param is by_windows:
-        inputs = [t[0] for t in inputs]
-    return *inputs, hidden, seen_once, options
-
-
-def check_masked(backend, q, k, v, dout, expected, **options):
-    options = {name: x.to(backend.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    out, lse = backend.forward(q, k, v, **options)
-    found = [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0][:3]]
-    bound = torch.finfo(torch.bfloat16).eps if q.dtype == torch.bfloat16 else 3e-6
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
-        error = (a.cpu().double() - b).abs().max() / b.abs().max()
-        assert error < (1e-5 if name == "lse" else bound), f"{name}: {error:.2e}"
+    """Returns q, k, v, dout, and what the function returns."""
+    inputs = Case(QUERIES, 200, 64, batch=1, nheads=4, nheads_k=2).inputs(backend)
+    return *(t[0] if request.param is by_windows else t for t in inputs), *request.param()
 
 
 @pytest.mark.parametrize("magnitude", [2.0**7, 2.0**17, 2.0**110], ids=["2^7", "2^17", "2^110"])
 @on(*BF16_KERNELS, *FP32_KERNELS)
 def test_hidden_keys_may_have_any_magnitude(backend, masked, magnitude):
-    """Keys that no query sees may be uninitialized memory. They reduce no precision of others, and get no gradient."""
+    """Keys that no query sees may be uninitialized memory. Others keep their precision, and hidden keys get no gradient."""
     q, k, v, dout, hidden, _, options = masked
     expected = exactly(q, k, v, dout, **options)
     for t in (k, v):
         t[..., hidden, :, :] *= magnitude
-    check_masked(backend, q, k, v, dout, expected, **options)
+    check_against(expected, backend, q, k, v, dout, **options)
 
 
 @on(*BF16_KERNELS, *FP32_KERNELS)
@@ -177,8 +172,9 @@ def test_gradients_of_a_bias_and_of_sinks_beside_hidden_keys(backend):
 
 @on(*BF16_KERNELS, *FP32_KERNELS)
 def test_a_key_that_one_query_sees_counts(backend, masked):
+    """Values of such a key exceed fp16's range, so the scales must include them."""
     q, k, v, dout, hidden, seen_once, options = masked
     v[..., seen_once, :, :] *= 2.0**17
     expected = exactly(q, k, v, dout, **options)
     v[..., hidden, :, :] *= 2.0**110
-    check_masked(backend, q, k, v, dout, expected, **options)
+    check_against(expected, backend, q, k, v, dout, **options)

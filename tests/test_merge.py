@@ -1,7 +1,8 @@
-"""`volta_fa::merge_attention_states` combines out and softmax_lse of attention over two parts of the keys to attention over all keys.
+"""Tests of `volta_fa::merge_attention_states`: attention over two parts of the keys, merged to attention over all keys.
 
-`merge_attention_states_` adds a part to a state in place, which is fp32. A part without keys has softmax_lse +inf. Ring attention and
-cascades call both. `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
+A state is out and softmax_lse of attention over some keys; without keys softmax_lse is +inf. `merge_attention_states_` adds a part to a
+state in place, which is fp32. Ring attention and cascade attention call both. `on(...)` lists the values of the fixture `backend`: CPU
+(`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `refused` checks that a call raises an error of one line with these words."""
 
 import math
 
@@ -13,9 +14,10 @@ import volta_fa
 from conftest import INFO, on
 from test_validation import refused
 
-merge = torch.ops.volta_fa.merge_attention_states
+merge, add = torch.ops.volta_fa.merge_attention_states, torch.ops.volta_fa.merge_attention_states_
 BACKENDS = on("cpu-fp32", "cpu-fp64", "cpu-bf16", "sim", "sim-bf16", "sim-fp32", "cuda", "cuda-bf16", "cuda-fp32")
-EPSILON = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-22, torch.float64: 2**-22}  # softmax_lse is fp32
+#: Relative error of out: one rounding of fp16 and bf16; a few of fp32, in which weights are computed from softmax_lse.
+EPSILON = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-22, torch.float64: 2**-22}
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,7 @@ def simulated(backend):
 
 
 def reference(out_a, lse_a, out_b, lse_b):
-    """Returns the merged out and lse in fp64: outs weighted by exp(lse)."""
+    """Returns the merged out and softmax_lse in fp64: outs weighted by exp(softmax_lse)."""
     sum_a, sum_b = (torch.where(lse == math.inf, 0.0, lse.double().exp()).transpose(-1, -2)[..., None] for lse in (lse_a, lse_b))
     both = sum_a + sum_b
     out = (sum_a * out_a.double() + sum_b * out_b.double()) / both
@@ -33,98 +35,90 @@ def reference(out_a, lse_a, out_b, lse_b):
     return out.masked_fill(both == 0, 0.0), lse.masked_fill(lse == -math.inf, math.inf)
 
 
-def states(backend, *shape):
-    out = backend.randn(*shape)
-    lse = backend.randn(*(shape[:-3] + (shape[-2], shape[-3]))).float() * 3
-    return out, lse
+def draw(backend, *shape, without_keys=False):
+    """Returns out and softmax_lse of two states, for out of this shape: (batch, seqlen, heads, headdim), or packed without batch.
+    `without_keys`: rows for which one state, the other, or both have no key."""
+    out_a, out_b = backend.randn(*shape), backend.randn(*shape)
+    lse_a, lse_b = (backend.randn(*shape[:-3], shape[-2], shape[-3]).float() * 3 for _ in "ab")
+    if without_keys:
+        lse_a.flatten()[::5] = math.inf
+        lse_b.flatten()[::7] = math.inf
+    return out_a, lse_a, out_b, lse_b
 
 
 @pytest.mark.parametrize("shape", [(2, 33, 3, 64), (1, 1, 1, 8), (3, 70, 2, 20), (65, 5, 256), (40, 2, 512), (2, 64, 4, 1)], ids=str)
 @BACKENDS
 def test_against_the_formula(backend, shape):
-    (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
-    # rows that one part, the other, or both have no key for; what such a part's out holds does not matter
-    lse_a.flatten()[::5] = math.inf
-    lse_b.flatten()[::7] = math.inf
+    """What out of a state without keys holds does not matter: here NaN."""
+    out_a, lse_a, *b = draw(backend, *shape, without_keys=True)
+    expected, expected_lse = reference(out_a, lse_a, *b)
     rows = lse_a.transpose(-1, -2) == math.inf
-    expected, expected_lse = reference(out_a, lse_a, out_b, lse_b)
-    out, lse = volta_fa.merge_attention_states(torch.where(rows[..., None], torch.nan, out_a), lse_a, out_b, lse_b)
+    out, lse = volta_fa.merge_attention_states(torch.where(rows[..., None], torch.nan, out_a), lse_a, *b)
     assert (out.dtype, lse.dtype) == (out_a.dtype, torch.float32)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2**-22, atol=2**-20)
     torch.testing.assert_close(out.double(), expected, rtol=EPSILON[out.dtype], atol=4 * EPSILON[out.dtype])
 
 
+#: 88: the largest integer with a finite exp in fp32.
 EXTREMES = (math.nan, math.inf, -math.inf, 0.0, 88.0, -1e4, 1e30)
 
 
 @on("cpu-fp32", "cpu-fp64", "sim", "cuda", "cuda-bf16")
-def test_extremes(backend):
-    """All pairs of extreme softmax_lse. +inf means no keys, -inf a sum of 0, which is the same. NaN, from invalid lengths, stays NaN."""
-    lse_a = torch.tensor([a for a in EXTREMES for _ in EXTREMES], device=backend.device).view(1, -1)
-    lse_b = torch.tensor([b for _ in EXTREMES for b in EXTREMES], device=backend.device).view(1, -1)
-    rows = lse_a.shape[1]
-    out_a, out_b = backend.randn(rows, 1, 8), backend.randn(rows, 1, 8)
+def test_extreme_softmax_lse(backend):
+    """All pairs of extremes. +inf means no keys, -inf a sum of 0, which is the same. NaN, from invalid lengths, stays NaN."""
+    pairs = [(a, b) for a in EXTREMES for b in EXTREMES]
+    lse_a, lse_b = torch.tensor(pairs, device=backend.device).T.contiguous()[:, None]
+    out_a, out_b = backend.randn(len(pairs), 1, 8), backend.randn(len(pairs), 1, 8)
     out, lse = merge(out_a, lse_a, out_b, lse_b)
-    for row, (a, b) in enumerate(zip(lse_a[0].tolist(), lse_b[0].tolist(), strict=True)):
+    for row, (a, b) in enumerate(pairs):
         has_a, has_b = abs(a) != math.inf, abs(b) != math.inf
         if math.isnan(a) or math.isnan(b):
-            assert lse[0, row].isnan(), (a, b)
-            assert out[row].isnan().all(), (a, b)
+            assert lse[0, row].isnan() and out[row].isnan().all(), (a, b)
         elif has_a and has_b and abs(a - b) < 100:
             weight = 1 / (1 + math.exp(b - a))
             expected = weight * out_a[row].double() + (1 - weight) * out_b[row].double()
             torch.testing.assert_close(out[row].double(), expected, rtol=EPSILON[out.dtype], atol=4 * EPSILON[out.dtype])
-        elif has_a or has_b:
-            larger = has_a and (not has_b or a > b)
-            assert torch.equal(out[row], (out_a if larger else out_b)[row]), (a, b)
-            assert lse[0, row] == torch.tensor(a if larger else b), (a, b)
+        elif has_a or has_b:  # one has all the weight
+            a_wins = has_a and (not has_b or a > b)
+            assert torch.equal(out[row], (out_a if a_wins else out_b)[row]), (a, b)
+            assert lse[0, row] == torch.tensor(a if a_wins else b), (a, b)
         else:
-            assert (out[row] == 0).all(), (a, b)
-            assert lse[0, row] == math.inf, (a, b)
+            assert (out[row] == 0).all() and lse[0, row] == math.inf, (a, b)
 
 
 @pytest.mark.parametrize("magnitude", [1e3, 6e4])
 @on("cpu-fp32", "sim", "cuda")
-def test_large_sums(backend, magnitude):
-    """Weights are exact for a large softmax_lse: 1/2 each for equal parts, although the merged logarithm rounds."""
+def test_weights_of_large_softmax_lse(backend, magnitude):
+    """Weights are exact for a large softmax_lse: 1/2 each for equal parts, although the merged softmax_lse rounds."""
     ones, lse = torch.ones_like(backend.randn(2, 9, 3, 16)), torch.full((2, 3, 9), magnitude, device=backend.device)
     out, _ = merge(ones, lse, ones, lse)
     assert torch.equal(out, ones)
 
 
 @on("sim")
-def test_kernel_runs(backend):
-    [launch] = backend.launches(lambda: merge(*states(backend, 2, 9, 3, 16), *states(backend, 2, 9, 3, 16)))
+def test_one_launch_of_the_merge_kernel(backend):
+    [launch] = backend.launches(lambda: merge(*draw(backend, 2, 9, 3, 16)))
     assert launch["kernel"] in {v["name"] for v in INFO["variants"] if v["pass"] == "Merge"}
 
 
 @on("cpu-fp32", "sim", "cuda")
-def test_strides(backend):
-    shape = (2, 19, 3, 40)
-    (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
-    expected = merge(out_a, lse_a, out_b, lse_b)
-    strided = out_a.transpose(1, 2).contiguous().transpose(1, 2)
-    for found, e in zip(merge(strided, lse_a.mT.contiguous().mT, out_b, lse_b), expected):
-        assert torch.equal(found, e)
-        assert found.is_contiguous()
-
-
-add = torch.ops.volta_fa.merge_attention_states_
+def test_strided_states(backend):
+    out_a, lse_a, *b = draw(backend, 2, 19, 3, 40)
+    strided = out_a.transpose(1, 2).contiguous().transpose(1, 2), lse_a.mT.contiguous().mT
+    for found, expected in zip(merge(*strided, *b), merge(out_a, lse_a, *b)):
+        assert torch.equal(found, expected) and found.is_contiguous()
 
 
 @pytest.mark.parametrize("layout", ["whole", "rows", "heads first", "headdim 20", "packed"])
 @BACKENDS
 def test_in_place(backend, layout):
-    """A part is added to a state in fp32 (fp64 of an fp64 part), also to a slice of its rows."""
+    """A part is added to a state in fp32 (fp64 if the part is), also to a slice of its rows ("rows")."""
     headdim = 20 if layout == "headdim 20" else 64
     shape = (40, 3, headdim) if layout == "packed" else (2, 40, 3, headdim)
-    wide = torch.float64 if backend.dtype == torch.float64 else torch.float32
-    (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
-    out_a = out_a.to(wide)
+    out_a, lse_a, out_b, lse_b = draw(backend, *shape, without_keys=True)
+    out_a = out_a.to(torch.float64 if backend.dtype == torch.float64 else torch.float32)
     if layout == "heads first":
         out_a = out_a.transpose(1, 2).contiguous().transpose(1, 2)
-    lse_a.flatten()[::5] = math.inf
-    lse_b.flatten()[::7] = math.inf
     rows = slice(7, 29) if layout == "rows" else slice(None)
     some = (slice(None), rows) if out_a.dim() == 4 else (rows,)
     expected, expected_lse = reference(out_a[some], lse_a[..., rows], out_b[some], lse_b[..., rows])
@@ -140,8 +134,8 @@ def test_in_place(backend, layout):
 
 @on("cpu-bf16", "sim", "cuda")
 def test_many_parts_lose_nothing(backend):
-    """Sixteen parts added in fp32 have the error of one rounding of the parts, not of sixteen of the sum."""
-    parts = [states(backend, 1, 32, 2, 64) for _ in range(16)]
+    """Sixteen parts added one by one: the sum is never rounded to the dtype of the parts."""
+    parts = [draw(backend, 1, 32, 2, 64)[:2] for _ in range(16)]
     out, lse = torch.zeros(1, 32, 2, 64, device=backend.device), torch.full((1, 2, 32), math.inf, device=backend.device)
     weights = torch.stack([lse for _, lse in parts]).double().softmax(0).transpose(-1, -2)[..., None]
     for part, part_lse in parts:
@@ -152,10 +146,14 @@ def test_many_parts_lose_nothing(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_opcheck(backend):
-    (out_a, lse_a), (out_b, lse_b) = states(backend, 2, 9, 3, 16), states(backend, 2, 9, 3, 16)
-    opcheck(merge.default, (out_a, lse_a, out_b, lse_b))
-    opcheck(add.default, (out_a.float(), lse_a, out_b, lse_b))
-    backend.simulate()  # clears the report of launches, which refused() reads
+    out_a, *others = draw(backend, 2, 9, 3, 16)
+    opcheck(merge.default, (out_a, *others))
+    opcheck(add.default, (out_a.float(), *others))
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_wrong_arguments_in_place(backend):
+    out_a, lse_a, out_b, lse_b = draw(backend, 2, 9, 3, 16)
     refused(lambda: add(out_a.half(), lse_a, out_b.double(), lse_b), ValueError, "volta_fa::merge_attention_states_", "out_b: got dtype")
     refused(lambda: add(out_a.float(), lse_a, out_b[:, 1:], lse_b), ValueError, "out_b: got shape")
 
@@ -163,7 +161,7 @@ def test_opcheck(backend):
 @on("cpu-fp32", "sim", "cuda")
 def test_autograd_sees_what_is_written(backend):
     """A backward pass that saved the state before a part was added raises an error, as after PyTorch's in-place operators."""
-    (out_a, lse_a), (out_b, lse_b) = states(backend, 2, 9, 3, 16), states(backend, 2, 9, 3, 16)
+    out_a, lse_a, out_b, lse_b = draw(backend, 2, 9, 3, 16)
     out_a = out_a.float()
     weight = torch.ones_like(out_a).requires_grad_()
     product = (weight * out_a).sum()
@@ -181,10 +179,12 @@ def test_autograd_sees_what_is_written(backend):
 @on("cpu-fp32", "sim", "cuda")
 def test_nothing_to_merge(backend):
     for shape in [(0, 5, 2, 8), (2, 0, 2, 8), (0, 2, 8)]:
-        out, lse = merge(*states(backend, *shape), *states(backend, *shape))
+        out, lse = merge(*draw(backend, *shape))
         assert out.shape == shape and lse.shape == shape[:-3] + (shape[-2], shape[-3])
 
 
+NAMES = ("out_a", "softmax_lse_a", "out_b", "softmax_lse_b")
+#: Changes of arguments, and words of the error.
 WRONG = {
     "rank": (
         lambda a: {"out_a": a["out_a"][0, 0]},
@@ -204,25 +204,24 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @on("cpu-fp32", "sim", "cuda")
 def test_wrong_arguments(backend, name):
-    (out_a, lse_a), (out_b, lse_b) = states(backend, 2, 10, 6, 64), states(backend, 2, 10, 6, 64)
-    good = {"out_a": out_a, "softmax_lse_a": lse_a, "out_b": out_b, "softmax_lse_b": lse_b}
+    good = dict(zip(NAMES, draw(backend, 2, 10, 6, 64)))
     spoil, words = WRONG[name]
     refused(lambda: merge(**{**good, **spoil(good)}), ValueError, "volta_fa::merge_attention_states", *words)
 
 
 @on("cpu-fp32")
-def test_no_gradient(backend):
-    (out_a, lse_a), (out_b, lse_b) = states(backend, 1, 3, 1, 8), states(backend, 1, 3, 1, 8)
-    out, _ = merge(out_a.requires_grad_(), lse_a, out_b, lse_b)
+def test_backward_is_refused(backend):
+    out_a, *others = draw(backend, 1, 3, 1, 8)
+    out, _ = merge(out_a.requires_grad_(), *others)
     with pytest.raises(RuntimeError, match="merge_attention_states"):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("place", range(4), ids=["out_a", "softmax_lse_a", "out_b", "softmax_lse_b"])
+@pytest.mark.parametrize("place", range(4), ids=NAMES)
 @on("cpu-fp32")
-def test_no_gradient_in_place(backend, place):
+def test_tensors_that_require_grad_are_refused_in_place(backend, place):
     """The in-place op has no gradient, so it raises an error for tensors that require one: autograd would return wrong gradients."""
-    tensors = [*states(backend, 1, 3, 1, 8), *states(backend, 1, 3, 1, 8)]
+    tensors = list(draw(backend, 1, 3, 1, 8))
     tensors[place] = tensors[place].requires_grad_() * 1
     refused(lambda: add(*tensors), NotImplementedError, "merge_attention_states_", "requires grad", "Use torch.no_grad()")
     with torch.autograd.forward_ad.dual_level():

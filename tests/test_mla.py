@@ -1,7 +1,8 @@
-"""`volta_fa::fwd_mla`, multi-head latent attention, and volta_fa.flash_mla, which has FlashMLA's functions.
+"""Tests of `volta_fa::fwd_mla`, multi-head latent attention, and of volta_fa.flash_mla, which has FlashMLA's functions.
 
 A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. `on(...)` and
-`on_cases(...)` list backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `check` compares with fp64, and two runs bitwise.
+`on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `check` compares with fp64,
+and two runs bitwise. `refused` checks that a call raises an error of one line with these words and launches no kernel.
 test_sparse_mla.py tests queries that select tokens."""
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def latents(lengths, nheads=16, page=64, **options) -> Cached:
 
 
 def draw(backend, case):
-    """Returns the problem, and the options of fwd_mla. The cache is NaN where it holds no token."""
+    """Returns the problem, whose k_cache has the latents, and the options of fwd_mla. The cache is NaN where it holds no token."""
     problem = case.problem(backend)
     problem.v_cache = problem.k_cache[..., :HEADDIM_V]
     options = {name: problem.options[name] for name in OPTIONS if name in problem.options}
@@ -76,7 +77,7 @@ CASES = [
     latents([(1, 200), (1, 90)], spread=3.0),
     latents([(2, 200), (2, 90)], nheads=40, spread=3.0),
 ]
-#: Row tiles that several blocks share. On kernels only, because the CPU is slow.
+#: So many tokens that several thread blocks share a tile of query rows. On kernels only, because the CPU is slow.
 SHARED = [
     latents([(1, 1000), (1, 30)]),
     latents([(1, 2500), (1, 0), (1, 700)], nheads=8, page=0),
@@ -89,18 +90,18 @@ def test_against_fp64(backend, case):
     check(backend, case)
 
 
-#: Cases of quantized caches, by number in CASES, with the descale of fp8: none, one, or one per sequence and head ("bh").
+#: Cases of quantized caches, by number in CASES, with the descale of fp8: none, one, or one per sequence and head ("bh"). int8 has none,
+#: but a scale of each token.
 DESCALES = {0: "", 1: "one", 2: "bh", 4: "bh", 5: "", 7: "", 10: "", 13: "one", 14: ""}
-
-
-def quantized(kv_dtype) -> list[Cached]:
-    """Returns cases in this format. int8 has scales in the cache."""
-    of = {i: "" if kv_dtype == "int8" else descale for i, descale in DESCALES.items()}
-    return [dataclasses.replace(CASES[i], kv_dtype=kv_dtype, descale=descale) for i, descale in of.items()]
+QUANTIZED_CASES = [
+    dataclasses.replace(CASES[i], kv_dtype=kv_dtype, descale="" if kv_dtype == "int8" else descale)
+    for kv_dtype in QUANTIZED
+    for i, descale in DESCALES.items()
+]
 
 
 @on_cases(
-    (["cpu-fp32", "cpu-fp16", "sim", "cuda"], [c for kv_dtype in QUANTIZED for c in quantized(kv_dtype)]),
+    (["cpu-fp32", "cpu-fp16", "sim", "cuda"], QUANTIZED_CASES),
     (["sim", "cuda"], [dataclasses.replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED for case in SHARED[::2]]),
 )
 def test_quantized_against_fp64(backend, case):
@@ -114,7 +115,7 @@ def test_quantized_scales_of_any_size(backend, kv_dtype):
     """Tokens with very different scales: kernels change the power of two by which they scale a row's probabilities, without overflow."""
     problem, options = draw(backend, latents([(1, 150), (1, 90)], kv_dtype=kv_dtype, descale="one"))
     cache, q = problem.k_cache, problem.q
-    q[..., :] *= 2.0**-6
+    q[..., :] *= 2.0**-6  # latents are up to 32 times as large as elsewhere: else one score would decide
     for name, t in options.items():
         if name == "latent_scale":
             t *= 2.0 ** torch.randint(-9, 6, t.shape, generator=torch.Generator().manual_seed(3)).to(t.device)
@@ -142,9 +143,9 @@ def test_a_code_of_nan(backend, code):
 
 @pytest.mark.parametrize("kv_dtype,offset", [("", 8), ("", 3), ("fp8_e5m2", 3)])
 @on("sim", "cuda", "sim-bf16")
-def test_latents_off_boundaries(backend, kv_dtype, offset):
-    """A cache that is part of a wider tensor: kernels read it in place (offset 8 in fp16: 16 bytes), or the call copies it, and dequantizes
-    it for bf16 queries."""
+def test_a_cache_inside_a_wider_tensor(backend, kv_dtype, offset):
+    """Kernels read the cache in place if it is aligned to 16 bytes (offset 8 in fp16). Else the call copies it, or dequantizes it for bf16
+    queries."""
     problem, options = draw(backend, latents([(1, 37), (1, 80)], nheads=4, kv_dtype=kv_dtype, descale="bh" if kv_dtype else ""))
     expected = run(backend, problem, options)
     cache = problem.k_cache
@@ -153,12 +154,11 @@ def test_latents_off_boundaries(backend, kv_dtype, offset):
     wide[..., offset : offset + HEADDIM] = bits
     problem.k_cache = wide[..., offset : offset + HEADDIM].view(cache.dtype)
     allowed = 2e-2 if backend.dtype == torch.bfloat16 else 3e-3 if kv_dtype else 2e-3
-    for a, b in zip(run(backend, problem, options), expected):
-        torch.testing.assert_close(a, b, rtol=allowed, atol=allowed)
+    torch.testing.assert_close(run(backend, problem, options), expected, rtol=allowed, atol=allowed)
 
 
 @on("cpu-fp32", "sim", "cuda")
-def test_nothing_to_do(backend):
+def test_no_queries_or_no_keys(backend):
     backend.simulate()
     cache = backend.randn(3, 16, 1, HEADDIM)
     lengths, table = backend.ints([3, 0]), backend.ints([2, 0]).view(2, 1)
@@ -178,8 +178,8 @@ def test_nothing_to_do(backend):
 
 
 @on("sim")
-def test_the_grid_is_the_gpus(backend):
-    """128 heads take one launch: its blocks divide the row tiles among themselves. The kernel has no spills."""
+def test_many_heads_take_one_launch(backend):
+    """The blocks of one launch divide the row tiles of 128 heads among themselves. The kernel spills no registers."""
     problem, options = draw(backend, latents([(1, 100)], nheads=128))
     (launch,) = backend.launches(lambda: fwd_mla(problem.q, problem.k_cache, **options))
     assert launch["kernel"].startswith("volta_mla_decode") and launch["spill_insts_static"] == 0
@@ -225,7 +225,7 @@ def test_opcheck(backend, case):
 
 
 @on("cpu-fp32")
-def test_no_gradient(backend):
+def test_backward_is_refused(backend):
     problem, options = draw(backend, CONTRACT[0])
     out, _ = fwd_mla(problem.q.requires_grad_(), problem.k_cache, **options)
     with pytest.raises(RuntimeError, match="fwd_mla"):
@@ -233,13 +233,11 @@ def test_no_gradient(backend):
 
 
 @on("cpu-bf16")
-def test_autocast(backend):
+def test_autocast_casts_q_to_the_dtype_of_the_cache(backend):
     problem, options = draw(backend, CONTRACT[0])
-    expected = fwd_mla(problem.q, problem.k_cache, **options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = fwd_mla(problem.q.float(), problem.k_cache, **options)
-    for a, b in zip(found, expected):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, found, fwd_mla(problem.q, problem.k_cache, **options)))
 
 
 @pytest.mark.parametrize("kv_dtype", ["", *QUANTIZED])
@@ -260,44 +258,41 @@ def test_cuda_graph(backend, kv_dtype):
 
 
 def good(backend, page=16):
+    """Returns the arguments of a valid call by name. Tests change one of them."""
     problem, options = draw(backend, latents([(2, 9), (2, 17)], nheads=3, page=page))
     return {"q": problem.q, "latent_cache": problem.k_cache, **options}
-
-
-def codes(arguments, dtype):
-    return torch.zeros_like(arguments["latent_cache"], dtype=torch.uint8).view(dtype)
 
 
 def scales(arguments):
     return torch.ones(arguments["latent_cache"].shape[:3], device=arguments["q"].device)
 
 
-def call(arguments):
-    arguments = dict(arguments)
-    tensors = arguments.pop("q"), arguments.pop("latent_cache")
-    return lambda: fwd_mla(*tensors, **arguments)
+def coded(arguments, dtype, **changes):
+    """Returns changes of arguments: the cache is quantized (zeros), and others."""
+    return {"latent_cache": torch.zeros_like(arguments["latent_cache"], dtype=torch.uint8).view(dtype), **changes}
 
 
-def close_to_fp32(arguments, unit=1.0):
-    """Compares a call with the same in fp32 on the CPU. `unit`: of out. Returns out in fp32."""
-    out, lse = (t.cpu() for t in call(arguments)())
+def compare_with_fp32(arguments, magnitude=1.0):
+    """Compares a call with the same in fp32 on the CPU. `magnitude`: of out. Returns out in fp32."""
+    out, lse = (t.cpu() for t in fwd_mla(**arguments))
     on_cpu = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
-    expected, expected_lse = call({**on_cpu, "q": on_cpu["q"].float(), "latent_cache": on_cpu["latent_cache"].float()})()
-    torch.testing.assert_close(out.float() / unit, expected / unit, rtol=2e-2, atol=2e-2)
+    on_cpu |= {name: on_cpu[name].float() for name in ("q", "latent_cache")}
+    expected, expected_lse = fwd_mla(**on_cpu)
+    torch.testing.assert_close(out.float() / magnitude, expected / magnitude, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
     return expected
 
 
 @pytest.mark.parametrize("number", [7e4, -7e4, 3e5], ids=str)
 @on("sim-bf16", "cuda-bf16")
-def test_latents_beyond_fp16(backend, number):
-    """A latent beyond fp16's range in a bf16 cache is read exactly, as a value."""
+def test_values_beyond_fp16(backend, number):
+    """A number beyond fp16's range (65504) in a bf16 cache is read exactly, as a value: column 5 has no part in scores."""
     arguments = good(backend)
     backend.simulate()
-    arguments["q"][..., 5] = 0  # a value, and no part of scores
+    arguments["q"][..., 5] = 0
     cache = arguments["latent_cache"]
     cache[arguments["block_table"][0, 0], 2, 0, 5] = number
-    assert close_to_fp32(arguments)[0, :, :, 5].abs().max() > 100, "the number is seen"
+    assert compare_with_fp32(arguments)[0, :, :, 5].abs().max() > 100, "the number is seen"
 
 
 @pytest.mark.parametrize("exponents", [(20, -20), (-40, 40), (-30, -30)], ids=str)
@@ -308,9 +303,10 @@ def test_bf16_of_any_magnitude(backend, exponents):
     of_q, of_k = (2.0**e for e in exponents)
     arguments["q"] = arguments["q"] * of_q
     arguments["latent_cache"] = arguments["latent_cache"] * of_k
-    close_to_fp32(arguments, unit=of_k)
+    compare_with_fp32(arguments, magnitude=of_k)
 
 
+#: Changes of good(), of a dense cache if the name begins with "dense"; and words of the error.
 WRONG = {
     "q rank": (lambda a: {"q": a["q"][0]}, ["q: got a tensor of rank 3", "cu_seqlens_q"]),
     "q dtype": (lambda a: {"q": a["q"].int()}, ["q: got dtype torch.int32"]),
@@ -320,24 +316,19 @@ WRONG = {
     "cache heads": (lambda a: {"latent_cache": a["latent_cache"].repeat(1, 1, 2, 1)}, ["latent_cache: got nheads_k 2", "1: all"]),
     "cache headdim": (lambda a: {"latent_cache": a["latent_cache"][..., :512]}, ["latent_cache: got headdim 512", "576", "512 columns"]),
     "cache dtype": (lambda a: {"latent_cache": a["latent_cache"].to(torch.bfloat16)}, ["latent_cache: got dtype torch.bfloat16"]),
-    "int8 without scale": (lambda a: {"latent_cache": codes(a, torch.int8)}, ["latent_scale: got None", "one for each token"]),
-    "int4": (lambda a: {"latent_cache": codes(a, torch.uint8)}, ["latent_cache: got dtype torch.uint8", "torch.int8, torch.float8_e5m2"]),
+    "int8 without scale": (lambda a: coded(a, torch.int8), ["latent_scale: got None", "one for each token"]),
+    "int4": (lambda a: coded(a, torch.uint8), ["latent_cache: got dtype torch.uint8", "torch.int8, torch.float8_e5m2"]),
     "scale of fp16": (lambda a: {"latent_scale": scales(a)}, ["latent_scale: got a tensor", "not quantized"]),
-    "scale dtype": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a).double()}, ["latent_scale: got dtype"]),
-    "scale shape": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a)[..., 0]}, ["latent_scale: got shape"]),
-    "scale value": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": -scales(a)}, ["latent_scale: got -1", "from 0 on"]),
+    "scale dtype": (lambda a: coded(a, torch.int8, latent_scale=scales(a).double()), ["latent_scale: got dtype"]),
+    "scale shape": (lambda a: coded(a, torch.int8, latent_scale=scales(a)[..., 0]), ["latent_scale: got shape"]),
+    "scale value": (lambda a: coded(a, torch.int8, latent_scale=-scales(a)), ["latent_scale: got -1", "from 0 on"]),
     "descale of int8": (
-        lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a), "latent_descale": scales(a)[0, :1, 0]},
-        ["latent_descale: got a tensor", "int8"],
+        lambda a: coded(a, torch.int8, latent_scale=scales(a), latent_descale=scales(a)[0, :1, 0]), ["latent_descale: got a tensor", "int8"]
     ),
     "descale shape": (
-        lambda a: {"latent_cache": codes(a, torch.float8_e5m2), "latent_descale": scales(a)[0, :3, 0]},
-        ["latent_descale: got shape (3)", "(batch, nheads_k)"],
+        lambda a: coded(a, torch.float8_e5m2, latent_descale=scales(a)[0, :3, 0]), ["latent_descale: got shape (3)", "(batch, nheads_k)"]
     ),
-    "descale value": (
-        lambda a: {"latent_cache": codes(a, torch.float8_e4m3fn), "latent_descale": scales(a)[0, :1, 0] * math.inf},
-        ["latent_descale: got inf"],
-    ),
+    "descale value": (lambda a: coded(a, torch.float8_e4m3fn, latent_descale=scales(a)[0, :1, 0] * math.inf), ["latent_descale: got inf"]),
     "cache device": (lambda a: {"latent_cache": a["latent_cache"].to("meta")}, ["latent_cache: got device meta"]),
     "page size": (lambda a: {"latent_cache": a["latent_cache"][:, :12]}, ["latent_cache: got pages of 12 tokens", "multiple of 16"]),
     "table dtype": (lambda a: {"block_table": a["block_table"].long()}, ["block_table: got dtype torch.int64"]),
@@ -362,37 +353,33 @@ def test_wrong_arguments(backend, name):
     spoil, words = WRONG[name]
     arguments = good(backend, page=0 if name.startswith("dense") else 16)
     backend.simulate("timing")
-    refused(call({**arguments, **spoil(arguments), "check_lengths": True}), ValueError, "volta_fa::fwd_mla", *words)
+    wrong = {**arguments, **spoil(arguments), "check_lengths": True}
+    refused(lambda: fwd_mla(**wrong), ValueError, "volta_fa::fwd_mla", *words)
 
 
 @on("cpu-fp32", "sim", "cuda")
-def test_a_second_tensor_of_values(backend):
+def test_fwd_kvcache_names_fwd_mla(backend):
     """fwd_kvcache has no kernel for keys of headdim 576. Its error names fwd_mla."""
     arguments = good(backend)
     backend.simulate()
-    cache, table, lengths = (arguments[name] for name in ("latent_cache", "block_table", "cache_seqlens"))
-    kvcache = torch.ops.volta_fa.fwd_kvcache
-    refused(
-        lambda: kvcache(arguments["q"], cache, cache[..., :512].contiguous(), block_table=table, cache_seqlens=lengths),
-        ValueError,
-        "volta_fa::fwd_kvcache",
-        "v_cache: got a cache of values beside keys of headdim 576",
-        "volta_fa::fwd_mla",
-    )
+    q, cache = arguments["q"], arguments["latent_cache"]
+    options = {name: arguments[name] for name in ("block_table", "cache_seqlens")}
+    words = "volta_fa::fwd_kvcache", "v_cache: got a cache of values beside keys of headdim 576", "volta_fa::fwd_mla"
+    refused(lambda: torch.ops.volta_fa.fwd_kvcache(q, cache, cache[..., :512].contiguous(), **options), ValueError, *words)
 
 
 @pytest.mark.parametrize("name", ["negative length", "long length", "page", "negative page", "entry"])
 @on("sim", "cuda", "sim-bf16", "cuda-bf16")
 def test_unchecked_values(backend, name):
-    """A call that does not check lengths and pages: the sequence with an invalid one is NaN, the other is right."""
-    page, spoil = UNCHECKED[name]
+    """In a call that does not check lengths and pages, the sequence with an invalid one is NaN, and the other is right."""
+    page, spoil = UNCHECKED[name]  # tokens of a page (0: a dense cache), and the change
     arguments = good(backend, page=page)
     backend.simulate()
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-    expected = call(arguments)()
+    expected = fwd_mla(**arguments)
     if backend.machine == "cuda":
-        poison_cuda(arguments["q"])
-    out, lse = call({**arguments, **spoil(arguments)})()
+        poison_cuda(arguments["q"])  # NaN in memory for results
+    out, lse = fwd_mla(**{**arguments, **spoil(arguments)})
     assert out[0].isnan().all() and lse[0].isnan().all()
     torch.testing.assert_close(out[1], expected[0][1], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(lse[1], expected[1][1], rtol=1e-5, atol=1e-5)
@@ -400,14 +387,12 @@ def test_unchecked_values(backend, name):
 
 @pytest.mark.parametrize("heads", [16, 33])
 @on("sim", "cuda")
-def test_num_splits_of_one_is_the_sequences_own(backend, heads):
-    """With num_splits=1 a sequence's bits depend on no other sequence."""
-    case = latents([(1, 300), (1, 1000), (1, 17)], nheads=heads, num_splits=1)
-    problem, options = draw(backend, case)
+def test_with_one_split_a_sequence_depends_on_no_other(backend, heads):
+    """With num_splits=1, a sequence's results are bitwise those that it has alone in the call."""
+    problem, options = draw(backend, latents([(1, 300), (1, 1000), (1, 17)], nheads=heads, num_splits=1))
     out, lse = run(backend, problem, options)
-    own = {name: t[:1] if torch.is_tensor(t) else t for name, t in options.items()}
     problem.q = problem.q[:1]
-    alone = run(backend, problem, own)
+    alone = run(backend, problem, {name: t[:1] if torch.is_tensor(t) else t for name, t in options.items()})
     assert_same_bits("out", alone[0], out[:1])
     assert_same_bits("softmax_lse", alone[1], lse[:1])
 
@@ -415,7 +400,7 @@ def test_num_splits_of_one_is_the_sequences_own(backend, heads):
 # ---- FlashMLA's functions ----------------------------------------------------------------------------------------
 
 
-#: The default scale is that of the whole headdim, 576.
+#: The default scale is 576^-0.5. 192^-0.5 is DeepSeek's, of the headdim before the projection to latents.
 FLASH_MLA = [latents([(2, 37), (2, 150)], is_causal=False, softmax_scale=192**-0.5), latents([(2, 37), (2, 150)])]
 FLASH_MLA_QUANTIZED = [latents([(2, 37), (2, 150)], kv_dtype=kv_dtype, descale="bh") for kv_dtype in ("int8", "fp8_e4m3")]
 
@@ -435,7 +420,7 @@ def test_flash_mla_against_fp64(backend, case):
 
 @on("cpu-fp32", "cuda")
 def test_flash_mla_metadata(backend):
-    """The metadata, which volta_fa does not need, has FlashMLA's shapes and device. Newer callers pass no arguments."""
+    """The metadata, which volta_fa does not need, has FlashMLA's shapes and device. Callers of newer FlashMLA pass no arguments."""
     lengths = backend.ints([3, 4, 5])
     metadata, num_splits = flash_mla.get_mla_metadata(lengths, 16, 1)
     assert metadata.shape == (0, 8) and num_splits.shape == (4,)

@@ -1,7 +1,8 @@
 """Tests of the repository and package around the operators: one version and one list of pins everywhere, links of the documentation, shared
 libraries, errors of `import volta_fa`, and the command line `python -m volta_fa`.
 
-The package has a core library (kernels; needs no torch) and one small library, the shim, for each torch release."""
+The package has a core library (kernels; needs no torch) and one small library, the shim, for each torch release. Two modules of tools/ have
+what files must agree with: the supported releases (torch_releases), and the pins of tools/requirements.txt (check_build_env)."""
 
 from __future__ import annotations
 
@@ -31,22 +32,19 @@ def read(name: str) -> str:
     return (REPOSITORY / name).read_text()
 
 
-def requirements(name: str) -> dict[str, str]:
+def requirements(section: str) -> dict[str, str]:
     """Returns versions by package from a section of tools/requirements.txt. A line without an exact version raises an AttributeError."""
-    return dict(
-        re.fullmatch(r'([\w-]+)==([\w.]+)(?:; python_version (?:<|>=) "3\.\d+")?', line).groups()
-        for line in check_build_env.requirements(name)
-    )
+    pin = re.compile(r'([\w-]+)==([\w.]+)(?:; python_version (?:<|>=) "3\.\d+")?')
+    return dict(pin.fullmatch(line).groups() for line in check_build_env.requirements(section))
 
 
 # ---- one version, one set of pins ------------------------------------------------------------------------------
 
 
 def test_versions_agree():
-    assert re.search(r'^version = "(.*)"', read("Cargo.toml"), re.M)[1] == volta_fa.__version__
-    assert json.loads(torch.ops.volta_fa._info())["version"] == volta_fa.__version__
-    assert re.search(r"^## (\S+)", read("CHANGELOG.md"), re.M)[1] == volta_fa.__version__
-    assert re.search(r"^version: (\S+)", read("CITATION.cff"), re.M)[1] == volta_fa.__version__
+    places = {"Cargo.toml": r'^version = "(.*)"', "CHANGELOG.md": r"^## (\S+)", "CITATION.cff": r"^version: (\S+)"}
+    found = {json.loads(torch.ops.volta_fa._info())["version"], *(re.search(line, read(name), re.M)[1] for name, line in places.items())}
+    assert found == {volta_fa.__version__}
 
 
 def test_the_releases_of_torch_are_in_one_list():
@@ -77,14 +75,15 @@ def test_rust_versions_agree():
         assert f"Rust {oldest} or newer" in read(name), name
 
 
-def test_the_diagram_names_files():
+def test_files_in_the_architecture_diagram_exist():
     diagram = read("docs/design/architecture.md").partition("```text\n")[2].partition("```")[0]
     names = re.findall(r"\w+/[\w/.]*\w", diagram)
     assert len(names) > 10 and all((REPOSITORY / name).exists() for name in names), names
 
 
 def test_links_on_the_site():
-    """Links to files outside docs/ become links to the site's copies, or plain text without one. Code and other links stay."""
+    """The hook of mkdocs turns links to files outside docs/ into links to the site's copies, or plain text if it has none. Code and other
+    links stay."""
     spec = importlib.util.spec_from_file_location("hook", REPOSITORY / "tools/docs/hook.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
@@ -100,8 +99,8 @@ def test_links_on_the_site():
     assert all((REPOSITORY / path).exists() for path in hook.ELSEWHERE)
 
 
-def test_links_lead_to_files_of_a_checkout():
-    """mkdocs reports dead links of the site, but not those to pages that only the site has."""
+def test_links_lead_to_files_of_the_repository():
+    """Links also work where the repository is browsed: mkdocs does not report a link to a page that only the site has."""
     hidden_code = re.compile(r"^( *)(```+).*?^\1\2|`[^`\n]+`", re.M | re.S)
     pages = [path for folder in ("docs", "tools/volta-sim") for path in (REPOSITORY / folder).rglob("*.md")] + [*REPOSITORY.glob("*.md")]
     targets = [
@@ -124,19 +123,19 @@ def test_python_range_is_the_same_everywhere():
 
 
 def needed_by(path: Path) -> list[str]:
+    """Returns the names of the libraries that a library links."""
     dynamic = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
     return re.findall(r"NEEDED.*\[(.*)\]", dynamic)
 
 
 def test_the_libraries_need_no_cuda_and_the_core_no_torch():
-    # the shim is the library of one torch release; the core has the kernels and serves all releases
     shim, core = needed_by(volta_fa.library_path()), needed_by(volta_fa.library_path().parents[1] / build_shims.CORE)
     assert {"libtorch_cpu.so", "libc10.so", build_shims.CORE} <= set(shim)
     assert not [name for name in shim + core if "cuda" in name or "nvrtc" in name or "python" in name], (shim, core)
     assert not [name for name in core if "torch" in name or "c10" in name or "stdc++" in name], core
 
 
-def test_the_streams_function_has_one_name():
+def test_the_symbol_for_the_current_stream_has_one_name():
     """Before torch 2.11 the shim finds the current CUDA stream through this symbol. test_torch_matrix.py looks for it in libtorch_cuda."""
     assert f'"{torch_releases.STREAM_FUNCTION}"' in read("torch_ops/stream.cpp")
     assert f"TORCH_VERSION_MINOR >= {torch_releases.STREAM_SINCE.split('.')[1]}" in read("torch_ops/stream.cpp")
@@ -151,8 +150,8 @@ RUST_TYPES = {
 }  # fmt: skip
 
 
-def test_the_functions_under_tch_are_what_rust_declares():
-    """torch_ops/tch.cpp defines the functions that the crate torch-sys declares. The linker compares only names, so this compares types."""
+def test_functions_of_tch_cpp_have_the_types_that_rust_declares():
+    """torch_ops/tch.cpp defines functions that the crate torch-sys declares. The linker compares only names, so this compares types."""
     command = ["cargo", "metadata", "--format-version=1", "--locked", "--offline", "--filter-platform=x86_64-unknown-linux-gnu"]
     packages = json.loads(subprocess.run(command, capture_output=True, check=True, cwd=REPOSITORY).stdout)["packages"]
     torch_sys = next(Path(package["manifest_path"]).parent for package in packages if package["name"] == "torch-sys")
@@ -173,12 +172,14 @@ def test_the_functions_under_tch_are_what_rust_declares():
 
 
 def package_without_libraries(folder: Path) -> Path:
+    """Copies the Python package into a folder, from which a program can import it."""
     package = folder / "volta_fa"
     shutil.copytree(REPOSITORY / "python" / "volta_fa", package, ignore=shutil.ignore_patterns("*.so", "torch-*", "__pycache__"))
     return package
 
 
-def put_library(package: Path, release: str) -> None:
+def put_damaged_library(package: Path, release: str) -> None:
+    """Makes the file where the shim of this torch release belongs, without a library in it."""
     (package / f"torch-{release}").mkdir()
     (package / f"torch-{release}" / "libvolta_fa.so").write_bytes(b"not a library")
 
@@ -193,7 +194,7 @@ def import_error(folder: Path) -> str:
 def test_a_missing_or_damaged_library_is_an_import_error(tmp_path):
     package = package_without_libraries(tmp_path)
     assert re.search("the native library .* has not been built: run `make build`", import_error(tmp_path))
-    put_library(package, torch_releases.minor(torch.__version__))
+    put_damaged_library(package, torch_releases.minor(torch.__version__))
     assert re.search("the native library .* does not load into torch", import_error(tmp_path))
 
 
@@ -202,7 +203,7 @@ def test_a_missing_or_damaged_library_is_an_import_error(tmp_path):
 def test_another_torch_is_an_import_error(releases, said, tmp_path):
     package = package_without_libraries(tmp_path)
     for release in releases:
-        put_library(package, release)
+        put_damaged_library(package, release)
     own = torch_releases.minor(torch.__version__)
     message = import_error(tmp_path)
     assert said + torch.__version__ + " is installed: " in message
@@ -214,13 +215,13 @@ def test_another_torch_is_an_import_error(releases, said, tmp_path):
 
 
 @pytest.mark.parametrize("version, release", [("2.7.0", "2.7"), ("2.10.0+cu128", "2.10"), ("2.16.0a0+gitabc", "2.16")])
-def test_the_library_is_the_one_for_this_torch(version, release, monkeypatch):
+def test_the_library_is_the_one_of_the_minor_release(version, release, monkeypatch):
     monkeypatch.setattr(library.torch, "__version__", version)
     assert volta_fa.library_path() == Path(volta_fa.__file__).parent / f"torch-{release}" / "libvolta_fa.so"
     assert torch_releases.minor(version) == release
 
 
-def test_the_package_says_every_argument():
+def test_help_names_every_argument():
     """help(volta_fa) names every argument and result of the ops, as docs/reference/options.md promises, and every environment variable."""
     words = set(re.findall(r"\w+", volta_fa.__doc__))
     for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.bwd, torch.ops.volta_fa.merge_attention_states):
@@ -243,8 +244,9 @@ def test_info_is_complete():
     json.dumps(facts)
 
 
+#: `native`: the library has machine code for the device, so its driver compiles no PTX.
 @pytest.mark.parametrize("capability, family, native", [((6, 1), None, False), ((7, 0), "volta", True), ((7, 2), "volta", True)])
-def test_devices_have_the_family_that_the_library_says(capability, family, native, monkeypatch):
+def test_info_names_the_family_of_a_device(capability, family, native, monkeypatch):
     for name, value in (("device_count", 1), ("get_device_capability", capability), ("get_device_name", "a GPU")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert volta_fa.kernel_family(torch.device("cuda", 0)) == family
@@ -256,7 +258,7 @@ def test_devices_have_the_family_that_the_library_says(capability, family, nativ
 # ---- the command line ------------------------------------------------------------------------------------------
 
 
-def test_no_command_is_misuse(capsys):
+def test_without_a_command_it_prints_its_usage(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main([])
     assert "usage:" in capsys.readouterr().err
@@ -282,11 +284,10 @@ def test_info_json(capsys):
     assert json.loads(capsys.readouterr().out) == volta_fa.info()
 
 
-def test_python_m_and_a_reader_that_leaves():
-    """A pipe that closes after one line, as of `head -1`, is no error."""
-    ran = subprocess.run(
-        f"{sys.executable} -m volta_fa info --json | head -1", shell=True, capture_output=True, text=True, cwd=REPOSITORY / "python"
-    )
+def test_a_closed_pipe_is_no_error():
+    """`head -1` closes its input after one line."""
+    command = f"{sys.executable} -m volta_fa info --json | head -1"
+    ran = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=REPOSITORY / "python")
     assert ran.stdout == "{\n" and ran.stderr == ""
 
 

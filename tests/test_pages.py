@@ -1,8 +1,9 @@
-"""Tests of the documentation's pages: their code blocks run, and their addresses are right.
+"""Tests of the documentation's pages: their code blocks run, and their addresses (URLs) come from one place.
 
 The line before each block of Python or shell says whether a test runs it, in a comment that readers do not see: `<!-- run -->`,
-`<!-- run: torch 2.11 -->` (with that release or a newer one) or `<!-- not run: reason -->`. The blocks of a page run in order as one
-program, on the CPU, after the page's lines in SETUP. Each address is another project's or comes from python/volta_fa/addresses.json."""
+`<!-- run: torch 2.11 -->` (with that release or a newer one) or `<!-- not run: reason -->`. The Python blocks of a page run in order as one
+program, on the CPU, after the page's lines in SETUP. Each address is another project's or comes from python/volta_fa/addresses.json, which
+tools/addresses.py writes into pages."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from conftest import NEEDS_COMPILER, REPOSITORY, need
 from processes import run_forked
 
 FENCE = re.compile(r"^ *```(?:python|sh)$", re.M)
+#: A block with its comment. Groups: indentation, "run" or none, major and minor release of torch, language, code.
 MARKED = re.compile(r"^( *)<!-- (?:(run)(?:: torch (\d+)\.(\d+))?|not run: [^>\n]+) -->\n\1```(python|sh)\n(.*?)^\1```$", re.M | re.S)
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 WITH_BLOCKS = [*PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "tools" / "volta-sim" / "README.md"]
@@ -56,7 +58,7 @@ import torch.distributed
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 group = mesh = torch.distributed.group.WORLD
 """
-#: What the reader of a page has: inputs, models and process groups.
+#: What a page's code takes from its reader: inputs, models and process groups.
 SETUP = {
     "docs/guides/context-parallel.md": _ATTENTION + _GROUP + "tokens = labels = positions = torch.arange(64).view(2, 32)\n",
     "docs/guides/fast.md": _ATTENTION,
@@ -97,7 +99,7 @@ def test_every_block_says_whether_it_runs(page):
     assert len(FENCE.findall(text)) == len(MARKED.findall(text))
 
 
-def test_setup_is_of_pages_with_blocks():
+def test_every_setup_belongs_to_a_page_with_blocks():
     assert {name_of(page) for page in WITH_BLOCKS if blocks(page, "python")} >= SETUP.keys()
     assert any(blocks(page, "sh") for page in WITH_BLOCKS)
 
@@ -143,29 +145,29 @@ NAMED = [
 ]
 
 
-def unknown_addresses(text, known):
-    """Returns the addresses in a text that are neither another project's nor this one's."""
-    own = tuple(url.rstrip("/") for url in known.values() if url)
-    return [url for url in URL.findall(text) if not url.startswith((*OTHERS, *own))]
+def unknown_addresses(text, own):
+    """Returns the addresses in a text that are neither another project's nor in `own`, as addresses.json has them."""
+    known = (*OTHERS, *(url.rstrip("/") for url in own.values() if url))
+    return [url for url in URL.findall(text) if not url.startswith(known)]
 
 
-@pytest.mark.parametrize("page", [page for page in NAMED if page.is_file()], ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("page", [page for page in NAMED if page.is_file()], ids=name_of)
 def test_every_address_comes_from_one_place(page):
     assert unknown_addresses(page.read_text(), addresses.read()) == []
 
 
-def test_an_address_from_elsewhere_is_found():
+def test_unknown_addresses_are_found():
     known = {"release": "https://host/files/", "source": "git@host:volta_fa.git", "issues": ""}
     text = "<https://host/files/a.whl>, `git clone git@host:volta_fa.git`, [x](https://other/volta_fa/issues), git@other:volta_fa.git"
     assert unknown_addresses(text, known) == ["https://other/volta_fa/issues", "git@other:volta_fa.git"]
 
 
-def test_pages_have_the_kept_addresses():
-    """tools/addresses.py writes the sections of pages that show addresses; they match addresses.json."""
+def test_pages_show_the_addresses_of_the_file():
+    """What tools/addresses.py writes into pages is there."""
     assert all((REPOSITORY / path).read_text() == text for path, text in addresses.pages(addresses.read()).items())
 
 
-def test_addresses_reach_pages_and_commands_and_leave_them(tmp_path, monkeypatch):
+def test_writing_and_removing_addresses(tmp_path, monkeypatch):
     """Written addresses appear in pages, forms and the check's last line. Removing them restores the texts without addresses."""
     files = [addresses.FILE, addresses.SECTION, addresses.FORMS]
     for path in files:

@@ -1,4 +1,6 @@
-"""Tests of the ops in several processes (data loader, DistributedDataParallel), in C++ programs, and of warnings once per process."""
+"""Tests of the ops in several processes (data loader, DistributedDataParallel) and in a C++ program, and of a warning once per process.
+
+`Layer` (test_routes.py) is causal self-attention around volta_fa::fwd; LIBRARY is the library that all programs load."""
 
 import inspect
 import os
@@ -17,6 +19,7 @@ from test_routes import Layer
 
 
 def test_data_loader_workers():
+    """Worker processes, forked after the parent has run the op, run it too. Attention over rows of i gives i."""
     code = """
         import sys, torch
         torch.ops.load_library(sys.argv[1])
@@ -36,6 +39,7 @@ def test_data_loader_workers():
     assert run_python(code, LIBRARY) == "[0.0, 1.0, 2.0, 3.0]"
 
 
+#: A rank of test_ddp_over_two_processes. Arguments: library, rank, port, folder of routes_layer.py, backend of torch.distributed.
 DDP = """
     import sys, torch
     import torch.distributed as dist
@@ -90,23 +94,13 @@ def test_ddp_over_two_processes(tmp_path, communication):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    code = textwrap.dedent(DDP)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(LIBRARY), str(rank), str(port), str(tmp_path), communication],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")])),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "VOLTA_FA_ENABLE_SDPA": "cpu" if communication == "gloo" else "force",
-            },
-        )
-        for rank in range(2)
-    ]
-    for p in processes:
+    command = [sys.executable, "-c", textwrap.dedent(DDP), LIBRARY]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
+    enable = "cpu" if communication == "gloo" else "force"
+    env = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "VOLTA_FA_ENABLE_SDPA": enable}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    ranks = [subprocess.Popen([*command, str(rank), str(port), tmp_path, communication], **options) for rank in range(2)]
+    for p in ranks:
         out, err = p.communicate(timeout=180)
         assert p.returncode == 0 and out.strip().endswith("fine"), err
 
@@ -151,37 +145,34 @@ def test_cpp_program(tmp_path):
 
 # ---- warnings, once in a process ---------------------------------------------------------------------------------------
 
-OF_LAYOUT = """
+#: Defines `call`, for the programs of LAYOUTS.
+CALL = """
 import torch, volta_fa
 from volta_fa.integrations.flash_attn import fa3
 
 def call(q, k, function=volta_fa.flash_attn_func):
     function(torch.randn(q), torch.randn(k), torch.randn(k))
-"""
-#: Programs that seem to pass (batch, nheads, seqlen, headdim) instead of (batch, seqlen, nheads, headdim), or not: source,
-#: VOLTA_FA_WARN_LAYOUT, and words of the only warning; None: no warning.
-SWAPPED = "call((1, 2, 100, 16), (1, 2, 100, 16))\n"
-LAYOUTS = {
-    "meant": (
-        """
-for q, k in [
+
+SHAPES = [  # of q and k, in the right order
     ((2, 256, 8, 16), (2, 256, 8, 16)),
     ((1, 5, 32, 16), (1, 5, 32, 16)),  # a short prompt
     ((1, 5, 128, 16), (1, 5, 8, 16)),  # the same of many heads, grouped
     ((1, 1, 128, 16), (1, 200, 128, 16)),  # decoding
-    ((1, 80, 160, 16), (1, 77, 80, 16)),  # no numbers of heads
-]:
-    call(q, k)
-""",
-        "",
-        None,
-    ),
+    ((1, 80, 160, 16), (1, 77, 80, 16)),  # heads first, 77 KV heads would not divide 80 heads
+]
+"""
+SWAPPED = "call((1, 2, 100, 16), (1, 2, 100, 16))\n"
+#: Programs that seem to pass (batch, nheads, seqlen, headdim) instead of (batch, seqlen, nheads, headdim), or not: source,
+#: VOLTA_FA_WARN_LAYOUT, and words of the only warning; None: no warning.
+LAYOUTS = {
+    "as expected": ("for q, k in SHAPES: call(q, k)\n", "", None),
     "swapped, twice": (2 * SWAPPED, "", "[1, 2, 100, 16]: 100 heads and 2 tokens, expected (batch, seqlen, nheads, headdim)"),
     "grouped heads": ("call((1, 32, 512, 16), (1, 8, 512, 16))", "", "512 heads and 32 tokens"),
     "other tokens": ("call((1, 8, 256, 16), (1, 8, 128, 16))", "", "pass q.transpose(1, 2)"),
     "the operator": ("call((1, 8, 256, 16), (1, 8, 256, 16), torch.ops.volta_fa.fwd)", "", "256 heads"),
     "FlashAttention 3": ("call((1, 8, 256, 16), (1, 8, 256, 16), fa3.flash_attn_func)", "", "256 heads"),
     "silenced": (SWAPPED, "0", None),
+    # only a process's first 100 calls are checked
     "later calls": ("for _ in range(100): call((1, 100, 2, 16), (1, 100, 2, 16))\n" + SWAPPED, "", None),
 }
 
@@ -189,7 +180,7 @@ for q, k in [
 @pytest.mark.parametrize("program", LAYOUTS)
 def test_heads_before_tokens_warn_once(program):
     source, variable, text = LAYOUTS[program]
-    stderr = run_process(OF_LAYOUT + source, VOLTA_FA_WARN_LAYOUT=variable).stderr
+    stderr = run_process(CALL + source, VOLTA_FA_WARN_LAYOUT=variable).stderr
     warned = [line for line in stderr.splitlines() if "volta_fa: q: got shape" in line]
     assert len(warned) == (text is not None), stderr
     assert text is None or text in warned[0]

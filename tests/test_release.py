@@ -1,5 +1,7 @@
 """Tests of tools/release.py, which makes the folder that users download from, and tools/hub.py, which makes the folder for the Hugging Face
-Hub. A small wheel and a source archive (sdist) stand for the real ones."""
+Hub. A small wheel and a source archive (sdist) stand for the real ones.
+
+Addresses are URLs of the release, its source and its issues (tools/addresses.py); "" is one that is not known yet."""
 
 import base64
 import hashlib
@@ -30,7 +32,7 @@ CHANGELOG = "# Changelog\n\n## 0.1.0 (unreleased)\n\nThe foundation.\n\n- Kernel
 
 
 def write_wheel(path, files):
-    """Writes a wheel with these files, its metadata, and the RECORD of hashes that pip checks."""
+    """Writes a wheel with these files, its metadata, and the RECORD of hashes that pip checks. Returns its path."""
     info = "volta_fa-0.1.0.dist-info"
     tag = path.stem.split("-", 2)[2]
     files = {
@@ -51,6 +53,7 @@ def write_wheel(path, files):
 
 @pytest.fixture
 def built(tmp_path):
+    """Returns the paths of a wheel and an sdist."""
     wheel = write_wheel(tmp_path / NAME, {"volta_fa/__init__.py": b"answer = 42\n"})
     sdist = tmp_path / "volta_fa-0.1.0.tar.gz"
     with tarfile.open(sdist, "w:gz") as archive:
@@ -92,10 +95,10 @@ def test_the_index_installs(folder, tmp_path):
     assert ran.returncode != 0 and "DO NOT MATCH THE HASHES" in ran.stderr
 
 
-def test_the_sums_verify(folder):
+def test_sha256sums(folder):
     check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
     assert subprocess.run(check, cwd=folder).returncode == 0
-    assert len((folder / "SHA256SUMS").read_text().splitlines()) == 8
+    assert len((folder / "SHA256SUMS").read_text().splitlines()) == 8  # all files but SHA256SUMS
     (folder / "RELEASE_NOTES.md").write_text("other")
     assert subprocess.run(check, cwd=folder, capture_output=True).returncode != 0
 
@@ -104,19 +107,21 @@ def test_the_notebook_installs_this_wheel(folder):
     """The release's copy of the notebook has the wheel's name and hash, and with known addresses also the URLs."""
 
     def source(text):
-        cells = json.loads(text)["cells"]
-        return "".join(line for cell in cells for line in cell["source"])
+        return "".join(line for cell in json.loads(text)["cells"] for line in cell["source"])
 
     own = source((folder / "first_light.ipynb").read_text())
     assert f'WHEEL = "{NAME}"\nSHA256 = "{release.sha256(folder / NAME)}"\n' in own
     filled = source(release.notebook(folder / NAME, KNOWN))
-    assert f'WHEEL = "https://host/files/{NAME}"\n' in filled and 'ISSUES = "https://host/issues"\n' in filled
-    assert 'SOURCE = "https://host/volta_fa.git"\n' in filled
+    lines = f'WHEEL = "https://host/files/{NAME}"\n', 'ISSUES = "https://host/issues"\n', 'SOURCE = "https://host/volta_fa.git"\n'
+    assert all(line in filled for line in lines)
+
+
+#: The notebook that new users run on their GPU.
+CELLS = json.loads((REPOSITORY / "examples" / "first_light.ipynb").read_text())["cells"]
 
 
 def test_the_notebook_has_no_results():
-    for cell in json.loads((REPOSITORY / "examples" / "first_light.ipynb").read_text())["cells"]:
-        assert not cell.get("outputs") and not cell.get("execution_count")
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in CELLS)
 
 
 def test_the_recipe_is_yaml(folder):
@@ -157,13 +162,14 @@ def test_the_sdist_has_all_that_a_build_needs(tmp_path):
 
 
 def compiled(folder, name, *arguments):
+    """Returns the bytes of a shared library that g++ makes in this folder with these arguments."""
     library = folder / name
     source = 'extern int puts(const char*); int f(void) { return puts(""); }'
     subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-", *arguments], input=source, text=True, check=True)
     return library.read_bytes()
 
 
-def test_auditwheels_verdict(tmp_path):
+def test_auditwheel_checks_the_platform_tag(tmp_path):
     """auditwheel accepts a wheel that fits its platform tag. It refuses a newer C library, another tag, and an unknown library."""
     pytest.importorskip("auditwheel")
     compiled(tmp_path, "libtorch_cpu.so", "-Wl,-soname,libtorch_cpu.so")
@@ -184,22 +190,21 @@ def test_auditwheels_verdict(tmp_path):
 
 def test_the_notebook_stops_with_one_line_without_a_wheel_and_an_address(monkeypatch, tmp_path):
     """Runs the notebook's cells without an installed volta_fa. `make notebook` runs the whole notebook in all states."""
-    notebook = json.loads((REPOSITORY / "examples" / "first_light.ipynb").read_text())
-    (cell,) = ("".join(c["source"]) for c in notebook["cells"] if "WHEEL = " in "".join(c["source"]) and c["cell_type"] == "code")
+    sources = {cell["id"]: "".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"}
+    (install,) = (source for source in sources.values() if "WHEEL = " in source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     scope = {"subprocess": subprocess, "sys": sys, "os": os}
     with pytest.raises(Exception, match="no volta_fa: set WHEEL or SOURCE") as stopped:
-        exec(cell, scope)
-    (line,) = stopped.value._render_traceback_()
+        exec(install, scope)
+    (line,) = stopped.value._render_traceback_()  # what IPython prints
     assert line.startswith("Stopped: no volta_fa") and "\n" not in line
-    for later in ("c06", "c09", "c11"):  # ids of the cells that need volta_fa
-        (other,) = ("".join(c["source"]) for c in notebook["cells"] if c["id"] == later)
+    for needs_volta_fa in ("c06", "c09", "c11"):
         with pytest.raises(Exception, match="^no volta_fa: run the cell of section 2 first"):
-            exec(other, scope | {"has_gpu": False})
+            exec(sources[needs_volta_fa], scope | {"has_gpu": False})
     (tmp_path / NAME).write_bytes(b"damaged")
     with pytest.raises(Exception, match="expected 0123: download it again"):
-        exec(cell.replace('SHA256 = ""', f'SHA256 = "0123  {NAME}"'), {**scope})  # a line of SHA256SUMS
+        exec(install.replace('SHA256 = ""', f'SHA256 = "0123  {NAME}"'), {**scope})  # a line of SHA256SUMS
 
 
 # ---- tools/hub.py: the folder that Hugging Face's `kernels` loads --------------------------------------------------------
@@ -214,18 +219,17 @@ def hub_folder(tmp_path_factory) -> Path:
     return output
 
 
-def test_variants_of_releases():
-    """CUDA 12.6 ends with torch 2.14; the hub asks for 12.6, 13.0 and 13.2 of torch 2.12 and 2.13. Part 2 of a name is the backend."""
+def test_variants_of_a_torch_release():
+    """CUDA 12.6 ends with torch 2.14; the hub asks for 12.6, 13.0 and 13.2 of torch 2.12 and 2.13."""
     for minor in torch_releases.MINORS:
         assert f"torch{minor.replace('.', '')}-cxx11-cpu-x86_64-linux" in hub.variants(minor)
-    for minor in ("2.12", "2.13"):
-        assert [name.split("-")[2] for name in hub.variants(minor)] == ["cpu", "cu126", "cu130", "cu132"]
-    assert [name.split("-")[2] for name in hub.variants("2.8")] == ["cpu", "cu126"]
-    assert [name.split("-")[2] for name in hub.variants("2.15")] == ["cpu", "cu130", "cu132"]
+    backends = {minor: [name.split("-")[2] for name in hub.variants(minor)] for minor in ("2.8", "2.12", "2.13", "2.15")}
+    both = ["cpu", "cu126", "cu130", "cu132"]
+    assert backends == {"2.8": ["cpu", "cu126"], "2.12": both, "2.13": both, "2.15": ["cpu", "cu130", "cu132"]}
 
 
 def test_a_variant_has_one_library_and_its_metadata(hub_folder):
-    found = sorted((hub_folder / "build").iterdir())
+    found = list((hub_folder / "build").iterdir())
     releases = {path.name.removeprefix("torch-") for path in PACKAGE.glob("torch-*")}
     assert len(found) == sum(len(hub.variants(release)) for release in releases)
     for variant in found:
@@ -262,14 +266,14 @@ def test_the_module_loads_from_its_folder(hub_folder):
     assert printed.split() == [str(variant / "__init__.py"), "volta_fa.transformers"]
 
 
-def test_kernels_loads_it(hub_folder):
-    """The real loader, where it is installed."""
+def test_the_package_kernels_loads_the_folder(hub_folder):
     pytest.importorskip("kernels")
     printed = run_python("import sys, pathlib, kernels; print(kernels.get_local_kernel(pathlib.Path(sys.argv[1])).__file__)", hub_folder)
     assert Path(printed.strip()).is_relative_to(hub_folder)
 
 
 def wheel_of(tmp_path: Path, library: bytes | None) -> Path:
+    """Returns the path of a wheel with this library for torch 2.12, or without one."""
     wheel = tmp_path / "volta_fa-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("volta_fa/__init__.py", "")

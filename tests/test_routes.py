@@ -1,7 +1,8 @@
 """Tests of the ops under PyTorch's tools: torch.compile, export, AOTInductor, checkpointing, functorch, FLOP counting, streams, devices.
 
-`Layer`, self-attention with the op, is compared with itself run eagerly. Autograd and TorchScript are in test_autograd.py, the same routes
-through scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in test_processes.py."""
+`Layer`, self-attention with the op volta_fa::fwd, is compared with itself run eagerly. `on(...)` and `on_cases(...)` list the values of the
+fixture `backend`: CPU (`cpu-DTYPE`) or GPU (`cuda`). Autograd and TorchScript are in test_autograd.py, the same routes through
+scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in test_processes.py."""
 
 import functools
 import shutil
@@ -12,6 +13,8 @@ import tempfile
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from conftest import LIBRARY, NEEDS_COMPILER, Case, on, on_cases, run_python
@@ -75,22 +78,24 @@ def assert_same_gradients(found, expected):
 # ---- inductor --------------------------------------------------------------------------------------------------------
 
 
+DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+
+
 @pytest.mark.slow
 @NEEDS_COMPILER
 @DROPOUT
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@DYNAMIC
 @on("cpu-fp32", "cuda")
 def test_inductor(backend, layer_on, dynamic, dropout_p):
     layer, inputs = layer_on(dropout_p)
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic)
     for seqlen in (8, 13, 21) if dynamic else (8,):
         x = inputs(seqlen)
-        found = gradients(compiled, x)
-        assert_same_gradients(found, gradients(layer, x))
+        assert_same_gradients(gradients(compiled, x), gradients(layer, x))
     assert counters["stats"]["unique_graphs"] == 1, "a new seqlen compiled again"
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@DYNAMIC
 @on("cpu-fp32", "cuda")
 def test_only_static_programs_are_compiled_again_when_seqlen_changes(backend, layer_on, dynamic):
     layer, inputs = layer_on()
@@ -100,8 +105,20 @@ def test_only_static_programs_are_compiled_again_when_seqlen_changes(backend, la
         assert_same_gradients(gradients(compiled, x), gradients(layer, x))
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), layer(x), **({"rtol": 1e-2, "atol": 1e-2} if backend.kernels else {}))
-    # one with gradients and one without; static ones for each of the two lengths
+    # a graph with gradients and one without; static graphs for each of the two lengths
     assert counters["stats"]["unique_graphs"] == (2 if dynamic else 4)
+
+
+@on("cpu-fp32", "cuda")
+def test_compiled_dropout_draws_anew(backend):
+    """Each call of a compiled program drops other elements, as PyTorch's seed determines. v is the identity, so out shows which."""
+    q = backend.randn(1, 16, 2, 16)
+    eye = torch.eye(16, device=q.device, dtype=q.dtype).view(1, 16, 1, 16).expand(1, 16, 2, 16)
+    compiled = torch.compile(lambda t: fwd(t, t, eye, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    first, second = compiled(q), compiled(q)
+    torch.manual_seed(0)
+    assert torch.equal(first, compiled(q)) and not torch.equal(first, second)
 
 
 def packed_attention(qkv, cu_seqlens, max_seqlen: int, dropout_p: float = 0.0):
@@ -124,21 +141,8 @@ def test_compiled_packed_sequences(backend, dropout_p):
             (x,) = leaves([qkv])
             out = f(x, cu_seqlens, max(lengths), dropout_p)
             results.append([out.detach(), *torch.autograd.grad(out.float().sum(), x)])
-        for a, b in zip(*results):
-            torch.testing.assert_close(a, b, **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
+        torch.testing.assert_close(*results, **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@on("cpu-fp32", "cuda")
-def test_compiled_dropout_draws_anew(backend):
-    q = backend.randn(1, 16, 2, 16)
-    eye = torch.eye(16, device=q.device, dtype=q.dtype).view(1, 16, 1, 16).expand(1, 16, 2, 16)
-    compiled = torch.compile(lambda t: fwd(t, t, eye, dropout_p=0.5), fullgraph=True, backend="aot_eager")
-    torch.manual_seed(0)
-    first, second = compiled(q), compiled(q)
-    torch.manual_seed(0)
-    again = compiled(q)
-    assert torch.equal(first, again) and not torch.equal(first, second)
 
 
 # ---- packages --------------------------------------------------------------------------------------------------------
@@ -171,6 +175,8 @@ def aot_inductor_works_on_cuda() -> bool:
 
 
 class Packed(torch.nn.Module):
+    """Attention of packed sequences of at most 12 tokens, with a bias, and operations before and after."""
+
     def forward(self, qkv, cu_seqlens, bias):
         q, k, v = (qkv * 1.5).unbind(1)
         lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 12, "max_seqlen_k": 12}
@@ -179,7 +185,7 @@ class Packed(torch.nn.Module):
 
 @on_cases((["cpu-fp32", "cuda"], ["export"]), slow=((["cpu-fp32", "cuda"], ["aoti"]),))
 def test_package_without_our_python_package(backend, case, tmp_path):
-    """An exported module, and one that AOTInductor compiles to machine code."""
+    """An exported module, and one that AOTInductor compiles to machine code ("aoti"), run in a process without the package volta_fa."""
     if case == "aoti" and not shutil.which("g++"):
         pytest.skip("no g++")
     if case == "aoti" and backend.device == "cuda" and not aot_inductor_works_on_cuda():
@@ -305,46 +311,41 @@ def test_vmap(backend):
 # ---- counting operations ---------------------------------------------------------------------------------------------
 
 
+def flops_of(call) -> tuple[int, int]:
+    """Returns the floating-point operations of volta_fa::fwd and bwd in a call, as PyTorch's counter has them."""
+    import volta_fa.flops  # noqa: F401  tells the counter their formulas
+
+    with flop_counter.FlopCounterMode(display=False) as counter:
+        call()
+    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    return counts["volta_fa.fwd"], counts["volta_fa.bwd"]
+
+
 @on("cpu-fp32", "cuda")
 def test_flops(backend):
     """volta_fa.flops counts as many operations as PyTorch counts for its own attention."""
-    from torch.utils import flop_counter
-
-    import volta_fa.flops  # noqa: F401  registers them
-
     q, k, v, dout = Case(9, 15, 16, 24, nheads=4, nheads_k=2).inputs(backend)
-    q_heads, v_heads = (2, 4, 9, 16), (2, 4, 15, 24)
-    k_heads = (2, 4, 15, 16)
+    # PyTorch's shapes, of repeated KV heads
+    shapes = (2, 4, 9, 16), (2, 4, 15, 16), (2, 4, 15, 24)
     inputs = leaves((q, k, v))
-    with flop_counter.FlopCounterMode(display=False) as counter:
-        fwd(*inputs, is_causal=True).backward(dout)
-    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
-    assert counts["volta_fa.fwd"] == flop_counter.sdpa_flop_count(q_heads, k_heads, v_heads)
-    assert counts["volta_fa.bwd"] == flop_counter.sdpa_backward_flop_count((2, 4, 9, 24), q_heads, k_heads, v_heads)
+    counted = flops_of(lambda: fwd(*inputs, is_causal=True).backward(dout))
+    assert counted == (flop_counter.sdpa_flop_count(*shapes), flop_counter.sdpa_backward_flop_count((2, 4, 9, 24), *shapes))
 
 
 @on("cpu-fp32", "cuda")
 def test_flops_of_packed_sequences(backend):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode
-
-    import volta_fa.flops  # noqa: F401  registers them
-
     def count(qkv, cu_seqlens):
-        with FlopCounterMode(display=False) as counter:
-            packed_attention(qkv, cu_seqlens, 9).float().sum().backward()
-        counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
-        return counts["volta_fa.fwd"], counts["volta_fa.bwd"]
+        return flops_of(lambda: packed_attention(qkv, cu_seqlens, 9).float().sum().backward())
 
-    lengths = [5, 0, 9]
-    qkv, cu_seqlens = backend.randn(14, 3, 2, 16).requires_grad_(), cu(lengths, backend.device)
-    pairs = 2 * sum(n * n for n in lengths)
+    lengths, nheads = [5, 0, 9], 2
+    qkv, cu_seqlens = backend.randn(14, 3, nheads, 16).requires_grad_(), cu(lengths, backend.device)
+    pairs = nheads * sum(n * n for n in lengths)
     # two operations for a multiply-add: headdim + headdim_v = 32 columns forward, 3 * 16 + 2 * 16 = 80 backward
     assert count(qkv, cu_seqlens) == (2 * pairs * 32, 2 * pairs * 80)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        # a fake tensor has no lengths, so each of the three sequences counts with max_seqlen 9; two heads
-        longest = 2 * 3 * 81
-        assert count(mode.from_tensor(qkv), mode.from_tensor(cu_seqlens)) == (2 * longest * 32, 2 * longest * 80)
+        # a fake tensor has no lengths, so each of the three sequences counts with max_seqlen 9
+        pairs = nheads * 3 * 9 * 9
+        assert count(mode.from_tensor(qkv), mode.from_tensor(cu_seqlens)) == (2 * pairs * 32, 2 * pairs * 80)
 
 
 # ---- streams and devices ---------------------------------------------------------------------------------------------
@@ -366,14 +367,12 @@ def test_streams(backend):
     for p in problems:
         with torch.cuda.stream(torch.cuda.Stream()):
             late = [torch.zeros_like(t) for t in p]
-            torch.cuda._sleep(50_000_000)  # the inputs get their values long after the call has returned
+            torch.cuda._sleep(50_000_000)  # cycles: the inputs get their values long after the call has returned
             for a, b in zip(late, p):
                 a.copy_(b)
             found.append(step(*late))
     torch.cuda.synchronize()
-    for f, e in zip(found, expected):
-        for a, b in zip(f, e):
-            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
 @on("cuda")
@@ -394,8 +393,7 @@ def test_devices(backend):
     for dropout_p in (0.0, 0.3):
         expected = step("cuda:0", dropout_p)
         for i in range(1, torch.cuda.device_count()):
-            for a, b in zip(step(f"cuda:{i}", dropout_p), expected):
-                torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
+            torch.testing.assert_close(step(f"cuda:{i}", dropout_p), expected, rtol=5e-3, atol=5e-3)
 
 
 @on("cuda")

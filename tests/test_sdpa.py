@@ -1,23 +1,28 @@
 """Tests of scaled_dot_product_attention run by volta_fa (`enabled()` switches it on): results, and calls that fall back to PyTorch.
 
 `sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason; `assert_ours` asks the
-profiler which ops ran. `on(...)` lists a test's backends: CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`), GPU (`cuda`)."""
+profiler which ops ran. `train` returns out and the gradients of q, k and v; `qkv` draws three tensors (2, 2, 9, 16). `on(...)` lists the
+values of the fixture `backend`: CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`), GPU (`cuda`)."""
 
 from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import volta_fa
 from conftest import on, run_python
 from sdpa_helpers import CUDNN, EFFICIENT, FLASH, MATH, assert_ours, enabled, leaves, qkv, selective, train, unfused
 from sdpa_helpers import switched_off as switched_off  # a fixture of every test
 
+sdpa = F.scaled_dot_product_attention  # PyTorch's function, which runs volta_fa while the switch is on
+
 # ---- right answers -------------------------------------------------------------------------------------------------
 
-#         seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options
+#: seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options.
 PROBLEMS = {
     "plain": (20, 20, 2, 2, 16, 16, {}),
     "cross": (7, 33, 2, 2, 64, 64, {}),
@@ -38,7 +43,7 @@ PROBLEMS = {
 }
 
 
-# Added to the allowed error: with one key PyTorch's gradients of q and k are exactly 0, volta_fa's are rounding errors.
+#: Added to the allowed error: with one key PyTorch's gradients of q and k are exactly 0, and volta_fa's are rounding errors.
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-4, torch.bfloat16: 2e-3}
 
 
@@ -59,7 +64,7 @@ def check(backend, q, k, v, attn_mask=None, **options):
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @on("cpu-fp32", "cpu-fp64", "cpu-bf16", "cpu-fp16", "sim", "cuda")
-def test_against_math(backend, problem):
+def test_problems_against_math(backend, problem):
     seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options = PROBLEMS[problem]
     shapes = (2, nheads, seqlen_q, headdim), (2, nheads_k, seqlen_k, headdim), (2, nheads_k, seqlen_k, headdim_v)
     check(backend, *(backend.randn(*shape) for shape in shapes), **options)
@@ -81,8 +86,7 @@ def test_layouts(backend, layout):
     with enabled(backend):
         found = train(*tensors)
         expected = train(*(t.contiguous() for t in tensors))
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
     assert volta_fa.sdpa_stats()["ran"] == 2
 
 
@@ -105,12 +109,17 @@ def hidden_padding(b, dtype):
     return (torch.arange(33, device=b.device) < torch.tensor([20, 33], device=b.device)[:, None])[:, None, None]
 
 
+def additive(make, value=float("-inf")):
+    """Makes numbers of a bool mask: `value` where it hides a key, else 0."""
+    return lambda b, dtype: torch.zeros((), dtype=dtype, device=b.device).masked_fill(~make(b, dtype), value)
+
+
 def numbers(*shape):
     """A mask of random numbers, which are added to scores."""
     return lambda b, dtype: b.randn(*shape).to(dtype)
 
 
-#        mask(backend, q's dtype) for q (2, 4, 9, 16) and k (2, 4, 33, 16); headdim; nheads and nheads_k, if they are not 4
+#: mask(backend, q's dtype) for 2 batch entries of 9 queries and 33 keys; headdim; nheads and nheads_k, if they are not 4.
 MASKS = {
     "bool": (hiding_rows([]), 16),
     "bool, hidden rows": (hiding_rows([0, 5]), 16),
@@ -131,14 +140,9 @@ MASKS = {
     "fp32": (lambda b, dtype: b.randn(4, 9, 33).float(), 16),
     "strided": (lambda b, dtype: b.randn(33, 9, 4).to(dtype).permute(2, 1, 0), 16),
     "misaligned": (lambda b, dtype: b.randn(9, 36).to(dtype)[:, 3:], 16),
-    "-inf": (lambda b, dtype: torch.where(hidden_padding(b, dtype), 0.0, float("-inf")).to(dtype), 16),
-    "-inf, whole rows": (lambda b, dtype: torch.where(hiding_rows([8])(b, dtype), 0.0, float("-inf")).to(dtype), 16),
-    "lowest": (
-        lambda b, dtype: torch.zeros_like(hidden_padding(b, dtype), dtype=dtype).masked_fill(
-            ~hidden_padding(b, dtype), torch.finfo(dtype).min
-        ),
-        16,
-    ),
+    "-inf": (additive(hidden_padding), 16),
+    "-inf, whole rows": (additive(hiding_rows([8])), 16),
+    "lowest number": (lambda b, dtype: additive(hidden_padding, torch.finfo(dtype).min)(b, dtype), 16),
 }
 
 
@@ -156,13 +160,12 @@ def test_masks_against_math(backend, mask):
 @on("cpu-fp32", "cpu-fp64", "cuda")
 def test_gradient_of_a_mask(backend, shape, alone):
     """A learned bias, with or without gradients of q, k and v."""
-    q, k, v, mask = backend.randn(2, 4, 9, 16), backend.randn(2, 4, 33, 16), backend.randn(2, 4, 33, 16), backend.randn(*shape)
+    q, k, v, mask = (backend.randn(*sizes) for sizes in ((2, 4, 9, 16), (2, 4, 33, 16), (2, 4, 33, 16), shape))
 
     def step(q, k, v, mask):
         inputs = leaves(mask) if alone else leaves(q, k, v, mask)
         tensors = [q, k, v, *inputs] if alone else inputs
-        F.scaled_dot_product_attention(*tensors).float().square().sum().backward()
-        return [t.grad for t in inputs]
+        return torch.autograd.grad(sdpa(*tensors).float().square().sum(), inputs)
 
     with unfused():
         exact, theirs = step(q.double(), k.double(), v.double(), mask.double()), step(q, k, v, mask)
@@ -173,12 +176,12 @@ def test_gradient_of_a_mask(backend, shape, alone):
     # The gradient of one value for all keys of a row is 0 up to noise, because backward subtracts sum(out * dout) with the rounded out.
     noise = 0.0
     if shape[-1] == 1:
-        out = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask.double())
+        out = sdpa(q.double(), k.double(), v.double(), mask.double())
         of_rows = 4 * (2 * out * (out.to(q.dtype) - out)).norm(dim=-1, keepdim=True)  # as reference.delta_noise; dout is 2 * out
         noise = of_rows.square().sum_to_size(shape).sqrt().max()
     for e, t, o in zip(exact, theirs, ours):
-        of_mask = noise if o is ours[-1] else 0.0
-        assert (o.double() - e).abs().max() <= 3 * (t.double() - e).abs().max() + FLOOR[q.dtype] + of_mask
+        allowed = 3 * (t.double() - e).abs().max() + FLOOR[q.dtype] + (noise if o is ours[-1] else 0.0)
+        assert (o.double() - e).abs().max() <= allowed
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -192,10 +195,10 @@ def test_dropout(backend):
     def step(seed):
         torch.manual_seed(seed)
         inputs = leaves(q, k, v)
-        out = F.scaled_dot_product_attention(*inputs, dropout_p=0.25)
+        out = sdpa(*inputs, dropout_p=0.25)
         return out.detach(), torch.autograd.grad(out, inputs[2], dout)[0]
 
-    undropped = F.scaled_dot_product_attention(q, k, v)
+    undropped = sdpa(q, k, v)
     with enabled(backend):
         assert_ours(lambda: step(0))
         (p, dv), (again, _), (other, _) = step(0), step(0), step(1)
@@ -207,19 +210,19 @@ def test_dropout(backend):
 
 
 @on("cpu-fp32", "cuda")
-def test_dropout_and_mask_and_odd_headdim(backend):
-    """Bitwise identical to the op on padded tensors with the same seed. Other tests check the op."""
+def test_dropout_with_a_mask_and_an_odd_headdim(backend):
+    """Bitwise identical to the op on tensors padded to headdim 16 with the same seed. Other tests check the op."""
     q, k, v, mask = backend.randn(2, 4, 9, 13), backend.randn(2, 4, 33, 13), backend.randn(2, 4, 33, 13), backend.randn(9, 33)
     padded = [F.pad(t, (0, 3)).transpose(1, 2) for t in (q, k, v)]
     torch.manual_seed(3)
     expected = torch.ops.volta_fa.fwd(*padded, attn_bias=mask[None, None], dropout_p=0.3, softmax_scale=13**-0.5)[0]
     with enabled(backend):
         torch.manual_seed(3)
-        assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.3), expected.transpose(1, 2)[..., :13])
+        assert torch.equal(sdpa(q, k, v, mask, dropout_p=0.3), expected.transpose(1, 2)[..., :13])
 
 
 @on("cpu-fp32", "cuda")
-def test_no_keys_and_no_batch(backend):
+def test_empty_tensors(backend):
     for batch, seqlen_q, seqlen_k in ((2, 5, 0), (0, 5, 6), (2, 0, 6)):
         q, kv = backend.randn(batch, 2, seqlen_q, 8), backend.randn(batch, 2, seqlen_k, 8)
         # on the CPU: PyTorch's CUDA op returns None for an empty batch that needs a gradient (torch 2.11)
@@ -234,18 +237,16 @@ def test_no_keys_and_no_batch(backend):
 
 #: Reason in sdpa_stats(), and calls that PyTorch must run for this reason.
 FALLBACKS = {
-    # a mask with is_causal: PyTorch's fused CPU implementation accepts both, its others refuse
-    "attn_mask": {
-        "and is_causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(9, 9).tril(-1) + 0.5, is_causal=True)
-    },
-    "dropout": {"of everything": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=1.0)},
+    # PyTorch's fused CPU implementation accepts both, its others refuse
+    "attn_mask": {"and is_causal": lambda q, k, v: sdpa(q, k, v, torch.ones(9, 9).tril(-1) + 0.5, is_causal=True)},
+    "dropout": {"of everything": lambda q, k, v: sdpa(q, k, v, dropout_p=1.0)},
     "shape": {
-        "rank 3": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
-        "broadcast heads": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
-        "broadcast batch": lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v[:1]),
+        "rank 3": lambda q, k, v: sdpa(q[0], k[0], v[0]),
+        "broadcast heads": lambda q, k, v: sdpa(q, k[:, :1], v[:, :1]),
+        "broadcast batch": lambda q, k, v: sdpa(q, k[:1], v[:1]),
     },
-    "headdim": {"": lambda q, k, v: F.scaled_dot_product_attention(*(t.repeat(1, 1, 1, 33) for t in (q, k, v)))},
-    "scale": {str(s): lambda q, k, v, s=s: F.scaled_dot_product_attention(q, k, v, scale=s) for s in (float("inf"), float("nan"))},
+    "headdim": {"528": lambda q, k, v: sdpa(*(t.repeat(1, 1, 1, 33) for t in (q, k, v)))},
+    "scale": {str(s): lambda q, k, v, s=s: sdpa(q, k, v, scale=s) for s in (float("inf"), float("nan"))},
 }
 
 
@@ -261,13 +262,13 @@ def test_fallback(backend, reason, f):
     with enabled():
         torch.manual_seed(0)
         found = train(*tensors, attention=f)
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert volta_fa.sdpa_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
 
 
 @on("cuda")
 def test_dtypes_and_determinism_on_cuda(backend):
+    """bf16 and fp32 run, fp64 falls back. With PyTorch's deterministic algorithms two runs are bitwise identical."""
     tensors = qkv(backend)
     with enabled(backend):
         train(*(t.double() for t in tensors))
@@ -286,48 +287,44 @@ def test_dtypes_and_determinism_on_cuda(backend):
     "allowed", [[MATH], [CUDNN, MATH], [EFFICIENT, MATH], [FLASH], [FLASH, MATH]], ids=lambda a: "+".join(b.name for b in a)
 )
 @on("cpu-fp32", "cuda")
-def test_users_choice_is_respected(backend, allowed):
+def test_sdpa_kernel_decides(backend, allowed):
     """volta_fa runs a call only if sdpa_kernel allows what it replaces: flash; on CUDA also memory-efficient attention."""
     tensors = qkv(backend)
     ours = FLASH in allowed or (EFFICIENT in allowed and backend.device == "cuda")
     with enabled(backend), sdpa_kernel(allowed):
         train(*tensors)
-    found = volta_fa.sdpa_stats()
-    assert found == ({"ran": 1, "traced": 0, "fell_back": {}} if ours else {"ran": 0, "traced": 0, "fell_back": {"sdpa_kernel": 1}})
+    assert volta_fa.sdpa_stats() == {"ran": int(ours), "traced": 0, "fell_back": {} if ours else {"sdpa_kernel": 1}}
 
 
 @on("cpu-fp32")
 def test_nested_tensors_fall_back(backend):
     nested = torch.nested.nested_tensor([torch.randn(2, 5, 16), torch.randn(2, 7, 16)])
-    expected = F.scaled_dot_product_attention(nested, nested, nested)
+    expected = sdpa(nested, nested, nested)
     with enabled():
-        found = F.scaled_dot_product_attention(nested, nested, nested)
-    for a, b in zip(found.unbind(), expected.unbind()):
-        assert torch.equal(a, b)
+        found = sdpa(nested, nested, nested)
+    assert all(map(torch.equal, found.unbind(), expected.unbind()))
     assert volta_fa.sdpa_stats()["fell_back"] == {"layout": 1}
 
 
 @on("cpu-fp32")
 def test_functorch_and_forward_mode_fall_back(backend):
     q, k, v = qkv(backend)
-    expected = train(q, k, v, attention=lambda *t: F.scaled_dot_product_attention(*t))[1]
+    expected = train(q, k, v)[1]
     with enabled():
-        found = torch.func.grad(lambda t: F.scaled_dot_product_attention(t, k, v).square().sum())(q)
+        found = torch.func.grad(lambda t: sdpa(t, k, v).square().sum())(q)
         torch.testing.assert_close(found, expected)
         # without a gradient, vmap has taken the op apart before our kernel is reached
-        found = torch.vmap(F.scaled_dot_product_attention)(*(t[None] for t in (q, k, v)))
-        torch.testing.assert_close(found[0], F.scaled_dot_product_attention(q, k, v))
-        with torch.autograd.forward_ad.dual_level(), sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+        found = torch.vmap(sdpa)(*(t[None] for t in (q, k, v)))
+        torch.testing.assert_close(found[0], sdpa(q, k, v))
+        with torch.autograd.forward_ad.dual_level(), sdpa_kernel([MATH, FLASH]):
             dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
             with suppress(NotImplementedError):  # PyTorch's fused attention has no forward mode either
-                F.scaled_dot_product_attention(dual, k, v)
+                sdpa(dual, k, v)
     assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {"forward_mode": 1, "functorch": 1}}
 
 
 def counted(f, *inputs):
     """Runs f under FlopCounterMode, a dispatch mode."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     with FlopCounterMode(display=False):
         return f(*inputs)
 
@@ -336,11 +333,9 @@ def counted(f, *inputs):
 @on("cpu-fp32")
 def test_subclasses_fall_back(backend, under):
     """Calls on an unknown tensor subclass fall back, also while a dispatch mode is active that does not trace."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
     q, k, v = (TwoTensor(t, t.clone()) for t in qkv(backend))
     with enabled():
-        out = under(F.scaled_dot_product_attention, q, k, v)
+        out = under(sdpa, q, k, v)
         assert isinstance(out, TwoTensor)
         assert volta_fa.sdpa_stats() == {"ran": 0, "traced": 0, "fell_back": {"subclass": 1}}
 
@@ -350,14 +345,15 @@ def test_subclasses_fall_back(backend, under):
 def test_calls_under_dispatch_modes_are_not_traced(backend, under):
     tensors = leaves(*qkv(backend))
     with enabled():
-        out = under(F.scaled_dot_product_attention, *tensors)
+        out = under(sdpa, *tensors)
         assert volta_fa.sdpa_stats(reset=True) == {"ran": 1, "traced": 0, "fell_back": {}}
         out.sum().backward()
         assert volta_fa.sdpa_stats() == {"ran": int(under is selective), "traced": 0, "fell_back": {}}
 
 
 def test_dtensor():
-    """DTensors, for which the ops have sharding rules, run through volta_fa: eager, under a mode, compiled. Another subclass falls back."""
+    """DTensors, for which the ops have sharding rules, run through volta_fa: eager, under a mode, compiled. TwoTensor has none and falls
+    back."""
     code = """
         import os, torch, volta_fa
         import torch.distributed as dist
@@ -396,7 +392,7 @@ def test_dtensor():
 
 
 def with_mask(*shape, dtype=torch.float32):
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(*shape, dtype=dtype))
+    return lambda q, k, v: sdpa(q, k, v, torch.ones(*shape, dtype=dtype))
 
 
 WRONG = {
@@ -406,11 +402,11 @@ WRONG = {
     "mask of rank 5": (with_mask(1, 1, 1, 9, 9), "shape|match"),
     "mask dtype": (with_mask(9, 9, dtype=torch.int64), "attn_mask dtype"),
     "mask in another precision": (with_mask(9, 9, dtype=torch.float16), "attn_mask dtype"),
-    "dropout_p": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=1.5), "dropout probability"),
-    "dtypes": (lambda q, k, v: F.scaled_dot_product_attention(q, k.half(), v), "same dtype"),
-    "devices": (lambda q, k, v: F.scaled_dot_product_attention(q, k.to("meta"), v.to("meta")), "same device"),
-    "heads": (lambda q, k, v: F.scaled_dot_product_attention(q[:, :1].repeat(1, 3, 1, 1), k, v), "size|match|broadcast"),
-    "headdims": (lambda q, k, v: F.scaled_dot_product_attention(q, k[..., :8], v), "size|shape|must match|mat"),
+    "dropout_p": (lambda q, k, v: sdpa(q, k, v, dropout_p=1.5), "dropout probability"),
+    "dtypes": (lambda q, k, v: sdpa(q, k.half(), v), "same dtype"),
+    "devices": (lambda q, k, v: sdpa(q, k.to("meta"), v.to("meta")), "same device"),
+    "heads": (lambda q, k, v: sdpa(q[:, :1].repeat(1, 3, 1, 1), k, v), "size|match|broadcast"),
+    "headdims": (lambda q, k, v: sdpa(q, k[..., :8], v), "size|shape|must match|mat"),
 }
 
 
@@ -420,8 +416,8 @@ def test_wrong_arguments_get_pytorchs_errors(backend, what):
     f, message = WRONG[what]
     tensors = qkv(backend)
     errors = []
-    for on_ in (False, True):
-        with pytest.raises((RuntimeError, IndexError), match=message) as raised, enabled() if on_ else nullcontext():
+    for switch in (nullcontext(), enabled()):
+        with pytest.raises((RuntimeError, IndexError), match=message) as raised, switch:
             f(*tensors)
         errors.append((raised.type, str(raised.value)))
     assert errors[0] == errors[1]

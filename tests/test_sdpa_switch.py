@@ -1,9 +1,12 @@
 """Tests of the switch that makes volta_fa run scaled_dot_product_attention: enable_sdpa(), `with sdpa_enabled()`, VOLTA_FA_ENABLE_SDPA.
 
-The switch is on while enable_sdpa() or any block is active, for all threads, on the devices that it names (`cpu` is for tests)."""
+The switch is on while enable_sdpa() or any block is active, for all threads, on the devices that it names (`cpu` is for tests).
+sdpa_stats() counts calls that volta_fa `ran` (of these `fast`, with precision "fast"), `traced` into a compiled graph, or that
+`fell_back`."""
 
 import threading
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch.nn.functional as F
 
 import volta_fa
 from conftest import LIBRARY, NEEDS_FORK, on, run_process
+from flash_attention import refused
 from sdpa_helpers import causal, ops_of, qkv
 from sdpa_helpers import switched_off as switched_off  # a fixture of every test
 from volta_fa.diagnostics import driver_cuda
@@ -18,6 +22,7 @@ from volta_fa.integrations import devices
 
 
 def is_on() -> bool:
+    """Returns whether PyTorch's function runs volta_fa on the CPU."""
     t = torch.randn(1, 1, 2, 8)
     return "volta_fa::fwd" in ops_of(lambda: F.scaled_dot_product_attention(t, t, t))
 
@@ -44,14 +49,14 @@ def test_blocks_nest_and_overlap():
         assert is_on()
         volta_fa.enable_sdpa("cpu")
     assert is_on()
-    first, second = volta_fa.sdpa_enabled("cpu"), volta_fa.sdpa_enabled("cpu")
     volta_fa.disable_sdpa()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert is_on()
-    second.__exit__(None, None, None)
-    assert not is_on()
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(volta_fa.sdpa_enabled("cpu"))
+        second.enter_context(volta_fa.sdpa_enabled("cpu"))
+        first.close()
+        assert is_on()
+        second.close()
+        assert not is_on()
     with pytest.raises(KeyError), volta_fa.sdpa_enabled("cpu"):
         raise KeyError
     assert not is_on()
@@ -67,6 +72,7 @@ def fast_and_exact(q, k, v, **options):
 
 @on("cpu-fp16", "cpu-bf16")
 def test_fast_precision(backend):
+    """Forward calls run volta_fa::fwd_fast (int8 products), which has other bits than volta_fa::fwd, unless it lacks what a call asks."""
     q, k, v = qkv(backend, 2, 2, 40, 64)
     mask = backend.randn(1, 1, 40, 40) > 0
     cases = [({}, {}), ({"is_causal": True}, {"is_causal": True}), ({"attn_mask": mask[0, 0]}, {"attn_mask": mask})]
@@ -103,11 +109,10 @@ def test_compiled_programs_follow_the_precision(backend):
     torch.compiler.reset()
 
 
-def test_the_last_block_decides_about_the_precision():
+def test_the_last_block_decides_the_precision():
     q = torch.randn(1, 1, 40, 64).half()
     attention, (fast, exact) = F.scaled_dot_product_attention, fast_and_exact(q, q, q)
-    with pytest.raises(ValueError, match="enable_sdpa: precision: got 'int8', expected 'exact' or 'fast'"):
-        volta_fa.enable_sdpa("cpu", precision="int8")
+    refused(ValueError, "enable_sdpa: precision: got 'int8', expected 'exact' or 'fast'", volta_fa.enable_sdpa, "cpu", precision="int8")
     with pytest.raises(ValueError, match="sdpa_enabled: precision: got 'int8'"), volta_fa.sdpa_enabled("cpu", precision="int8"):
         pass
     volta_fa.enable_sdpa("cpu", precision="fast")
@@ -115,15 +120,21 @@ def test_the_last_block_decides_about_the_precision():
     with volta_fa.sdpa_enabled("cpu"):
         assert torch.equal(attention(q, q, q), exact)
     assert torch.equal(attention(q, q, q), fast)
-    volta_fa.enable_sdpa("cpu")  # the default stays exact
+    volta_fa.enable_sdpa("cpu")  # precision is exact by default, also after another
     assert torch.equal(attention(q, q, q), exact)
-    volta_fa.disable_sdpa()
+    # blocks may end in another order than they began: the one entered last, of those still open, decides
+    with ExitStack() as outer, ExitStack() as inner:
+        outer.enter_context(volta_fa.sdpa_enabled("cpu", precision="fast"))
+        outer.enter_context(volta_fa.sdpa_enabled("cpu"))
+        inner.enter_context(volta_fa.sdpa_enabled("cpu", precision="fast"))
+        assert torch.equal(attention(q, q, q), fast)
+        inner.close()  # its request equals that of the first block: one of the two is closed, not both
+        assert torch.equal(attention(q, q, q), exact)
 
 
-def test_threads():
-    """Threads that switch and threads that only call share one switch: results stay right and no call is lost from the counters.
-
-    Three threads call within their own blocks, so those calls surely run; calls of the other three may."""
+def test_threads_share_one_switch():
+    """Results stay right, and no call is lost from the counters. Three threads call within their own blocks, so volta_fa runs those calls;
+    it may run those of the other three."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
     expected = F.scaled_dot_product_attention(*tensors)
     calls, errors = 40, []
@@ -151,24 +162,22 @@ def test_threads():
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(ValueError, match="got meta, expected a CUDA device"):
-        volta_fa.enable_sdpa("meta")
+    refused(ValueError, "got meta, expected a CUDA device", volta_fa.enable_sdpa, "meta")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(monkeypatch):
-    with pytest.raises(RuntimeError, match="this machine has no CUDA device that torch can use: .*cpu"):
-        volta_fa.enable_sdpa()
+    refused(RuntimeError, "this machine has no CUDA device that torch can use: .*cpu", volta_fa.enable_sdpa)
     with pytest.raises(RuntimeError, match="volta_fa.sdpa_enabled: .*no CUDA device"), volta_fa.sdpa_enabled(force=True):
         pass
     monkeypatch.setattr(devices, "cuda_problem", lambda: "no driver")
-    with pytest.raises(ValueError, match="cuda:3, expected one of this machine.s 0 CUDA devices: no driver"):
-        volta_fa.enable_sdpa("cuda:3")
+    refused(ValueError, "cuda:3, expected one of this machine.s 0 CUDA devices: no driver", volta_fa.enable_sdpa, "cuda:3")
     assert not is_on()
 
 
+#: Compute capabilities of a machine's devices, the argument `force`, and the devices that are switched on (None: an error). Without
+#: `force` these are Volta's.
 MACHINES = {
-    # capabilities of a machine's devices, `force`, devices that are switched on (None: an error)
     "V100": ([(7, 0)], False, [0]),
     "Xavier": ([(7, 2)], False, [0]),
     "H200": ([(9, 0)], False, None),
@@ -180,29 +189,26 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_which_devices(machine, monkeypatch):
+def test_which_devices_are_switched_on(machine, monkeypatch):
     capabilities, force, expected = MACHINES[machine]
-    asked = []
+    switched = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"device {i}")
     monkeypatch.setattr("volta_fa.integrations.devices.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
-    monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, *others: asked.append(sorted(request.devices.cuda)))
+    monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, *others: switched.append(sorted(request.devices.cuda)))
     if expected is None:
-        with pytest.raises(RuntimeError, match=r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+"):
-            volta_fa.enable_sdpa(force=force)
+        refused(RuntimeError, r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+", volta_fa.enable_sdpa, force=force)
     else:
         volta_fa.enable_sdpa(force=force)
-        assert asked == [expected]
-    volta_fa.disable_sdpa()
+        assert switched == [expected]
 
 
 def test_a_refused_device_changes_nothing(monkeypatch):
     """The library has room for 64 devices."""
     sdpa = volta_fa.integrations.sdpa
-    monkeypatch.setattr(sdpa, "devices_of", lambda op, device, force: sdpa.Devices(False, frozenset([64])))
-    with pytest.raises(ValueError, match="got CUDA device 64, expected one from 0 to 63"):
-        volta_fa.enable_sdpa()
+    monkeypatch.setattr(sdpa, "devices_of", lambda op, device, force: sdpa.Devices(cpu=False, cuda=frozenset([64])))
+    refused(ValueError, "got CUDA device 64, expected one from 0 to 63", volta_fa.enable_sdpa)
     with pytest.raises(ValueError, match="got CUDA device 64"), volta_fa.sdpa_enabled():
         pass
     monkeypatch.undo()
@@ -216,13 +222,14 @@ def test_a_refused_device_changes_nothing(monkeypatch):
 
 # ---- the environment variable ----------------------------------------------------------------------------------------
 
+#: How a program loads the library.
 LOADED = {
     "package": "import volta_fa",
     "library": "torch.ops.load_library(sys.argv[1])",
     "library, then package": "torch.ops.load_library(sys.argv[1]); import volta_fa",
 }
+#: How the library is loaded, the variable, and how many of one call on the CPU volta_fa runs.
 VALUES = [
-    # how it is loaded, the variable, calls that are ours on the CPU
     *(("package", value, int(value == "cpu")) for value in ("cpu", "0", "1", "force", "maybe")),
     *(("library", value, int(value == "cpu")) for value in ("cpu", "", "maybe")),
     *(("library, then package", value, int(value == "cpu")) for value in ("cpu", "1")),
@@ -260,7 +267,7 @@ def test_environment_variable(loaded, value, ran, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_environment_variable_where_a_device_cannot_be_asked():
+def test_environment_variable_with_fake_tensors_of_a_missing_device():
     """With 1, the first call on a device decides, and warns once if it cannot. Fake tensors (shapes only) may be on a missing device."""
     code = """
         import torch, volta_fa
@@ -287,7 +294,7 @@ def test_environment_variable_on_cuda(backend, loaded):
     code = f"""
         import os, sys, torch
         {LOADED[loaded]}
-        def say(what):  # at once: print may write the end of the line by itself
+        def say(what):  # in one write, because two processes say something: print may write the end of the line by itself
             os.write(1, f"{{what}}\\n".encode())
         say(torch.cuda.is_initialized())
         child = os.fork()

@@ -1,16 +1,16 @@
 """Tests of volta_fa::fwd_sparse_mla: multi-head latent attention in which each query sees only the tokens that `indices` lists.
 
-A latent is one token's row, key and (its first 512 columns) value for all heads. Caches are in the dtype of q ("rows") or in FlashMLA's
-fp8 formats, whose last 64 columns ("positions") are bf16 or fp16. `exact` computes each query in fp64 from a problem that `draw` makes.
+A latent is one token's row: its key and (the first 512 columns) its value, for all heads. Caches are in the dtype of q or in FlashMLA's fp8
+formats, whose last 64 columns ("positions": the rotated ones) are bf16 or fp16. A call may read a second cache (`extra_cache`).
 
-A `backend` (conftest.py) is the CPU (`cpu-DTYPE`), the simulator (`sim`) or the GPU (`cuda`). It runs a call several times (`_runs`: the
-simulator in two warp orders), and `agreed` checks that the results are bitwise identical."""
+`draw` makes a problem of a Case, `run` calls the operator, and `check` compares with `exact`, in fp64. `on(...)` and `on_cases(...)` list
+the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). It runs a call several times (`_runs`: the
+simulator in two warp orders), and `agreed` checks that the results are bitwise identical. `refused` checks an error's words."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 import torch
@@ -23,27 +23,22 @@ from test_validation import refused
 from volta_fa import flash_mla
 
 sparse_mla = torch.ops.volta_fa.fwd_sparse_mla
-#: Indices that are no tokens of a cache with `count` tokens, some as expressions; a query ignores them.
-INVALID = (-1, -(2**31), -123456, 2**31 - 1, "count", "count + 5")
 KERNELS = [*FP16_KERNELS, *BF16_KERNELS]
 BACKENDS = [*CPU, *KERNELS]
 
 
 @dataclass(frozen=True)
 class Case:
-    """`fp8`: the caches are in FlashMLA's format, else in the dtype of q. `caches`: (indices per query, page size, pages) of one or two.
-    `lengths`: each query counts a part of its indices. Latents are scaled by `magnitude`, queries by its inverse. `scale`: of scores."""
-
-    fp8: bool
+    fp8: bool  # whether caches are in FlashMLA's format of this headdim, else in the dtype of q
     headdim: int
     heads: int
     queries: int
-    caches: tuple[tuple[int, int, int], ...]
-    lengths: bool = False
+    caches: tuple[tuple[int, int, int], ...]  # (indices per query, tokens of a page, pages) of one or two caches
+    lengths: bool = False  # whether each query counts only the first of its indices (topk_length)
     sinks: bool = False
-    magnitude: float = 1.0
+    magnitude: float = 1.0  # of latents; queries have its inverse
     fp16_positions: bool = False
-    scale: float | None = None
+    scale: float | None = None  # softmax_scale
 
     def __str__(self):
         caches = "+".join("x".join(map(str, c)) for c in self.caches)
@@ -54,16 +49,17 @@ class Case:
 
 @dataclass
 class Problem:
+    """Tensors of a case. Lists have an element for each cache."""
+
     q: Tensor
-    #: caches as the operator takes them; (queries, indices per query); and how many of these each query counts
-    caches: list[Tensor] = field(default_factory=list)
-    indices: list[Tensor] = field(default_factory=list)
-    lengths: list[Tensor | None] = field(default_factory=list)
-    #: values of the caches, (tokens, headdim) in fp64
-    numbers: list[Tensor] = field(default_factory=list)
+    caches: list[Tensor] = field(default_factory=list)  # as the operator takes them
+    indices: list[Tensor] = field(default_factory=list)  # (queries, indices per query)
+    lengths: list[Tensor | None] = field(default_factory=list)  # how many of these each query counts
+    numbers: list[Tensor] = field(default_factory=list)  # the caches' tokens in fp64, (tokens, headdim)
     sinks: Tensor | None = None
 
     def options(self, case: Case) -> dict:
+        """Returns the operator's keyword arguments."""
         options = {"topk_length": self.lengths[0], "sinks": self.sinks, "softmax_scale": case.scale}
         if len(self.caches) > 1:
             options |= {"extra_cache": self.caches[1], "extra_indices": self.indices[1], "extra_topk_length": self.lengths[1]}
@@ -76,37 +72,32 @@ def quantized(x: Tensor, page_size: int, positions: torch.dtype, generator) -> t
     Headdim 576: a token has 656 bytes: 512 codes, 4 fp32 scales (of 128 codes each), 64 positions of 2 bytes. Headdim 512: 584 bytes: 448
     codes and 64 positions, and after those of the page's other tokens 7 exponents of scales (of 64 codes each) and 1 byte of padding."""
     tokens, headdim = x.shape
-    columns, tile = (512, 128) if headdim == 576 else (448, 64)
-    parts = x[:, :columns].unflatten(1, (-1, tile))
-    scale = parts.abs().amax(-1) / 448 + 1e-30  # 448 is e4m3's largest number
+    columns, codes_per_scale, row = (512, 128, 656) if headdim == 576 else (448, 64, 584)
+    parts = x[:, :columns].unflatten(1, (-1, codes_per_scale))
+    scale = parts.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max + 1e-30
     if headdim == 512:
         exponents = torch.frexp(scale).exponent.clamp(-126, 126)
         scale = torch.exp2(exponents.float())
-        exponents = (exponents + 127).to(torch.uint8)
+        exponents = (exponents + 127).to(torch.uint8)  # as in fp32
     codes = (parts / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
     tail = x[:, columns:].to(positions)
     numbers = torch.cat([(codes.double() * scale.double().unsqueeze(-1)).flatten(1), tail.double()], 1)
     codes, tail = codes.flatten(1).view(torch.uint8), tail.view(torch.uint8)
     pages = tokens // page_size
-    row = 656 if headdim == 576 else 584
     page_stride = -(-(page_size * row + 40) // 16) * 16  # more bytes than a page has, a multiple of 16
     padded = torch.randint(0, 256, (pages, page_stride), dtype=torch.uint8, generator=generator)
-    for page in range(pages):
-        own = slice(page * page_size, (page + 1) * page_size)
-        if headdim == 576:
-            data = torch.cat([codes[own], scale[own].view(torch.uint8), tail[own]], 1)
-            padded[page, : page_size * row] = data.flatten()
-        else:
-            padded[page, : page_size * 576] = torch.cat([codes[own], tail[own]], 1).flatten()
-            padding = torch.full((page_size, 1), 255, dtype=torch.uint8)
-            padded[page, page_size * 576 : page_size * row] = torch.cat([exponents[own], padding], 1).flatten()
+    if headdim == 576:
+        parts = [torch.cat([codes, scale.view(torch.uint8), tail], 1)]
+    else:
+        parts = [torch.cat([codes, tail], 1), torch.cat([exponents, torch.full((tokens, 1), 255, dtype=torch.uint8)], 1)]
+    padded[:, : page_size * row] = torch.cat([part.view(pages, -1) for part in parts], 1)
     cache = padded[:, : page_size * row].unflatten(1, (page_size, 1, row))
     return cache.view(torch.float8_e4m3fn), numbers
 
 
 def draw(backend, case: Case) -> Problem:
-    """Returns random tensors of a case. A fifth of the indices is invalid, and some repeat: such a token counts as often. Of more than two
-    queries, one has no token."""
+    """Returns random tensors of a case. A fifth of the indices is invalid, and some repeat: such a token counts as often. If there are more
+    than two queries, query 1 has no token."""
     g = torch.Generator().manual_seed(backend.seed)
     device, dtype = backend.device, backend.dtype
 
@@ -123,7 +114,7 @@ def draw(backend, case: Case) -> Problem:
         else:
             cache = x.to(dtype).view(pages, page_size, 1, case.headdim)
             numbers = cache.double().view(count, -1)
-        invalid = torch.tensor([eval(str(n), {"count": count}) for n in INVALID])
+        invalid = torch.tensor([-1, -(2**31), -123456, 2**31 - 1, count, count + 5])  # no tokens: queries ignore them
         index = torch.randint(0, count, (case.queries, topk), generator=g)
         replaced = torch.rand(case.queries, topk, generator=g) < 0.2
         index = torch.where(replaced, invalid[torch.randint(0, len(invalid), index.shape, generator=g)], index).int()
@@ -146,31 +137,30 @@ def exact(problem: Problem, case: Case) -> list[Tensor]:
     square weighted by the probabilities; of scores, |q| * max |k| * |scale|."""
     scale = case.headdim**-0.5 if case.scale is None else case.scale
     results = []
-    for query in range(case.queries):
+    for query, q in enumerate(problem.q.cpu().double()):
         chosen = []
         for index, lengths, numbers in zip(problem.indices, problem.lengths, problem.numbers):
             own = index[query].cpu()
             own = own if lengths is None else own[: max(int(lengths[query]), 0)]
             chosen.append(numbers[own[(own >= 0) & (own < len(numbers))].long()])
         keys = torch.cat(chosen)
-        heads = case.heads
         if not len(keys):
-            inf = torch.full((heads,), math.inf, dtype=torch.float64)
-            ones = torch.ones(heads, dtype=torch.float64)
-            results.append((torch.zeros(heads, 512, dtype=torch.float64), inf, -inf, ones, ones))
+            inf, ones = q.new_full((case.heads,), math.inf), q.new_ones(case.heads)
+            results.append((q.new_zeros(case.heads, 512), inf, -inf, ones, ones))
             continue
-        scores = problem.q[query].cpu().double() @ keys.T * scale
-        lse, largest = scores.logsumexp(1), scores.amax(1)
+        scores = q @ keys.T * scale
+        lse = scores.logsumexp(1)
         p = (scores - lse.unsqueeze(1)).exp()
         if problem.sinks is not None:
             p /= 1 + (problem.sinks.cpu().double() - lse).exp().unsqueeze(1)
         magnitude = (p @ keys[:, :512].square()).sqrt().amax(1)
-        products = problem.q[query].cpu().double().norm(dim=1) * keys.norm(dim=1).max() * abs(scale)
-        results.append((p @ keys[:, :512], lse, largest, magnitude, products))
+        products = q.norm(dim=1) * keys.norm(dim=1).max() * abs(scale)
+        results.append((p @ keys[:, :512], lse, scores.amax(1), magnitude, products))
     return [torch.stack(x) for x in zip(*results)]
 
 
 def check(backend, case: Case, found: tuple[Tensor, Tensor, Tensor], problem: Problem):
+    """Compares out, softmax_lse and max_logits (the largest score of each row) with `exact`."""
     out, lse, max_logits = (t.cpu().double() for t in found)
     expected, expected_lse, expected_max, magnitude, products = exact(problem, case)
     assert out.shape == expected.shape and lse.shape == (case.heads, case.queries) == max_logits.shape
@@ -178,7 +168,7 @@ def check(backend, case: Case, found: tuple[Tensor, Tensor, Tensor], problem: Pr
     rounding = {torch.float64: 2e-7, torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}[problem.q.dtype]
     # relative errors: kernels round queries, keys and probabilities to fp16, the CPU backend to fp32
     of_scores, of_values = (1e-4, 2e-3) if backend.name in KERNELS else (3e-7, 3e-6)
-    score_error = of_scores * (1 + products)
+    score_error = of_scores * (1 + products)  # of a score, so nearly the relative error of its probability; twice, with softmax_lse's
     tolerance = rounding * expected.abs() + (of_values + 2 * score_error).unsqueeze(-1) * magnitude.unsqueeze(-1)
     assert ((out - expected).abs() <= tolerance).all(), ((out - expected).abs() / tolerance).max()
     for name, x, y in (("softmax_lse", lse, expected_lse.T), ("max_logits", max_logits, expected_max.T)):
@@ -186,12 +176,15 @@ def check(backend, case: Case, found: tuple[Tensor, Tensor, Tensor], problem: Pr
         assert (error <= score_error.T).all(), f"{name}: {error.max()}, {(error / score_error.T).max()} of what is allowed"
 
 
+def call(case: Case, problem: Problem):
+    return sparse_mla(problem.q, problem.caches[0], problem.indices[0], **problem.options(case))
+
+
 def run(backend, case: Case, problem: Problem):
-    arguments = problem.q, problem.caches[0], problem.indices[0]
-    names = "out", "softmax_lse", "max_logits"
-    return agreed([sparse_mla(*arguments, **problem.options(case)) for _ in backend._runs(problem.q)], *names)
+    return agreed([call(case, problem) for _ in backend._runs(problem.q)], "out", "softmax_lse", "max_logits")
 
 
+#: fp8, headdim, heads, queries, caches, options.
 CASES = [
     Case(True, 576, 16, 3, ((40, 64, 3),)),
     Case(True, 576, 128, 3, ((65, 2, 100),), lengths=True, sinks=True),
@@ -210,6 +203,7 @@ SHARED = [
     Case(True, 512, 16, 2, ((600, 64, 12), (900, 2, 600)), lengths=True, sinks=True),
     Case(False, 576, 20, 3, ((900, 1000, 1),)),
 ]
+#: Of latents, within bf16's range and far beyond fp16's.
 MAGNITUDES = [
     Case(fp8, headdim, 16, 3, ((40, 64, 3),), sinks=True, magnitude=2.0**exponent)
     for fp8, headdim in ((True, 576), (True, 512), (False, 576), (False, 512))
@@ -225,22 +219,18 @@ def test_against_fp64(backend, case):
 
 @on("cpu-fp32", "sim", "sim-bf16", "cuda")
 @pytest.mark.parametrize("fp8", [True, False])
-def test_what_is_not_chosen_is_not_read(backend, fp8):
+def test_unchosen_tokens_are_not_read(backend, fp8):
     """With NaN in all tokens that no query chose, the result is bitwise identical."""
     case = Case(fp8, 576, 16, 3, ((40, 64, 3),), lengths=True)
     problem = draw(backend, case)
     expected = run(backend, case, problem)
     index, lengths = problem.indices[0].cpu(), problem.lengths[0].cpu()
-    counts = torch.arange(40) < lengths.clamp(0, 40).unsqueeze(1)
-    chosen = index[counts & (index >= 0) & (index < 192)].long()
-    others = torch.ones(192, dtype=torch.bool)
-    others[chosen] = False
-    cache = problem.caches[0]
-    page, row = torch.nonzero(others).squeeze(1).to(backend.device).div(64, rounding_mode="floor"), torch.nonzero(others).squeeze(1) % 64
-    bytes_of = cache.view(torch.uint8) if fp8 else cache
-    bytes_of[page, row.to(backend.device)] = 255 if fp8 else math.nan
-    for name, a, b in zip(("out", "softmax_lse", "max_logits"), run(backend, case, problem), expected):
-        assert torch.equal(a, b), name
+    counts = torch.arange(40) < lengths.unsqueeze(1)
+    unchosen = torch.ones(3, 64, dtype=torch.bool)  # pages and their tokens
+    unchosen.view(-1)[index[counts & (index >= 0) & (index < 192)].long()] = False
+    cache = problem.caches[0].view(torch.uint8) if fp8 else problem.caches[0]
+    cache[unchosen.to(backend.device)] = 255 if fp8 else math.nan
+    assert all(map(torch.equal, run(backend, case, problem), expected))
 
 
 @on("cpu-fp32", "sim", "sim-bf16", "cuda")
@@ -258,7 +248,7 @@ def test_a_code_of_nan(backend, headdim):
 
 
 @on("sim", "sim-bf16", "cuda")
-def test_some_queries_at_a_time(backend):
+def test_queries_take_several_launches(backend):
     """Scratch memory has a limit, so 70 queries with 2^18 indices each, nearly all invalid, take several launches."""
     case = Case(True, 512, 4, 70, ((3, 16, 5),), sinks=True)
     problem = draw(backend, case)
@@ -268,7 +258,7 @@ def test_some_queries_at_a_time(backend):
 
 @on("cpu-fp32", "sim", "sim-bf16", "cuda")
 @pytest.mark.parametrize("which", ["q", "indices", "cache off 16 bytes", "no tokens", "no page", "no queries"])
-def test_layouts(backend, which):
+def test_strided_misaligned_and_empty_tensors(backend, which):
     """Strided q and indices, a cache that is not aligned to 16 bytes, and tensors without tokens, pages or queries give right results."""
     case = Case(False, 576, 16, 3, ((24, 10, 9),), sinks=True)
     problem = draw(backend, case)
@@ -294,22 +284,20 @@ def test_layouts(backend, which):
 
 
 @on("cpu-fp32", "sim")
-def test_nothing_is_read_on_the_host(backend):
+def test_no_value_is_read_on_the_host(backend):
     case = CASES[2]
     problem = draw(backend, case)
     backend.simulate()
-    call = partial(sparse_mla, problem.q, problem.caches[0], problem.indices[0], **problem.options(case))
-    reads_no_value(call, "volta_fa::fwd_sparse_mla")
+    reads_no_value(lambda: call(case, problem), "volta_fa::fwd_sparse_mla")
 
 
 @on("cuda")
 def test_cuda_graph(backend):
-    """A replay reads the indices and numbers of that moment."""
+    """A replay reads the indices and lengths of that moment."""
     case = Case(True, 576, 128, 4, ((200, 64, 20),), lengths=True, sinks=True)
     problem = draw(backend, case)
-    call = partial(sparse_mla, problem.q, problem.caches[0], problem.indices[0], **problem.options(case))
-    call()
-    graph, found = captured(call)
+    call(case, problem)
+    graph, found = captured(lambda: call(case, problem))
     for seed in range(3):
         g = torch.Generator().manual_seed(seed)
         problem.indices[0].copy_(torch.randint(-5, 1400, problem.indices[0].shape, generator=g).int())
@@ -323,9 +311,8 @@ def test_opcheck(backend):
     case = CASES[2]
     problem = draw(backend, case)
     backend.simulate()
-    opcheck(sparse_mla.default, (problem.q, problem.caches[0].view(torch.uint8), problem.indices[0]), {
-        **problem.options(case), "extra_cache": problem.caches[1].view(torch.uint8),
-    })  # fmt: skip
+    cache, extra = (cache.view(torch.uint8) for cache in problem.caches)  # opcheck cannot compare fp8
+    opcheck(sparse_mla.default, (problem.q, cache, problem.indices[0]), {**problem.options(case), "extra_cache": extra})
 
 
 # ---- FlashMLA's functions ----------------------------------------------------------------------------------------------
@@ -348,7 +335,7 @@ def test_decoding_as_flash_mla(backend, headdim):
         problem.sinks, problem.caches[1], in_sequences[1], of_sequences[0], of_sequences[1],
     )  # fmt: skip
     assert out.shape == (2, 3, 64, 512) and lse.shape == (2, 64, 3)
-    _, _, max_logits = sparse_mla(problem.q, problem.caches[0], problem.indices[0], **problem.options(case))
+    _, _, max_logits = call(case, problem)
     check(backend, case, (out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1).t(), max_logits), problem)
 
 
@@ -371,6 +358,7 @@ Q = torch.zeros(3, 4, 576)
 GOOD = {"q": Q, "cache": torch.zeros(2, 64, 1, 576), "indices": torch.zeros(3, 5, dtype=torch.int32)}
 FP8 = torch.zeros(2, 64, 1, 656, dtype=torch.uint8)
 INTS = torch.zeros(3, dtype=torch.int32)
+#: A change of GOOD, and words of the error.
 WRONG = {
     "q rank": ({"q": torch.zeros(1, 3, 4, 576)}, "q: got a tensor of rank 4", "(total_q, nheads, headdim)"),
     "headdim": ({"q": torch.zeros(3, 4, 192)}, "q: got headdim 192", "576"),

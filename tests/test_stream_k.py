@@ -2,7 +2,8 @@
 
 A usual grid has one block per tile (query rows; in the backward pass a key block). The GPU holds a limited number of resident blocks, a
 wave; the last wave of a grid may leave some idle. A stream-K grid splits the tiles of that wave among all resident blocks, and the last
-block of a tile combines its splits. `force(choices=...)` makes the planner choose a kernel on any problem."""
+block of a tile combines its splits. The fixture `force` makes the planner choose a kernel on any problem. `on(...)` lists the values of the
+fixture `backend`: simulator (`sim`, in two warp orders) and GPU (`cuda`). `check` compares with fp64."""
 
 import json
 
@@ -13,12 +14,11 @@ from cached import Cached
 from conftest import INFO, Case, agreed, check, on
 from test_kvcache import check as check_cached
 
-VARIANTS = [v for v in INFO["variants"] if v["pass"] == "ForwardStreamK"]
-PREFILL = [v for v in INFO["variants"] if v["pass"] == "PrefillStreamK"]
-BACKWARD = [v for v in INFO["variants"] if v["pass"] == "BackwardStreamK"]
-#: Options that request a feature, for kernels that require it: slopes (batch, nheads), a bias (batch, nheads, seqlen_q, seqlen_k). In
-#: PROBLEMS, sinks are in q's dtype ("own").
-ASKING = {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "bhqk"}}
+#: Kernels: of the forward pass, of a prefill over a KV cache, of the backward pass.
+FORWARD, PREFILL, BACKWARD = ([v for v in INFO["variants"] if v["pass"] == f"{of}StreamK"] for of in ("Forward", "Prefill", "Backward"))
+#: Fields of a Case that request a feature, for kernels that require it: slopes (batch, nheads), a bias (batch, nheads, seqlen_q, seqlen_k).
+FEATURE_FIELDS = {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "bhqk"}}
+#: Fields of a Case. Sinks are in q's dtype ("own"); `spread` is the standard deviation of q, k and v.
 PROBLEMS = {
     "odd": {"seqlen_q": 141, "seqlen_k": 155},
     "causal": {"seqlen_q": 170, "seqlen_k": 203, "nheads_k": 1, "is_causal": True, "sinks": "own"},
@@ -28,36 +28,33 @@ PROBLEMS = {
 }
 
 
-def plan(batch, nheads, seqlen_q, seqlen_k, headdim, is_causal=False, **options):
-    """Returns the planned forward kernel: name, pass, grid, reason. The default device is a V100."""
-    return json.loads(torch.ops.volta_fa._plan(batch, seqlen_q, seqlen_k, nheads, nheads, headdim, headdim, is_causal, **options))[
-        "forward"
-    ]
+def plan(batch, nheads, seqlen_q, seqlen_k, headdim, is_causal=False, nheads_k=None, **options) -> dict:
+    """Returns the plan of a problem. A kernel in it has a name, pass, grid and reason. The default device is a V100."""
+    sizes = batch, seqlen_q, seqlen_k, nheads, nheads_k or nheads, headdim, headdim, is_causal
+    return json.loads(torch.ops.volta_fa._plan(*sizes, **options))
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v["name"])
+@pytest.mark.parametrize("variant", FORWARD, ids=lambda v: v["name"])
 @on("sim", "cuda")
-def test_every_kernel_is_right(backend, force, variant, name):
+def test_every_forward_kernel_is_right(backend, force, variant, name):
     """Also on headdims 8 smaller than the kernel's, and on masks for which no plan chooses it."""
     force(choices=[{"pass": "ForwardStreamK", "variant": variant["name"]}])
-    pad = 8 * (name != "odd")
-    asked = {key: value for need in variant["required_features"] for key, value in ASKING[need].items()}
-    case = Case(**PROBLEMS[name], **asked, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
-    device = -1 if backend.machine == "sim" else torch.cuda.current_device()
-    found = plan(
-        case.batch, case.nheads, case.seqlen_q, case.seqlen_k, case.headdim, device=device, features=",".join(variant["required_features"])
-    )
-    # plan() takes one headdim, so it cannot plan kernels that have two
-    assert variant["headdim"] != variant["headdim_v"] or found["name"] == variant["name"]
+    pad, features = 8 * (name != "odd"), variant["required_features"]
+    fields = {key: value for feature in features for key, value in FEATURE_FIELDS[feature].items()}
+    case = Case(**PROBLEMS[name], **fields, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
+    if variant["headdim"] == variant["headdim_v"]:  # plan() takes one headdim
+        device = -1 if backend.machine == "sim" else torch.cuda.current_device()
+        sizes = case.batch, case.nheads, case.seqlen_q, case.seqlen_k, case.headdim
+        assert plan(*sizes, device=device, features=",".join(features))["forward"]["name"] == variant["name"]
     (q, k, v, _), options = case.problem(backend)
     check(backend, q, k, v, **options)
 
 
 @on("sim")
 def test_a_planned_grid_is_right(backend, monkeypatch):
-    """165 tiles on 160 resident blocks: one full wave, and a wave of splits."""
-    assert plan(1, 165, 100, 411, 64)["pass"] == "ForwardStreamK"
+    """165 tiles on a V100's 160 resident blocks (80 SMs, two blocks each): one full wave, and a wave of splits."""
+    assert plan(1, 165, 100, 411, 64)["forward"]["pass"] == "ForwardStreamK"
     (q, k, v, _), options = Case(100, 411, batch=1, nheads=165, nheads_k=33).problem(backend)
     check(backend, q, k, v, **options)
 
@@ -83,11 +80,11 @@ GRIDS = [
 
 
 @pytest.mark.parametrize("shape, pays", GRIDS, ids=str)
-def test_where_a_plan_takes_them(shape, pays):
-    found = plan(*shape)
+def test_when_a_plan_chooses_a_forward_kernel(shape, pays):
+    found = plan(*shape)["forward"]
     assert (found["pass"] == "ForwardStreamK") == pays
-    assert (plan(*shape, features="sinks")["pass"] == "ForwardStreamK") == pays
-    assert plan(*shape, features="dropout")["pass"] == "Forward" and plan(*shape, features="varlen")["pass"] == "Forward"
+    assert (plan(*shape, features="sinks")["forward"]["pass"] == "ForwardStreamK") == pays
+    assert all(plan(*shape, features=feature)["forward"]["pass"] == "Forward" for feature in ("dropout", "varlen"))
     if pays:
         assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]
 
@@ -104,11 +101,6 @@ BACKWARD_PROBLEMS = {
 }
 
 
-def backward_plan(batch, nheads, nheads_k, seqlen_q, headdim, is_causal=False, seqlen_k=None, **options):
-    of = (batch, seqlen_q, seqlen_k or seqlen_q, nheads, nheads_k, headdim, headdim, is_causal)
-    return json.loads(torch.ops.volta_fa._plan(*of, **options))["backward"]
-
-
 @pytest.mark.parametrize("name", BACKWARD_PROBLEMS)
 @pytest.mark.parametrize("variant", BACKWARD, ids=lambda v: v["name"])
 @on("sim", "cuda")
@@ -118,9 +110,10 @@ def test_every_backward_kernel_is_right(backend, force, variant, name):
     headdim = variant["headdim"] - 8 * (name != "grouped")
     case = Case(**BACKWARD_PROBLEMS[name], headdim=headdim, headdim_v=headdim)
     if backend.machine == "sim" and name in ("grouped", "more splits"):
-        planned = backward_plan(case.batch, case.nheads, case.nheads_k, case.seqlen_q, headdim, seqlen_k=case.seqlen_k)
+        sizes = case.batch, case.nheads, case.seqlen_q, case.seqlen_k, headdim
+        main = plan(*sizes, nheads_k=case.nheads_k)["backward"]["main"]
         # two key blocks, of two splits or of five each
-        assert planned["main"]["name"] == variant["name"] and planned["main"]["grid"][1] == {"grouped": 4, "more splits": 10}[name]
+        assert main["name"] == variant["name"] and main["grid"][1] == {"grouped": 4, "more splits": 10}[name]
     (q, k, v, dout), options = case.problem(backend)
     check(backend, q, k, v, dout, **options)
 
@@ -157,16 +150,21 @@ BACKWARD_GRIDS = [
 
 
 @pytest.mark.parametrize("shape, pays", BACKWARD_GRIDS, ids=str)
-def test_where_a_plan_splits_key_blocks(shape, pays):
-    main = backward_plan(*shape)["main"]
-    assert (main["pass"] == "BackwardStreamK") == pays
-    assert backward_plan(*shape, deterministic=True)["main"]["pass"] != "BackwardStreamK"
-    assert backward_plan(*shape, features="varlen")["main"]["pass"] == "Backward"
+def test_when_a_plan_splits_key_blocks(shape, pays):
+    batch, nheads, nheads_k, seqlen, headdim, is_causal = shape
+
+    def main(**options):
+        return plan(batch, nheads, seqlen, seqlen, headdim, is_causal, nheads_k, **options)["backward"]["main"]
+
+    found = main()
+    assert (found["pass"] == "BackwardStreamK") == pays
+    assert main(deterministic=True)["pass"] != "BackwardStreamK"
+    assert main(features="varlen")["pass"] == "Backward"
     if pays:
-        assert main["reason"].startswith("stream-K") and main["grid"][0] == shape[0] * shape[2] and main["grid"][2] == 1
+        assert found["reason"].startswith("stream-K") and found["grid"][0] == batch * nheads_k and found["grid"][2] == 1
 
 
-#: Prefill of a KV cache: (queries, cached tokens, appended tokens), and options of cached.Cached: `page` tokens a page (0: no pages),
+#: Prefill over a KV cache: (queries, cached tokens, appended tokens), and options of cached.Cached: `page` tokens a page (0: no pages),
 #: `own_new`: packed k and v have lengths of their own, layout "kv": K and V share a tensor.
 CHUNKS = {
     "chunk": ((141, 300, 141), {"packed": True, "own_new": True}),
@@ -185,16 +183,18 @@ def test_every_prefill_kernel_is_right(backend, force, variant, name):
     force(choices=[{"pass": "PrefillStreamK", "variant": variant["name"]}])
     headdim = variant["headdim"] - 8 * (name == "window")
     if backend.machine == "sim":
-        planned = prefill_plan(1, lengths[0], lengths[1] + lengths[2], headdim, nheads=2, nheads_k=1)
-        assert planned["name"] == variant["name"] and planned["grid"][0] > 2 * -(-lengths[0] // 128), "row tiles are split"
+        queries, cached, new = lengths
+        planned = prefill_plan(1, queries, cached + new, headdim, nheads=2, nheads_k=1)
+        tiles = 2 * -(-queries // 128)  # heads, and tiles of 128 rows
+        assert planned["name"] == variant["name"] and planned["grid"][0] > tiles, "row tiles are split"
     check_cached(backend, Cached((lengths,), headdim=headdim, headdim_v=headdim, **options))
 
 
 def prefill_plan(batch, seqlen_q, seqlen_k, headdim, nheads=32, nheads_k=8):
-    return json.loads(torch.ops.volta_fa._plan(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim, True))["cache"]["prefill"]
+    return plan(batch, nheads, seqlen_q, seqlen_k, headdim, True, nheads_k)["cache"]["prefill"]
 
 
-def test_where_a_plan_splits_chunks():
+def test_when_a_plan_splits_chunks():
     """A chunk after many tokens has row tiles of about equal length. Those of a prompt's beginning are uneven, the longest first."""
     for headdim in (64, 128, 256):
         assert prefill_plan(1, 512, 16384, headdim)["pass"] == "PrefillStreamK"

@@ -1,7 +1,8 @@
 """Tests of tools/suites.py, which runs test suites of other projects (flash-attn, FlashMLA, PyTorch's SDPA and FlexAttention) on volta_fa.
 
-Small files, written by the tests, stand for the suites, which are not in this repository. The tool adapts a suite (other GPU or device),
-draws a sample of its cases, runs them in worker processes, and groups failures. `run` returns status, output and the JSON report."""
+Small files, written by the tests, stand for the suites, which are not in this repository: each contains what the tool adapts. The tool
+changes a suite's source where it needs another GPU or device (tools/suite_adapters.py), draws a sample of its cases, runs them in worker
+processes, and groups failures. `run` returns the tool's exit status, output and JSON report."""
 
 import json
 import re
@@ -17,9 +18,9 @@ from processes import run_forked
 
 TOOL = str(Path(__file__).parents[1] / "tools/suites.py")
 
-# Needs all that the adapter (tools/suite_adapters.py) replaces: capability 9.0, "cuda", normalize_flash_attn_S, and in *_bounds tests
-# RuntimeError, for which volta_fa raises ValueError, if VOLTA_FA_CHECK_LENGTHS is set. Failures of causal=True differ only in numbers: one
-# group.
+#: Needs all that the adapter replaces: capability 9.0, "cuda", normalize_flash_attn_S, and in *_bounds tests RuntimeError, for which
+#: volta_fa raises ValueError, if VOLTA_FA_CHECK_LENGTHS is set. Cases with causal=True fail with messages that differ only in numbers: one
+#: group.
 FLASH_ATTN = """
 import os
 import pytest
@@ -54,7 +55,8 @@ def test_flash_attn_bounds(_):
 def test_other():
     raise RuntimeError
 """
-# Cases with s_k = 3 fail (4 of 16: 2 batch sizes, 2 dtypes). Those with h_kv = 2 or test_performance would, but the tool omits them.
+#: Calls its test in a loop; the tool makes each call a case. Of the cases 4 of 16 fail: s_k = 3, with 2 batch sizes and 2 dtypes. The tool
+#: leaves out those with h_kv = 2 or test_performance, which would fail too.
 FLASH_MLA = """
 import dataclasses
 import torch
@@ -92,6 +94,7 @@ def main(torch_dtype):
     for t in [TestParam(b, s_k, h_kv, slow) for b in (1, 2) for s_k in (1, 2, 3, 60) for h_kv in (1, 2) for slow in (False, True)]:
         test_flash_mla(t)
 """
+#: kernelkit, the module with which FlashMLA's tests compare results.
 KIT = """
 def check(name, found, expected):
     right = (found - expected).abs().max() < .001 and expected != 3
@@ -99,7 +102,8 @@ def check(name, found, expected):
         print(f"`{name}` mismatch: {found.max()}")
     return right
 """
-# Cases that crash, hang, fall back or fail. test_removed fails without volta_fa too, test_override only with it.
+#: Cases that crash, hang, fall back or fail. test_removed fails without volta_fa too, test_override only with it. The tool does not
+#: run TestSDPACUDA, for another device, and leaves out TestPrivateUse1, which builds a C++ extension.
 SDPA = """
 import os, signal, time, unittest
 import torch
@@ -150,6 +154,7 @@ class TestPrivateUse1(unittest.TestCase):
     def test_extension(self):
         raise AssertionError
 """
+#: Compares compiled attention with eager attention, in which the tool must leave PyTorch's own. volta_fa cannot run test_squared.
 FLEX = """
 import functools
 import unittest
@@ -180,7 +185,8 @@ class TestFlexAttention(unittest.TestCase):
 
 
 def run(folder: Path, suite: str, *arguments, forked=True, **files: str):
-    """Runs the tool on files of a suite. Returns its status, output and report."""
+    """Writes files of a suite (`__` in a name: a folder) and runs the tool on them: in a fork and without workers, or as users run it.
+    Returns its exit status, output and report."""
     places = {"flash-attn": "flash-attention/tests", "flash-mla": "FlashMLA/tests"}
     tests = folder / places.get(suite, "pytorch/test")
     (tests / "inductor").mkdir(parents=True, exist_ok=True)
@@ -196,6 +202,7 @@ def run(folder: Path, suite: str, *arguments, forked=True, **files: str):
 
 
 def test_flash_attn_cases_are_sampled_and_failures_grouped(tmp_path):
+    """40 cases of test_flash_attn_kvcache are drawn, and test_flash_attn_bounds adds one."""
     arguments = ["--where", "max(seqlen_q, seqlen_k) <= 60", "--tests", "*kvcache,*_bounds"]
     status, said, report = run(tmp_path, "flash-attn", *arguments, "--sample", "40", test_flash_attn=FLASH_ATTN)
     assert len(report["failures"]) == 1, said
@@ -243,7 +250,7 @@ def test_interrupted_run_prints_failures_at_once_and_reports_them(tmp_path, work
     (tmp_path / "pytorch/test/test_transformers.py").write_text(source)
     command = [sys.executable, TOOL, "sdpa", "--sources", tmp_path, "--device", "cpu", "--workers", workers, "--json", tmp_path / "report"]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
-    limit = threading.Timer(250, process.kill)
+    limit = threading.Timer(250, process.kill)  # seconds, so that this test ends even if the tool does not
     limit.start()
     line = next((line for line in process.stdout if line.startswith("FAILED")), "")
     process.send_signal(signal.SIGTERM)

@@ -1,6 +1,9 @@
-"""Tests of the error budgets in `volta_fa.check.tolerance`, which most tests use. An implementation whose only errors are fp16 roundings
-that cannot be avoided is within them; one that rounds more is not. Then errors of dq, dk and dv beside those of PyTorch: mean errors, and
-errors with large scores. The fixture `gpu` runs a test once for each simulated family (v100, t4)."""
+"""Tests of the error budgets in `volta_fa.check.tolerance`, which most tests use, and of errors that budgets do not show.
+
+A budget is the largest and the root mean square error that a result may have. An implementation whose only errors are fp16 roundings that
+cannot be avoided is within it; one that rounds more is not. Then errors of dq, dk and dv beside those of PyTorch: mean errors, and errors
+with large scores. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: simulator (`sim`) and GPU (`cuda`). The fixture
+`gpu` simulates a V100, then a T4."""
 
 import pytest
 import torch
@@ -8,8 +11,8 @@ import torch
 import reference
 from conftest import BF16_KERNELS, KERNELS, Case, on, on_cases, repeat, seed_of
 
-# Random problems with results of one or two elements, or rows with one or two keys, whose right results once exceeded the budget (because
-# eager attention happened to have almost no error). DRAWS has the seeds (VOLTA_FA_TEST_SEED) that exceeded it; seed 0 did on an H200.
+# Random problems with few results, or rows with one or two keys. Right results once exceeded the budget, because eager attention happened
+# to have almost no error.
 # A Case's `lengths` has (queries, keys) of packed sequences, and `spare` is max_seqlen beyond the longest. `bias` names the dimensions that
 # are not 1 (b, h, q, k), then the dtype ("own": q's); `alibi` names dimensions of the slopes, and `sinks` a dtype.
 ONE_COLUMN = Case(seqlen_q=1, seqlen_k=58, headdim=16, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
@@ -24,71 +27,66 @@ SHORT_ROWS = Case(
 )  # fmt: skip
 #: With softcap and one key, backward gets an out that was rounded, while eager attention is exact.
 ONE_KEY = Case(18, 17, 8, batch=1, nheads=1, nheads_k=1, is_causal=True, window_left=0, softcap=1.5)
-DRAWS = {ONE_COLUMN: (0, 51, 72, 82, 222), ONE_BY_ONE: (0, 6, 39, 121, 268), TWO_KEYS: (0,), ONE_KEY: (0,), SHORT_ROWS: (0,)}
+#: Seeds (VOLTA_FA_TEST_SEED) with which a problem exceeded the budget; seed 0 did on an H200.
+SEEDS = {ONE_COLUMN: (0, 51, 72, 82, 222), ONE_BY_ONE: (0, 6, 39, 121, 268), TWO_KEYS: (0,), ONE_KEY: (0,), SHORT_ROWS: (0,)}
 
 
 @on_cases((["sim", "cuda"], [ONE_COLUMN, ONE_BY_ONE, TWO_KEYS, ONE_KEY]), (["cuda"], [SHORT_ROWS]))
-def test_found_by_chance(backend, case, monkeypatch):
-    for seed in DRAWS[case]:
+def test_problems_that_once_exceeded_their_budget(backend, case, monkeypatch):
+    for seed in SEEDS[case]:
         monkeypatch.setenv("VOLTA_FA_TEST_SEED", str(seed))
         repeat(backend.name, case)
 
 
-def attention(case: Case, draw: int, bits: int):
-    """Returns out of an implementation that rounds only probabilities, to `bits` bits, and out, to fp16; the budget; and the exact out."""
-    generator = torch.Generator().manual_seed(seed_of(f"{case}:{draw}"))
+def shares_of_budget(case: Case, seed: int, bits: int) -> tuple[float, float]:
+    """Returns the largest and the root mean square error, divided by the allowed ones, of an implementation that rounds only probabilities,
+    to `bits` bits, and out, to fp16."""
+    generator = torch.Generator().manual_seed(seed_of(f"{case}:{seed}"))
 
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator).half()
+    def randn(seqlen, headdim):
+        return torch.randn(1, seqlen, case.nheads, headdim, generator=generator).half()
 
-    d, dv = case.headdim, case.headdim_v or case.headdim
-    q, k = randn(1, case.seqlen_q, case.nheads, d), randn(1, case.seqlen_k, case.nheads, d)
-    v = randn(1, case.seqlen_k, case.nheads, dv)
-    ref = reference.forward(q, k, v, **case.options)
-    peaks = ref.probabilities.amax(-1, keepdim=True)
-    mantissas, exponents = torch.frexp(ref.probabilities / peaks)
+    q, k, v = randn(case.seqlen_q, case.headdim), randn(case.seqlen_k, case.headdim), randn(case.seqlen_k, case.headdim_v or case.headdim)
+    exact = reference.forward(q, k, v, **case.options)
+    peaks = exact.probabilities.amax(-1, keepdim=True)
+    mantissas, exponents = torch.frexp(exact.probabilities / peaks)
     rounded = torch.ldexp((mantissas * 2**bits).round() / 2**bits, exponents) * peaks
     out = (rounded @ v.double().transpose(1, 2)).transpose(1, 2).half()
-    return out, reference.forward_budget(ref, q, k, v, **case.options), ref.out
+    budget = reference.forward_budget(exact, q, k, v, **case.options)
+    return reference.max_error(out, exact.out) / budget.allowed, reference.rms_error(out, exact.out) / budget.allowed_rms
 
 
-def shares(case: Case, draws: int, bits: int) -> torch.Tensor:
-    """Returns (draws, 2): the largest and the root mean square error, divided by the allowed ones."""
-    found = []
-    for draw in range(draws):
-        out, budget, exact = attention(case, draw, bits)
-        errors = reference.max_error(out, exact), reference.rms_error(out, exact)
-        found.append((errors[0] / budget.allowed, errors[1] / budget.allowed_rms))
-    return torch.tensor(found)
+def draws(case: Case, count: int, bits: int) -> torch.Tensor:
+    """Returns (count, 2): the shares of the budget of random inputs."""
+    return torch.tensor([shares_of_budget(case, seed, bits) for seed in range(count)])
 
 
 #: Bits of an fp16 mantissa, with the implicit leading one.
 FP16_BITS = 11
 
 
-@pytest.mark.parametrize(
-    "case,draws",
-    [(ONE_COLUMN, 1000), (ONE_BY_ONE, 1000), (Case(1, 58, 64, nheads=2), 300), (Case(65, 65, 64, is_causal=True), 30)],
-    ids=str,
-)
-def test_an_implementation_that_only_rounds_is_within(case, draws):
-    assert shares(case, draws, FP16_BITS).max() <= 1
+FEW_RESULTS = [(ONE_COLUMN, 1000), (ONE_BY_ONE, 1000), (Case(1, 58, 64, nheads=2), 300), (Case(65, 65, 64, is_causal=True), 30)]
+
+
+@pytest.mark.parametrize("case,count", FEW_RESULTS, ids=str)
+def test_rounding_to_fp16_is_within_the_budget(case, count):
+    assert draws(case, count, FP16_BITS).max() <= 1
 
 
 @pytest.mark.parametrize("case", [Case(65, 65, 64, is_causal=True), Case(17, 33, 32), Case(256, 256, 64)], ids=str)
-def test_one_that_rounds_to_eight_bits_is_not(case):
-    assert (shares(case, 20, FP16_BITS - 3).amax(-1) > 1).all()
+def test_rounding_to_eight_bits_is_not(case):
+    assert (draws(case, 20, FP16_BITS - 3).amax(-1) > 1).all()
 
 
-def test_small_results_show_such_an_implementation_too():
-    """With one result, an error may be small by chance: more than half of the draws exceed the budget."""
-    assert (shares(ONE_COLUMN, 300, FP16_BITS - 3).amax(-1) > 1).float().mean() > 0.5
+def test_rounding_to_eight_bits_shows_in_one_result_too():
+    """One error may be small by chance: more than half of the draws exceed the budget."""
+    assert (draws(ONE_COLUMN, 300, FP16_BITS - 3).amax(-1) > 1).float().mean() > 0.5
 
 
-# ---- mean errors, beside those of torch's eager flex_attention, which rounds P and dS once each -------------------------
+# ---- mean errors of dq and dk, beside those of torch's eager flex_attention ----------------------------------------------
 #
-# torch's own tests allow its kernels 1.1 times that. Kernels with two roles (warps that compute P and dS, warps that compute gradients)
-# stay below, though P reaches the second role in fp16.
+# torch's own tests allow its kernels 1.1 times eager's mean error. Kernels with two roles (some warps of a block compute the probabilities
+# P, others the gradients dS of scores) stay below, though P reaches the second role in fp16.
 
 #: Headdim, whether a block mask hides keys, options. Kernels with two roles compute all of these. (Kernels that store P in memory, as on
 #: Volta above 192 without a mask, have larger errors: docs/design/numerics.md.)
@@ -97,7 +95,7 @@ CASES += [(headdim, masked, {"deterministic": True}) for headdim, masked in ((12
 
 
 def eager_gradients(dout, q, k, v, out, softmax_lse, is_causal):
-    """Returns dq and dk as torch's flex_attention computes them: S, P, dP and dS in fp32, and the last as fp16 in the products."""
+    """Returns dq and dk as torch's flex_attention computes them: scores, P, dP and dS in fp32, and dS as fp16 in the products."""
     q, k, v, dout, out = (t.transpose(1, 2) for t in (q, k, v, dout, out))
     scale = q.shape[-1] ** -0.5
     scores = scale * (q.float() @ k.float().mT)
@@ -111,7 +109,7 @@ def eager_gradients(dout, q, k, v, out, softmax_lse, is_causal):
 
 @pytest.mark.parametrize("headdim,masked,options", CASES, ids=str)
 @on(*KERNELS)
-def test_mean_errors(backend, gpu, headdim, masked, options):
+def test_mean_errors_of_gradients(backend, gpu, headdim, masked, options):
     import volta_fa  # here, because the tests above run with any library (VOLTA_FA_TEST_LIBRARY)
 
     n = 256
@@ -127,8 +125,10 @@ def test_mean_errors(backend, gpu, headdim, masked, options):
         assert error <= 1.1 * allowed, f"{name}: {error / allowed:.3f} of eager"
 
 
-#: Magnitude of one column of q and k, which makes the largest scores: its square / sqrt(headdim). Allowed relative errors of dq, and of dk
-#: and dv. Scores are up to 1.3e5, and PyTorch's errors of dq about half (docs/design/numerics.md).
+# ---- errors with large scores --------------------------------------------------------------------------------------------
+
+#: Magnitude of one column of q and k, which makes the largest scores: its square / sqrt(headdim), up to 1.3e5. Then the allowed relative
+#: errors of dq, and of dk and dv. PyTorch's errors of dq are about half (docs/design/numerics.md).
 LARGE_SCORES = [(200, 0.02, 0.1), (600, 0.06, 0.1), (1000, 0.1, 0.1)]
 #: The same in bf16, for scores up to 1.1e6, where dq has lost most digits: PyTorch's error is 1.1 there. From 5.8e6 on ties of keys make
 #: dq meaningless (test_rows_with_an_exponent_of_their_own).
@@ -139,8 +139,8 @@ LARGER_SCORES = [(600, 0.3, 0.3), (2000, 0.7, 0.3), (3000, 1.0, 0.3)]
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @on_cases((KERNELS, LARGE_SCORES), (BF16_KERNELS, LARGER_SCORES))
 def test_large_scores(backend, gpu, case, headdim, options):
-    """Half of the keys tie. Prints PyTorch's errors too."""
-    import volta_fa  # as above
+    """Column 3 of q and k is plus or minus the magnitude, so half of the keys tie. Prints PyTorch's errors too."""
+    import volta_fa
 
     magnitude, of_dq, of_others = case
     backend.simulate()
@@ -167,7 +167,7 @@ ONE_KEY_EACH = [(100, 3000), (3000, 100), (300, 3000)]
 @on("sim", "cuda")
 def test_rows_of_one_key(backend, gpu, magnitudes, headdim):
     """out is bitwise that key's value. dq and dk are 0 but for rounding: their errors are at most three times those of PyTorch's kernel."""
-    import volta_fa  # as above
+    import volta_fa
 
     backend.simulate()
     q, k, v, dout = (backend.randn(1, 130, 2, headdim) for _ in range(4))
@@ -175,12 +175,12 @@ def test_rows_of_one_key(backend, gpu, magnitudes, headdim):
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out = volta_fa.flash_attn_func(*leaves)
     exact = reference.forward(q, k, v)
-    alone = exact.probabilities.amax(-1).mT > 1 - 1e-9  # (batch, queries, heads)
-    assert alone.float().mean() > 0.97
-    assert torch.equal(out[alone], exact.out.to(out.dtype)[alone])
+    one_key = exact.probabilities.amax(-1).mT > 1 - 1e-9  # (batch, queries, heads)
+    assert one_key.float().mean() > 0.97
+    assert torch.equal(out[one_key], exact.out.to(out.dtype)[one_key])
     found = torch.autograd.grad(out, leaves, dout)
     of_torch, right = torch.autograd.grad(sdpa(*leaves), leaves, dout), reference.backward(dout, q, k, v)
-    if alone.all():
+    if one_key.all():  # else the other rows have larger gradients
         for name, mine, torchs, r in zip(("dq", "dk"), found, of_torch, right):
             error, allowed = ((t.double() - r).abs().max().item() for t in (mine, torchs))
             assert error <= 3 * allowed, f"{name}: {error:.2g}, torch {allowed:.2g}"
@@ -189,9 +189,9 @@ def test_rows_of_one_key(backend, gpu, magnitudes, headdim):
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @on("sim-bf16")
 def test_rows_with_an_exponent_of_their_own(backend, gpu, headdim):
-    """Backward scales rows of bf16 whose lse exceeds 2^23 in log2 units (scores of 5.8e6) to 2^19, where fp32 rounds scores and lse by 2^-5
-    each. A probability near 1 is then right within 2^(2^-4), 4.4%, and so is dv."""
-    import volta_fa  # as above
+    """Backward scales rows of bf16 whose softmax_lse exceeds 2^23 in log2 units (scores of 5.8e6) to 2^19, where fp32 rounds scores and
+    softmax_lse by 2^-5 each. A probability near 1 is then right within 2^(2^-4), 4.4%, and so is dv."""
+    import volta_fa
 
     backend.simulate()
     q, k, v, dout = (backend.randn(1, 130, 2, headdim) for _ in range(4))
@@ -206,11 +206,11 @@ def test_rows_with_an_exponent_of_their_own(backend, gpu, headdim):
 
 
 def sdpa(q, k, v):
-    """Computes PyTorch's fused attention, of tensors (batch, seqlen, nheads, headdim)."""
+    """Returns PyTorch's fused attention of tensors (batch, seqlen, nheads, headdim)."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 
 
 def relative(found, exact):
-    """The error's norm over the exact result's."""
+    """Returns the error's norm over the exact result's."""
     return ((found.double() - exact).norm() / exact.norm()).item()

@@ -1,7 +1,7 @@
 """Tests of tools/torch_matrix.py, which installs a wheel with each torch release and runs some tests (CHECKS) there.
 
-A fake uv and a fake python stand for the environments. The matrix itself runs the last tests of this file with each release.
-"flash attention impl" is torch.nn.attention's registry of implementations (`activate_flash_attention_impl`), which old releases lack."""
+A fake uv and a fake python stand for the environments. A check is a row of the tool's table: "vmap", "flash attention impl" (PyTorch's
+registry of attention implementations, which old releases lack). The matrix itself runs the last tests of this file with each release."""
 
 import ctypes
 import json
@@ -22,12 +22,12 @@ import torch_releases
 import volta_fa
 from conftest import LIBRARY, NEEDS_COMPILER, REPOSITORY
 
-# release, installed torch, its Python, seconds, verdict of each check ("- reason": the release lacks what is checked)
+# Release, installed torch, its Python, seconds, verdict of each check ("- reason": the release lacks what is checked).
 GOOD = torch_matrix.Release("2.10.0", "2.10.0+cu128", "3.11.7", 100, {"stream": "ok", "inductor": "ok"})
 BAD = torch_matrix.Release("2.15.0", "2.15.0+cu132", "3.11.7", 200, {"stream": "- c10::Stream tells it", "inductor": "AssertionError: no"})
 
 
-def test_the_table():
+def test_results_become_a_table():
     text = torch_matrix.markdown([GOOD, BAD], "volta_fa.whl", "2026-11-22")
     assert text.splitlines()[:5] == [
         "| | 2.10.0+cu128 | 2.15.0+cu132 |",
@@ -41,7 +41,7 @@ def test_the_table():
     assert not torch_matrix.Release("2.10.0", checks={"environment": "uv failed"}).passed
 
 
-def test_the_documentation_has_the_place_of_the_table(tmp_path, monkeypatch):
+def test_the_table_replaces_the_one_in_the_documentation(tmp_path, monkeypatch):
     text = torch_matrix.DOCS.read_text()
     assert [text.count(mark) for mark in torch_matrix.MARKS] == [1, 1]
     monkeypatch.setattr(torch_matrix, "DOCS", tmp_path / "install.md")
@@ -54,26 +54,28 @@ def test_the_documentation_has_the_place_of_the_table(tmp_path, monkeypatch):
     assert written.split(torch_matrix.MARKS[1])[1] == text.split(torch_matrix.MARKS[1])[1]
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["nowhere.whl"], "nowhere.whl does not exist"),
-        ([__file__, "--releases", "2.6.0"], "invalid choice: '2.6.0'"),
-        ([__file__, "--docs", "--releases", "2.10.0"], "--docs is for the whole matrix"),
-    ],
-)
+MISUSE = [
+    (["nowhere.whl"], "nowhere.whl does not exist"),
+    ([__file__, "--releases", "2.6.0"], "invalid choice: '2.6.0'"),
+    ([__file__, "--docs", "--releases", "2.10.0"], "--docs is for the whole matrix"),
+]
+
+
+@pytest.mark.parametrize("arguments, said", MISUSE)
 def test_misuse(arguments, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         torch_matrix.main(arguments)
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
+#: The fake uv: makes environments with the fake Python, and has no torch 2.8.0.
 UV = """#!/bin/sh
 case "$1" in
 venv) for folder; do :; done; mkdir -p "$folder/bin"; cp {python} "$folder/bin/python" ;;
 pip) case "$*" in *torch==2.8.0*) echo "no wheel" >&2; exit 1 ;; esac ;;
 esac
 """
+#: The fake Python: prints versions of Python, torch and transformers for -c. Else it is pytest, and writes a report.
 PYTHON = """#!/bin/sh
 case "$1" in
 -c) echo 3.11.7 2.7.1+cu126 5.23.0 ;;
@@ -90,15 +92,15 @@ END
    exit {status} ;;
 esac
 """
-EMPTY = '<failure type="Failed">&#10;the first line of a traceback&#10;more</failure>'
+WITHOUT_MESSAGE = '<failure type="Failed">&#10;the first line of a traceback&#10;more</failure>'
 WRONG = '<failure message="AssertionError: it is wrong&#10;more">a traceback</failure>'
 
 
 @pytest.fixture
 def pretend(tmp_path, monkeypatch):
-    """Returns a function that installs a fake uv and Python: tests of the fake have this result (XML) and exit status. A release runs them
-    with its transformers, then with the oldest, which PYTHONPATH names: with `oldest` "fails" the fake exits with 4 there. It exits with
-    3 if it inherits VOLTA_FA_SIMULATE."""
+    """Returns a function that installs the fake uv and Python: tests of the fake have this result (XML) and exit status. A release runs
+    them with its transformers, then with the oldest, which PYTHONPATH names: with `oldest` "fails" the fake exits with 4 there. It exits
+    with 3 if it inherits VOLTA_FA_SIMULATE."""
 
     def install(result: str, status: int, oldest: str = "runs") -> None:
         python = PYTHON.format(result=result, status=status, oldest=oldest)
@@ -145,38 +147,42 @@ def test_verdict_and_exit_status(releases, wrong, status, pretend, tmp_path, cap
 
 def test_a_failure_without_a_message(tmp_path):
     report = tmp_path / "report.xml"
-    for result, line in ((EMPTY, "the first line of a traceback"), ("<error/>", "error"), ('<error message=" "> </error>', "error")):
+    for result, line in (
+        (WITHOUT_MESSAGE, "the first line of a traceback"),
+        ("<error/>", "error"),
+        ('<error message=" "> </error>', "error"),
+    ):
         case = f'<testcase classname="tests.test_routes" name="test_vmap">{result}</testcase>'
         report.write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
         assert torch_matrix.verdict(report, ["test_routes.py::test_vmap"]) == f"test_vmap: {line}"
 
 
-def test_each_release_has_a_python_and_none_is_left_out():
+def test_each_release_has_a_python_and_each_python_a_release():
     assert tuple(torch_matrix.PYTHONS) == torch_releases.RELEASES
     ours = range(check_build_env.PYTHON_OLDEST[1], check_build_env.PYTHON_NEWEST[1] + 1)
-    # uv offers no Python 3.14 here: docs/reference/compatibility.md says what was tried with it
+    # uv offers no Python 3.14: docs/reference/compatibility.md says what was tried with it
     assert set(torch_matrix.PYTHONS.values()) == {f"3.{minor}" for minor in ours} - {"3.14"}
 
 
 @NEEDS_COMPILER
-def test_the_program_that_opens_the_libraries_elsewhere(tmp_path):
+def test_old_userland_c_loads_the_library(tmp_path):
     """tools/old_userland.c loads torch and the shim without Python: here with this system's C library, in the matrix with Debian 11's."""
-    program = tmp_path / "load"
-    source = REPOSITORY / "tools" / "old_userland.c"
+    program, source = tmp_path / "load", REPOSITORY / "tools" / "old_userland.c"
     subprocess.run(["gcc", "-O1", source, "-o", program, "-ldl", "-lm"], check=True)
+    torch_libraries = [Path(torch.__file__).parent / "lib" / name for name in ("libc10.so", "libtorch_cpu.so")]
 
-    def opened(*libraries: Path) -> subprocess.CompletedProcess:
-        return subprocess.run([program, *libraries], capture_output=True, text=True)
+    def load(*libraries: Path) -> subprocess.CompletedProcess:
+        return subprocess.run([program, *torch_libraries, *libraries], capture_output=True, text=True)
 
-    libraries = [Path(torch.__file__).parent / "lib" / name for name in ("libc10.so", "libtorch_cpu.so")]
-    ran = opened(*libraries, LIBRARY)
+    ran = load(LIBRARY)
     assert ran.returncode == 0, ran.stderr
-    missing = opened(*libraries, tmp_path / "libvolta_fa.so")
+    missing = load(tmp_path / "libvolta_fa.so")
     assert missing.returncode == 1 and "libvolta_fa.so" in missing.stderr
-    assert opened(*libraries).returncode == 1
+    assert load().returncode == 1
 
 
-def test_a_machine_without_an_older_userland(tmp_path, monkeypatch):
+def test_a_machine_without_debians_packages(tmp_path, monkeypatch):
+    """The libraries of Debian 11 need apt-get, unless a folder has them already."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(torch_matrix.Unavailable, match="no apt-get here"):
         torch_matrix.old_libraries(tmp_path / "old")

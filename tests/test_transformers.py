@@ -1,8 +1,12 @@
 """Tests of Hugging Face transformers with attn_implementation="volta_fa" ("ours") against its "eager": small random models in fp32.
 
-`models(name)` returns both models with equal weights. `profile` counts volta_fa's calls, and those with packed sequences or a bias:
-masks become packed sequences or a few numbers (a MaskRule) where possible, else a bias tensor. The tests run with the installed
-transformers, and once more in a process with 4.57, from VOLTA_FA_TEST_TRANSFORMERS_4_57 or the folder that tools/bootstrap.py makes."""
+`models(name)` returns both models with equal weights, and `padding(kind)` a mask. `profile` counts volta_fa's calls, and those with packed
+sequences or a bias: masks become packed sequences or a few numbers (a MaskRule) where possible, else a bias tensor. test_transformers_*.py
+have more tests with these helpers.
+
+The tests run with the installed transformers, and once more in a process with 4.57.
+Environment:
+- VOLTA_FA_TEST_TRANSFORMERS_4_57: a folder with that release, instead of the one that tools/bootstrap.py makes"""
 
 import copy
 import functools
@@ -41,7 +45,7 @@ SMALL = dict(
     vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, max_position_embeddings=128
 )
 GROUPED = dict(SMALL, num_key_value_heads=2)
-WINDOW = 6
+WINDOW = 6  # tokens, the query's own included
 ENCODER_DECODER = dict(
     vocab_size=100, d_model=64, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=64, decoder_ffn_dim=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
@@ -93,7 +97,8 @@ OTHERS = {
         t.ViTModel,
     ),
 }
-WITHOUT_INTERFACE_IN_4_57 = ("bert", "modernbert", "t5", "beit", "deepseek_v4")
+#: Models that transformers 4.57 does not have, or that do not use its attention interface.
+NOT_IN_4_57 = ("bert", "modernbert", "t5", "beit", "deepseek_v4")
 GPT2 = dict(vocab_size=100, n_embd=64, n_layer=LAYERS, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
 VISION = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, image_size=32, patch_size=8)
 #: Models whose eager attention or use of masks differs from most, in one of the versions at least.
@@ -145,7 +150,7 @@ PECULIAR_VISION = {
 @functools.cache
 def models(name: str):
     """Returns the model twice, eager and ours, with the same weights."""
-    if not V5 and name in WITHOUT_INTERFACE_IN_4_57:
+    if not V5 and name in NOT_IN_4_57:
         pytest.skip("does not use the attention interface in transformers 4.57, or is not in it")
     config, cls = (CAUSAL | ENCODERS | ENCODERS_DECODERS | OTHERS | PECULIAR_TEXT | PECULIAR_VISION)[name](transformers)
     eager, ours = (make(config, cls, implementation) for implementation in ("eager", "volta_fa"))
@@ -165,10 +170,16 @@ def make(config, cls, implementation: str):
     return model
 
 
+#: Kinds of padding: no mask, a mask of ones, padding on a side or on both, and within.
+KINDS = ["none", "complete", "left", "right", "both", "holes"]
+
+
 def padding(kind: str, seqlen: int = SEQLEN):
-    """Returns an attention mask (BATCH, seqlen) with 0 for padding. Other kinds ("complete") have none."""
+    """Returns an attention mask (BATCH, seqlen) with 0 for padding; None for the kind "none"."""
     mask = torch.ones(BATCH, seqlen, dtype=torch.long)
     match kind:
+        case "none":
+            return None
         case "left":
             mask[0, :5] = mask[1, :1] = 0
         case "empty":  # an entry without tokens
@@ -180,6 +191,11 @@ def padding(kind: str, seqlen: int = SEQLEN):
         case "holes":
             mask[0, 4:6] = mask[0, 9] = mask[2, :2] = 0
     return mask
+
+
+def kept(mask):
+    """Returns an index of the tokens that are no padding."""
+    return slice(None) if mask is None else mask.bool()
 
 
 def tokens(batch: int = BATCH, seqlen: int = SEQLEN):
@@ -202,6 +218,7 @@ class Calls:
 
 
 def profile(f) -> tuple[object, Calls]:
+    """Returns what f() returns, and the calls of attention in it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         result = f()
     calls, end = Calls(), {}
@@ -223,6 +240,7 @@ def profile(f) -> tuple[object, Calls]:
 
 
 def run(model, **inputs):
+    """Returns the logits, or the last hidden state of a model without logits."""
     with torch.no_grad():
         out = model(**inputs)
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
@@ -243,14 +261,13 @@ def in_fp64(model, **inputs):
     return run(copy.deepcopy(model).double(), **inputs)
 
 
-def compare(name: str, keep=None, **inputs) -> Calls:
-    """Compares what both models return where `keep` is nonzero. Returns the calls in ours."""
+def compare(name: str, mask=None, **inputs) -> Calls:
+    """Compares what both models return for tokens that are no padding. Returns the calls in ours."""
     eager, ours = models(name)
-    expected = run(eager, **inputs)
+    expected, keep = run(eager, **inputs), kept(mask)
     found, calls = profile(lambda: run(ours, **inputs))
-    kept = (slice(None),) if keep is None else (keep.bool(),)
-    assert_right(found[kept], expected[kept], lambda: in_fp64(eager, **inputs)[kept], **TOLERANCE)
-    # these models have other softmaxes: of a router, of compression, of pooling
+    assert_right(found[keep], expected[keep], lambda: in_fp64(eager, **inputs)[keep], **TOLERANCE)
+    # these models have other softmaxes, of a router, of compression, of pooling
     assert not calls.theirs or name in ("gpt_oss", "deepseek_v4", "phi4"), calls.theirs
     return calls
 
@@ -259,10 +276,10 @@ def compare(name: str, keep=None, **inputs) -> Calls:
 
 
 @pytest.mark.parametrize("use_cache", [False, True], ids=["", "cache"])
-@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal_models(name, kind, use_cache):
-    mask = None if kind == "none" else padding(kind)
+    mask = padding(kind)
     calls = compare(name, mask, input_ids=tokens(), attention_mask=mask, use_cache=use_cache)
     assert calls.count == LAYERS
     # padding at the ends becomes packed sequences, padding within ("holes") a bias
@@ -299,10 +316,10 @@ def test_packed_by_cu_seq_lens(name, as_tensor):
     assert (calls.count, calls.packed) == (LAYERS, LAYERS)
 
 
-@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders(name, kind):
-    mask = None if kind == "none" else padding(kind)
+    mask = padding(kind)
     calls = compare(name, mask, input_ids=tokens(), attention_mask=mask)
     assert calls.count == LAYERS
     assert calls.packed == (LAYERS if kind in ("left", "right", "both") else 0)
@@ -312,7 +329,7 @@ def test_encoders(name, kind):
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 @pytest.mark.parametrize("name", ENCODERS_DECODERS)
 def test_encoder_decoder(name, kind, seqlen):
-    mask = None if kind == "none" else padding(kind)
+    mask = padding(kind)
     decoder_mask = None if kind == "none" else padding("right", seqlen)
     calls = compare(
         name, decoder_mask, input_ids=tokens(), attention_mask=mask,
@@ -323,16 +340,10 @@ def test_encoder_decoder(name, kind, seqlen):
 
 def test_whisper():
     features = torch.randn(BATCH, 16, 64, generator=torch.Generator().manual_seed(1))
-    mask = padding("right", DECODER_SEQLEN)
-    for decoder_mask in (None, mask):
-        calls = compare(
-            "whisper",
-            decoder_mask,
-            input_features=features,
-            decoder_input_ids=tokens(seqlen=DECODER_SEQLEN),
-            decoder_attention_mask=decoder_mask,
-        )
-        assert calls.count == 3 * LAYERS
+    inputs = {"input_features": features, "decoder_input_ids": tokens(seqlen=DECODER_SEQLEN)}
+    for kind in ("none", "right"):
+        mask = padding(kind, DECODER_SEQLEN)
+        assert compare("whisper", mask, **inputs, decoder_attention_mask=mask).count == 3 * LAYERS
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
@@ -353,7 +364,7 @@ def test_users_own_mask(name, dtype):
 @pytest.mark.parametrize("name", PECULIAR_TEXT)
 def test_peculiar_models(name):
     for kind in ("none", "left", "holes"):
-        mask = None if kind == "none" else padding(kind)
+        mask = padding(kind)
         calls = compare(name, mask, input_ids=tokens(), attention_mask=mask)
         assert calls.count == models(name)[1].config.num_hidden_layers
 
@@ -368,7 +379,7 @@ def test_vision_models(name):
         assert compare(name, mask, pixel_values=pixels, attention_mask=mask).count == LAYERS
 
 
-def test_gpt2_with_a_mask_of_ones_own():
+def test_gpt2_with_a_4d_mask():
     """In transformers 4.57 GPT-2 stays causal even if the mask shows later keys."""
     additive = torch.where(torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril(4), 0.0, torch.finfo(torch.float32).min)
     compare("gpt2", input_ids=tokens(), attention_mask=additive.expand(BATCH, 1, -1, -1))
@@ -379,7 +390,7 @@ def test_gpt2_with_a_mask_of_ones_own():
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss"])
 def test_on_kernels(backend, name, kind):
     eager, ours = (copy.deepcopy(model) for model in models(name))
-    check_in_fp16(backend, eager, ours, None if kind == "none" else padding(kind))
+    check_in_fp16(backend, eager, ours, padding(kind))
 
 
 def check_in_fp16(backend, eager, ours, mask):
@@ -390,7 +401,7 @@ def check_in_fp16(backend, eager, ours, mask):
     theirs = run(eager.half(), **inputs).float()
     backend.simulate()
     found = run(ours.to(backend.device).half(), **inputs).float()
-    keep = slice(None) if mask is None else mask.bool()
+    keep = kept(mask)
     assert (found - exact)[keep].abs().max() <= 2 * (theirs - exact)[keep].abs().max()
 
 
@@ -402,20 +413,21 @@ def generate(model, new_tokens=8, **inputs):
         return model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
 
 
-@pytest.mark.parametrize("how", ["greedy", "beam", "static cache"])
+GENERATION = {"greedy": {}, "beam": {"num_beams": 3}, "static cache": {"cache_implementation": "static"}}
+
+
+@pytest.mark.parametrize("how", GENERATION)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_generate(name, how):
     eager, ours = models(name)
-    options = {"greedy": {}, "beam": {"num_beams": 3}, "static cache": {"cache_implementation": "static"}}[how]
-    inputs = {"input_ids": tokens(), "attention_mask": padding("left"), **options}
-    expected = generate(eager, **inputs)
+    inputs = {"input_ids": tokens(), "attention_mask": padding("left"), **GENERATION[how]}
     found, calls = profile(lambda: generate(ours, **inputs))
-    assert torch.equal(found, expected)
+    assert torch.equal(found, generate(eager, **inputs))
     assert calls.count == LAYERS * 8
     if V5 and how != "beam":
         # each of the 7 steps after the prompt has one query, which sees one range of keys
         assert calls.cached == LAYERS * 7 and calls.biased == 0
-    one = {"input_ids": tokens(1), **options}
+    one = {"input_ids": tokens(1), **GENERATION[how]}
     found, calls = profile(lambda: generate(ours, **one))
     assert torch.equal(found, generate(eager, **one))
     if V5 or how != "static cache":
@@ -424,13 +436,13 @@ def test_generate(name, how):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not V5, reason="4.57 has tensors as masks of static caches")
-@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("kind", ["complete", "left"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 def test_compiled_decoding_with_a_static_cache(name, kind):
     """One compiled program serves all steps, and no mask has the cache's length: a step's mask is the range of keys of each entry."""
     eager, ours = models(name)
     torch.compiler.reset()
-    inputs = {"input_ids": tokens(), "attention_mask": padding(kind) if kind != "none" else torch.ones(BATCH, SEQLEN, dtype=torch.long)}
+    inputs = {"input_ids": tokens(), "attention_mask": padding(kind)}
     expected = generate(eager, **inputs)
     compiled = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
     compiled._compile_all_devices = True
@@ -453,7 +465,7 @@ def test_compiled_decoding_with_a_static_cache(name, kind):
     assert len(of_steps) >= 7 and all(mask.dtype == torch.int32 and mask.shape == (2, 1, 1, BATCH) for mask in of_steps)
 
 
-@pytest.mark.skipif(VERSION < (5, 17), reason="refused")
+@pytest.mark.skipif(VERSION < (5, 17), reason="refused: test_continuous_batching_of_others")
 @pytest.mark.parametrize("pages", [False, True], ids=["gathered", "pages"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
 def test_continuous_batching(name, pages, monkeypatch):
@@ -465,6 +477,8 @@ def test_continuous_batching(name, pages, monkeypatch):
 
 
 def check_continuous_batching(eager, ours, pages, paged, monkeypatch, memory=2**28):
+    """Checks that each request gets the tokens that `eager` gives it alone. `pages`: asks for decoding from pages; `paged`: whether calls
+    then get a block table; `memory`: bytes that transformers finds for its cache."""
     # up to 5.20 transformers finds no memory on a CPU without psutil
     machine = (torch.device("cpu"), memory, 0, 0)
     monkeypatch.setattr("transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown", lambda: machine)
@@ -507,7 +521,7 @@ def test_continuous_batching_of_others(monkeypatch):
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
 def test_generate_from_an_encoder(name, how):
     eager, ours = models(name)
-    inputs = {"num_beams": 3} if how == "beam" else {}
+    inputs = dict(GENERATION[how])
     if name == "whisper":
         inputs["input_features"] = torch.randn(BATCH, 16, 64, generator=torch.Generator().manual_seed(1))
     else:
@@ -515,7 +529,7 @@ def test_generate_from_an_encoder(name, how):
     assert torch.equal(generate(ours, **inputs), generate(eager, **inputs))
 
 
-def test_decoding_in_blocks():
+def test_several_queries_after_cached_tokens():
     """More than one query against a filled cache, as in chunked prefill and speculative decoding."""
     for name in CAUSAL:
         eager, ours = models(name)
@@ -529,7 +543,7 @@ def test_decoding_in_blocks():
 
 @pytest.mark.parametrize("rows", [4, 40], ids=["few", "many"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_decoding_in_blocks_after_padding(name, rows):
+def test_several_queries_after_padding(name, rows):
     """Queries against a cache with left padding: few rows without a bias; many with one, because prefill kernels do not support it."""
     eager, ours = models(name)
     ids = tokens(seqlen=SEQLEN + rows)
@@ -546,6 +560,7 @@ def test_decoding_in_blocks_after_padding(name, rows):
 
 
 def test_two_patterns_keep_the_tighter_bounds():
+    """A pattern is (window_left, window_right); -1: no bound."""
     from volta_fa.integrations.transformers.mask_rule import Pattern
 
     assert Pattern(3, 2) & Pattern(5, 1) == Pattern(3, 1)
@@ -555,7 +570,7 @@ def test_two_patterns_keep_the_tighter_bounds():
 @pytest.mark.slow
 @pytest.mark.skipif(not V5, reason="this process runs 4.57")
 def test_transformers_4_57():
-    """Runs this file and two others with the oldest supported transformers."""
+    """Runs this file, ..._masks.py and ..._cache.py with the oldest supported transformers."""
     if not (FOLDER_4_57 / "transformers").is_dir():
         pytest.skip(f"no transformers 4.57 in {FOLDER_4_57}: tools/bootstrap.py puts it there")
     path = [str(FOLDER_4_57), str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]

@@ -1,7 +1,8 @@
 """Tests of transformers' masks that become block masks with attn_implementation="volta_fa": image spans, packed documents, chunks.
 
-A block mask lists the blocks of the score matrix that have visible keys. `Operations` records the largest tensor of any operation: none is
-as large as the dense mask, SEQLEN * SEQLEN bytes."""
+A block mask lists the blocks of the score matrix that have visible keys. `Operations` records the bytes of the largest tensor of any
+operation: none is as large as the dense mask, SEQLEN * SEQLEN bytes. A MaskRule is volta_fa's mask; its `blocks` are the block mask, or
+None. `sparsity()` is the share of absent blocks in percent. `make` returns a model with weights from seed 0."""
 
 import pytest
 import torch
@@ -54,24 +55,27 @@ def gemma3():
 
 
 def logits(made, implementation, **inputs):
+    """Returns a model's logits, and the bytes of the largest tensor of any operation."""
     with torch.no_grad(), Operations() as operations:
         found = make(*made, implementation)(use_cache=False, **inputs).logits
     return found, operations.largest
 
 
 def compare(made, masks, **inputs):
+    """Compares volta_fa with eager attention. Both layers (`masks`: of calls) must get block masks, and no dense one may exist."""
     torch.manual_seed(1)
     inputs["input_ids"] = torch.randint(5, 100, (1, SEQLEN))
     expected, largest = logits(made, "eager", **inputs)
     assert not masks and largest > SEQLEN * SEQLEN
     found, largest = logits(made, "volta_fa", **inputs)
-    assert largest < SEQLEN * SEQLEN  # bytes: the dense mask of one entry
+    assert largest < SEQLEN * SEQLEN
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # both sum in fp32, in another order
     assert len(masks) == 2 and all(isinstance(mask, MaskRule) and mask.blocks is not None for mask in masks)
     assert all(mask.blocks.sparsity() > 20 for mask in masks)
 
 
 def test_image_spans_of_gemma3(masks):
+    """Tokens of an image (token type 1) see each other in both directions."""
     images = torch.zeros(1, SEQLEN, dtype=torch.int64)
     images[:, 100:400] = images[:, 700:760] = 1
     compare(gemma3(), masks, token_type_ids=images)
@@ -93,8 +97,8 @@ def test_packed_documents_with_padding():
     out, _ = volta_fa.transformers.attention(module, query, key, value, mask)
     dense = volta_fa.transformers.attention(module, query, key, value, mask.as_tensor())[0]
     torch.testing.assert_close(out, dense, rtol=0, atol=1e-12)
-    for a, b in zip(*(torch.autograd.grad(result.square().sum(), (query, key, value)) for result in (out, dense))):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    gradients = [torch.autograd.grad(result.square().sum(), (query, key, value)) for result in (out, dense)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
 
 
 def test_chunks():
@@ -106,17 +110,17 @@ def test_chunks():
     assert torch.equal(mask.as_tensor(), masking_utils.sdpa_mask(**geometry, allow_is_causal_skip=False))
 
 
-def test_few_tokens_stay_dense():
+def test_short_masks_stay_dense():
     mask_function = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
     assert type(volta_fa.transformers.mask(batch_size=1, q_length=20, kv_length=20, mask_function=mask_function)) is torch.Tensor
 
 
 @pytest.mark.slow
 def test_flex_attention_of_transformers():
-    config = transformers.LlamaConfig(**TEXT)
+    """transformers' own attn_implementation="flex_attention" runs volta_fa while enable_flex() is on."""
     tokens, padding = torch.randint(5, 100, (2, 200)), torch.ones(2, 200, dtype=torch.int64)
     padding[0, :20] = 0
-    made = config, transformers.LlamaForCausalLM
+    made = transformers.LlamaConfig(**TEXT), transformers.LlamaForCausalLM
     inputs = dict(input_ids=tokens, attention_mask=padding, use_cache=False)
     volta_fa.enable_flex("cpu")
     try:

@@ -1,7 +1,8 @@
 """Tests of `volta_fa.transformers.QuantizedCache`, a KV cache in int8, int4 or fp8 for models with attn_implementation="volta_fa".
 
 `Reference` is transformers' own cache, whose tokens went through `quantize_kv` and `dequantize_kv`; transformers' own attention reads it.
-The small random models compute in fp64, so that both caches almost never round a number to different codes."""
+The small random models compute in fp64, so that both caches almost never round a number to different codes. Helpers are those of
+test_transformers.py: `padding(kind)` is a mask, `tokens()` are input_ids (BATCH, SEQLEN), and `profile` counts volta_fa's calls."""
 
 import copy
 import functools
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from conftest import on
+from flash_attention import refused
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import test_transformers as plain
 import volta_fa.transformers
-from test_transformers import BATCH, CAUSAL, LAYERS, SEQLEN, TOLERANCE, V5, WINDOW, padding, profile, tokens
+from test_transformers import BATCH, CAUSAL, LAYERS, SEQLEN, TOLERANCE, V5, WINDOW, kept, padding, profile, tokens
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, dequantize_kv, hadamard, parts_of, quantize_kv
 from volta_fa.transformers import QuantizedCache
 
@@ -52,6 +54,7 @@ class Reference(transformers.DynamicCache):
 
 @functools.cache
 def models(name):
+    """Returns the reference model and the one with volta_fa."""
     # not test_transformers.models(): tests of output_attentions leave hooks in those models
     made = (plain.CAUSAL | plain.ENCODERS_DECODERS)[name](transformers)
     pair = [plain.make(*made, implementation).double() for implementation in ("eager", "volta_fa")]
@@ -64,6 +67,7 @@ def models(name):
 
 
 def caches(name, kv_dtype, rotate_keys=False):
+    """Returns an empty cache for each of `models(name)`."""
     eager, ours = models(name)
     return Reference(eager.config, kv_dtype, rotate_keys), QuantizedCache(ours.config, kv_dtype, rotate_keys=rotate_keys)
 
@@ -85,18 +89,18 @@ def in_parts(model, cache, parts=PARTS, mask=None):
 )
 def test_in_parts(name, kv_dtype, kind):
     """A prompt, two longer parts and a single token; windows, sinks and softcaps; padding."""
-    mask = padding(kind) if kind == "left" else None
-    keep = padding(kind).bool()
+    mask = padding(kind)
+    keep = kept(mask)
     eager, ours = models(name)
     reference, cache = caches(name, kv_dtype)
     expected = in_parts(eager, reference, mask=mask)
     found, calls = profile(lambda: in_parts(ours, cache, mask=mask))
     torch.testing.assert_close(found[keep], expected[keep], **TOLERANCE)
-    # calls.count: calls of fwd and fwd_kvcache, calls.cached: of the latter. Each part of a layer appends, and all but the prompt read
+    # calls.count: calls of fwd and fwd_kvcache, calls.cached: of the latter. In a layer each part appends, and all but the prompt read
     assert calls.cached == LAYERS * (2 * len(PARTS) - 1) and calls.count == calls.cached + LAYERS
     assert cache.get_seq_length() == SEQLEN
-    exact = in_parts(eager, transformers.DynamicCache(config=eager.config), mask=mask)
-    assert (found - exact)[keep].abs().max() > 100 * TOLERANCE["atol"]
+    unrounded = in_parts(eager, transformers.DynamicCache(config=eager.config), mask=mask)
+    assert (found - unrounded)[keep].abs().max() > 100 * TOLERANCE["atol"]  # so the comparison shows that the cache is read
 
 
 @pytest.mark.parametrize("kv_dtype", CACHE_KV_DTYPES)
@@ -131,17 +135,24 @@ def generate(model, cache, **inputs):
     return plain.generate(model, new_tokens=16, past_key_values=cache, **inputs)
 
 
-@pytest.mark.parametrize("how", ["greedy", "beam", "guesses", "several", "chunks"])
+GENERATION = {
+    "greedy": {},
+    "beam": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "several": {"num_return_sequences": 2, "num_beams": 2},
+    "chunks": {"prefill_chunk_size": 7},
+}
+
+
+@pytest.mark.parametrize("how", GENERATION)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_generate(name, how):
-    if how == "guesses":  # prompt lookup, one sequence: guesses are cropped
+    inputs = {"input_ids": tokens(), "attention_mask": padding("left"), **GENERATION[how]}
+    if how == "prompt lookup":  # of one sequence, whose prompt repeats. Wrong guesses are cropped
         ids = tokens(1).repeat(1, 3)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 4}
-    else:
-        options = {"beam": {"num_beams": 3}, "several": {"num_return_sequences": 2, "num_beams": 2}, "chunks": {"prefill_chunk_size": 7}}
-        inputs = {"input_ids": tokens(), "attention_mask": padding("left"), **options.get(how, {})}
-    if not V5 and name != "llama" and how == "guesses":
-        pytest.skip("transformers 4.57's own caches do not crop windows")
+        inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if not V5 and name != "llama":
+            pytest.skip("transformers 4.57's own caches do not crop windows")
     eager, ours = models(name)
     reference, cache = caches(name, "int8")
     expected = generate(eager, reference, **inputs)
@@ -176,11 +187,11 @@ def test_on_kernels(backend, kv_dtype):
 # ---- storage -------------------------------------------------------------------------------------------------------
 
 
-def filled(kv_dtype="int8", name="llama", n=SEQLEN, batch=BATCH):
-    """Returns a cache with n tokens in each layer, and these (keys and values)."""
+def filled(kv_dtype="int8", name="llama", n=SEQLEN):
+    """Returns a cache with n tokens in each layer, and their keys and values, (2, BATCH, KV heads, n, headdim)."""
     _, ours = models(name)
     cache = QuantizedCache(ours.config, kv_dtype)
-    states = torch.randn(2, batch, 2, n, 16, generator=torch.Generator().manual_seed(0))
+    states = torch.randn(2, BATCH, 2, n, 16, generator=torch.Generator().manual_seed(0))
     for layer in range(LAYERS):
         cache.update(states[0], states[1], layer)
     return cache, states
@@ -206,7 +217,7 @@ def test_stored_as_the_format_says(kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", CACHE_KV_DTYPES)
-def test_sequences_are_moved(kv_dtype):
+def test_sequences_are_reordered_selected_and_repeated(kv_dtype):
     cache, states = filled(kv_dtype)
 
     def check(indices):
@@ -225,7 +236,7 @@ def test_sequences_are_moved(kv_dtype):
 
 def test_crop_and_reset():
     cache, states = filled()
-    cache.crop(-3)
+    cache.crop(-3)  # removes 3 tokens
     assert cache.get_seq_length() == SEQLEN - 3 and cache.layers[1].keys.shape[2] == SEQLEN - 3
     cache.crop(0)
     assert cache.get_seq_length() == SEQLEN - 3
@@ -240,7 +251,7 @@ def test_crop_and_reset():
     assert cache.update(key, value, 0)[0] is key
 
 
-def test_windows_keep_what_they_show():
+def test_layers_with_a_window_keep_only_its_tokens():
     """The memory of a window's layer does not grow, and crop() removes only as many tokens as memory still covers."""
     cache, states = filled(name="mistral", n=30)
     layer = cache.layers[0]
@@ -252,8 +263,7 @@ def test_windows_keep_what_they_show():
         if i == 10:
             room = layer.stored[0].data.shape[2]
     assert layer.stored[0].data.shape[2] == room <= 1.25 * WINDOW and layer.length == 130
-    with pytest.raises(ValueError, match=r"tokens_to_remove: got -5 after 130 tokens, of which the last \d are in memory"):
-        cache.crop(-5)
+    refused(ValueError, r"tokens_to_remove: got -5 after 130 tokens, of which the last \d are in memory", cache.crop, -5)
     layer.activate_past_recording()
     for _ in range(8):
         cache.update(one[0], one[1], 0)
@@ -264,12 +274,11 @@ def test_windows_keep_what_they_show():
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_refused_when_made():
+def test_invalid_caches_are_refused():
     eager, ours = models("llama")
     with pytest.raises(ValueError, match="kv_dtype: got 'int2', expected one of int8, int4, fp8_e5m2, fp8_e4m3, int8k_int4v"):
         QuantizedCache(ours.config, "int2")
-    with pytest.raises(ValueError, match="config: got attn_implementation 'sdpa', expected 'volta_fa'"):
-        QuantizedCache(eager.config)
+    refused(ValueError, "config: got attn_implementation 'sdpa', expected 'volta_fa'", QuantizedCache, eager.config)
     config = copy.deepcopy(ours.config)
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(NotImplementedError, match="config: got a layer of linear_attention, expected full_attention or sliding_attention"):
@@ -279,24 +288,21 @@ def test_refused_when_made():
         QuantizedCache(ours.config, "int4").update(odd, odd, 0)
     with pytest.raises(ValueError, match="rotate_keys: got True with headdim 24, expected a power of two"):
         QuantizedCache(ours.config, rotate_keys=True).update(*torch.zeros(2, 1, 2, 3, 24), 0)
-    with pytest.raises(ValueError, match="n: got 48, expected a power of two"):
-        hadamard(48)
+    refused(ValueError, "n: got 48, expected a power of two", hadamard, 48)
 
 
-def test_nothing_else_reads_it():
+def test_other_operations_on_a_quantized_cache_are_refused():
     """Any operation but volta_fa's attention on a quantized cache's keys or values raises an error."""
     cache, states = filled()
     k, v = cache.update(states[0], states[1], 0)
     for f in (lambda: k + 1, lambda: k[:, :, :4], lambda: torch.cat((v, v)), lambda: v.float().sum()):
-        with pytest.raises(NotImplementedError, match="past_key_values: got a QuantizedCache whose keys or values are given to"):
-            f()
+        refused(NotImplementedError, "past_key_values: got a QuantizedCache whose keys or values are given to", f)
     assert k.detach() is k and "QuantizedStates" in repr(k)
     eager, ours = models("llama")
     cache = QuantizedCache(ours.config)
     with torch.no_grad():
         eager(tokens(), past_key_values=cache)
-        with pytest.raises(NotImplementedError, match="expected a model with attn_implementation='volta_fa'"):
-            eager(tokens(), past_key_values=cache)
+        refused(NotImplementedError, "expected a model with attn_implementation='volta_fa'", eager, tokens(), past_key_values=cache)
 
 
 def test_masks_that_are_refused():

@@ -1,5 +1,8 @@
 """Tests of transformers' Gemma 4 with attn_implementation="volta_fa" against "eager": small random models, with two local layers of
-headdim 256 and a window, and a global layer of headdim 512. Helpers are those of test_transformers.py."""
+headdim 256 and a window, and a global layer of headdim 512.
+
+Helpers are those of test_transformers.py: `padding(kind)` is a mask, `tokens()` are input_ids, and `profile` counts volta_fa's calls, those
+with a bias, and other attention ops (`theirs`)."""
 
 import copy
 
@@ -13,7 +16,7 @@ if not hasattr(transformers, "Gemma4TextConfig"):
     pytest.skip("this transformers has no Gemma 4", allow_module_level=True)
 
 import test_transformers as plain
-from test_transformers import BATCH, SEQLEN, TOLERANCE, WINDOW, padding, profile, tokens
+from test_transformers import BATCH, GENERATION, SEQLEN, TOLERANCE, WINDOW, kept, padding, profile, tokens
 from test_transformers_masks import losses as losses_of
 
 pytestmark = plain.pytestmark
@@ -38,6 +41,7 @@ CONFIGS = {
 
 
 def make(made, implementation):
+    """Returns a model of a config. Its weights depend only on the config."""
     model = plain.make(made, transformers.Gemma4ForCausalLM, implementation)
     for name, parameter in model.named_parameters():
         if name.endswith("q_norm.weight"):
@@ -48,6 +52,7 @@ def make(made, implementation):
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request):
+    """Returns a model with eager attention, and the same with volta_fa."""
     eager, ours = (make(CONFIGS[request.param](), implementation) for implementation in ("eager", "volta_fa"))
     headdims = [layer.self_attn.head_dim for layer in ours.model.layers]
     assert headdims == [256 if kind == "sliding_attention" else 512 for kind in ours.config.layer_types]
@@ -57,11 +62,10 @@ def pair(request):
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 def test_logits(pair, kind):
     eager, ours = pair
-    mask = None if kind == "none" else padding(kind)
-    keep = slice(None) if mask is None else mask.bool()
+    mask = padding(kind)
+    keep = kept(mask)
     inputs = {"input_ids": tokens(), "attention_mask": mask, "use_cache": False}
     found, calls = profile(lambda: plain.run(ours, **inputs))
-    # eager in fp64 makes NaN of padding
     torch.testing.assert_close(found[keep], plain.run(eager, **inputs)[keep], **TOLERANCE)
     assert not calls.theirs and calls.count == len(ours.model.layers)
 
@@ -79,14 +83,14 @@ def test_training(pair):
     plain.assert_right(found, expected, lambda: losses(copy.deepcopy(eager).double()), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("how", ["greedy", "beam", "static cache"])
+@pytest.mark.parametrize("how", GENERATION)
 def test_generate(pair, how):
     eager, ours = pair
-    options = {"greedy": {}, "beam": {"num_beams": 3}, "static cache": {"cache_implementation": "static"}}[how]
     for inputs in ({"input_ids": tokens(), "attention_mask": padding("left")}, {"input_ids": tokens(1)}):
-        found, calls = profile(lambda inputs=inputs: plain.generate(ours, **inputs, **options))
-        assert torch.equal(found, plain.generate(eager, **inputs, **options))
-        assert calls.count == 8 * len(ours.model.layers) and not calls.theirs
+        inputs |= GENERATION[how]
+        found, calls = profile(lambda inputs=inputs: plain.generate(ours, **inputs))
+        assert torch.equal(found, plain.generate(eager, **inputs))
+        assert calls.count == 8 * len(ours.model.layers) and not calls.theirs  # 8 steps
         # for a prompt, layers with shared keys compute only the last row, and get one row of mask as a bias
         assert calls.biased == ours.config.num_kv_shared_layers
 

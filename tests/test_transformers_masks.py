@@ -1,7 +1,9 @@
 """Tests of transformers with attn_implementation="volta_fa" beyond logits: training, torch.compile, mask functions, loading, refusals.
 
 transformers calls `volta_fa.transformers.mask` once per step, and `attention` in each layer with the result: None, a tensor, or a MaskRule,
-which describes a mask by numbers (bounds of a window, lengths) and allocates no tensor. Helpers are those of test_transformers.py."""
+which describes a mask by numbers (bounds of a window, lengths) and allocates no tensor. Helpers are those of test_transformers.py:
+`models(name)` returns a model with eager attention and the same with volta_fa ("ours"), `padding(kind)` a mask, `tokens()` input_ids, and
+`profile` counts volta_fa's calls."""
 
 import copy
 from types import SimpleNamespace
@@ -13,23 +15,8 @@ from torch import nn
 
 import test_transformers
 from conftest import run_python
-from test_transformers import (
-    BATCH,
-    CAUSAL,
-    ENCODERS_DECODERS,
-    GROUPED,
-    LAYERS,
-    SEQLEN,
-    TOLERANCE,
-    V5,
-    assert_right,
-    make,
-    models,
-    padding,
-    profile,
-    run,
-    tokens,
-)
+from flash_attention import refused
+from test_transformers import BATCH, CAUSAL, KINDS, LAYERS, SEQLEN, TOLERANCE, V5, kept, make, models, padding, profile, run, tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -95,7 +82,7 @@ def test_gradient_checkpointing(reentrant):
 
 @pytest.mark.skipif(not V5, reason="T5 of 4.57 does not use the attention interface")
 def test_gradient_of_a_position_bias():
-    """The gradient of a parameter that only attention uses. (test_training of gpt_oss has that of sinks.)"""
+    """T5's position bias is a parameter that only attention uses. (Sinks are another: test_training of gpt_oss.)"""
 
     def gradient(model):
         model.zero_grad()
@@ -105,7 +92,9 @@ def test_gradient_of_a_position_bias():
     eager, ours = models("t5")
     expected = gradient(eager)
     assert expected.abs().max() > 0
-    assert_right(gradient(ours), expected, lambda: gradient(copy.deepcopy(eager).double()), factor=3, rtol=1e-4, atol=1e-6)
+    test_transformers.assert_right(
+        gradient(ours), expected, lambda: gradient(copy.deepcopy(eager).double()), factor=3, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_dropout():
@@ -143,16 +132,15 @@ def test_compile(kind):
         inputs = {"input_ids": tokens(1), "position_ids": torch.cat([torch.arange(3), torch.arange(17)])[None]}
         inputs.update(cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=17, max_length_k=17)
     else:
-        inputs = {"input_ids": tokens(), "attention_mask": None if kind == "none" else padding(kind)}
-    keep = padding(kind)[: len(inputs["input_ids"])].bool()
+        inputs = {"input_ids": tokens(), "attention_mask": padding(kind)}
+    keep = kept(inputs.get("attention_mask"))
     found = []
     for model in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
         ours.zero_grad()
         logits = model(**inputs, use_cache=False).logits[keep]
         logits.square().mean().backward()
         found.append((logits.detach(), ours.model.layers[0].self_attn.k_proj.weight.grad))
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, **TOLERANCE)
+    torch.testing.assert_close(*found, **TOLERANCE)
 
 
 # ---- the mask function ---------------------------------------------------------------------------------------------
@@ -181,7 +169,7 @@ if V5:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes", "empty"])
+@pytest.mark.parametrize("kind", [*KINDS, "empty"])
 #                                                 seqlen_q, past, keys, the first key's position
 @pytest.mark.parametrize(
     "seqlen_q,past,kv_length,kv_offset", [(12, 0, 12, 0), (1, 11, 12, 0), (5, 7, 12, 0), (4, 0, 12, 0), (3, 5, 12, 0), (2, 10, 5, 7)]
@@ -191,10 +179,12 @@ if V5:
 def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind, skip):
     """The mask shows the same keys as the tensor that transformers makes for SDPA, for all queries that are no padding.
 
-    A result of dtype int32, (2, 1, 1, batch), has the begin and end of the visible keys of each entry's single query."""
+    The mask is None (nothing is hidden), a MaskRule, bool, or int32 (2, 1, 1, batch): the begin and end of the visible keys of each entry's
+    single query. `skip`: the caller allows None."""
     function, options = PATTERNS[pattern]
     options = dict(options, allow_is_causal_skip=skip)
-    visible = None if kind == "none" else padding(kind, 12).bool()
+    mask = padding(kind, 12)
+    visible = mask if mask is None else mask.bool()
     arguments = dict(
         batch_size=BATCH, kv_length=kv_length, kv_offset=kv_offset, mask_function=function, attention_mask=visible, device="cpu",
         **geometry(seqlen_q, past), **options,
@@ -219,6 +209,7 @@ def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind, skip
 
 
 def contents(rule: MaskRule) -> tuple:
+    """Returns window_left, window_right, seqlen_k, cu_seqlens_q and cu_seqlens_k."""
     assert isinstance(rule, MaskRule)
     cu_seqlens = [None if t is None else t.tolist() for t in (rule.cu_seqlens_q, rule.cu_seqlens_k)]
     return rule.window_left, rule.window_right, rule.seqlen_k, *cu_seqlens
@@ -330,19 +321,19 @@ class Derived(transformers.LlamaForCausalLM):
 
 
 class OtherAttention(nn.Module):
-    """Unrelated to Derived, but in the same file. transformers looks for attention classes in a model's source file."""
+    """Unrelated to Derived, but in the same file: transformers looks for attention classes in a model's source file."""
 
 
-def test_a_class_in_a_program_with_other_attention():
-    config = transformers.LlamaConfig(**GROUPED)
+def test_a_model_beside_an_unrelated_attention_class():
+    config = transformers.LlamaConfig(**test_transformers.GROUPED)
     assert Derived._from_config(config, attn_implementation="volta_fa").config._attn_implementation == "volta_fa"
 
 
-def test_other_versions_of_transformers(monkeypatch):
+def test_untested_versions_of_transformers(monkeypatch):
+    """Older versions are refused. With newer ones and a changed interface, volta_fa warns."""
     integration = volta_fa.integrations.transformers
     monkeypatch.setattr(integration.releases, "VERSION", (4, 56))
-    with pytest.raises(ImportError, match="needs transformers 4.57 or 5.x"):
-        integration.register()
+    refused(ImportError, "needs transformers 4.57 or 5.x", integration.register)
     monkeypatch.setattr(integration.releases, "VERSION", (6, 0))
     monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", None)
     with pytest.warns(UserWarning, match="tested with transformers 4.57 and 5.x"):
@@ -350,16 +341,15 @@ def test_other_versions_of_transformers(monkeypatch):
 
 
 def test_headdim_above_512_is_refused():
-    config = transformers.LlamaConfig(**GROUPED, head_dim=520)
+    config = transformers.LlamaConfig(**test_transformers.GROUPED, head_dim=520)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="volta_fa")
-    with pytest.raises(NotImplementedError, match="headdim: got 520 in LlamaAttention, expected at most 512"):
-        run(model, input_ids=tokens())
+    refused(NotImplementedError, "headdim: got 520 in LlamaAttention, expected at most 512", run, model, input_ids=tokens())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "bart", "t5"])
 def test_output_attentions_is_refused(name):
     _, ours = models(name)
-    inputs = {"decoder_input_ids": tokens()} if name in ENCODERS_DECODERS else {}
+    inputs = {"decoder_input_ids": tokens()} if name in test_transformers.ENCODERS_DECODERS else {}
     with pytest.raises(NotImplementedError, match="output_attentions: got True, expected False.*'eager'"):
         run(ours, input_ids=tokens(), output_attentions=True, **inputs)
     with pytest.raises(ValueError, match="output_attentions"):
@@ -371,15 +361,15 @@ SEQUENCES = {f"cu_seqlens_{t}": torch.tensor([0, 2, 6, 12], dtype=torch.int32) f
 
 
 def call(attention_mask=None, batch=2, seqlen=6, **kwargs):
+    """Calls the attention function as a causal layer of two heads does."""
     q, k, v = (torch.randn(batch, 2, seqlen, 8) for _ in range(3))
     module = SimpleNamespace(is_causal=True)
     return volta_fa.transformers.attention(module, q, k, v, attention_mask, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["head_mask", "indices", "block_indices", "sinks", "cache"])
-def test_arguments_that_nothing_can_do_are_refused(name):
-    with pytest.raises(NotImplementedError, match=f"{name}: got .* in SimpleNamespace, expected (None|the cache)"):
-        call(**{name: torch.ones(1)})
+def test_unsupported_arguments_are_refused(name):
+    refused(NotImplementedError, f"{name}: got .* in SimpleNamespace, expected (None|the cache)", call, **{name: torch.ones(1)})
     call(**{name: None})
 
 
@@ -396,7 +386,7 @@ def test_packed_sequences_with_a_mask_are_refused():
     sequences = dict(cu_seq_lens_q=SEQUENCES["cu_seqlens_q"], cu_seq_lens_k=SEQUENCES["cu_seqlens_k"], max_length_q=6, max_length_k=6)
     call(**sequences)
     call(MaskRule((2, 1, 6, 6), "cpu", 3, 0), **sequences)
-    padded = MaskRule((2, 1, 6, 6), "cpu", -1, 0, leftpad_k=torch.tensor([1, 0], dtype=torch.int32))
+    padded = MaskRule((2, 1, 6, 6), "cpu", -1, 0, leftpad_k=torch.tensor([1, 0], dtype=torch.int32))  # shape, device, window
     for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6), padded):
         with pytest.raises(NotImplementedError, match="attention_mask: got .* in SimpleNamespace, and cu_seq_lens_q, expected one of them"):
             call(mask, **sequences)
@@ -405,7 +395,7 @@ def test_packed_sequences_with_a_mask_are_refused():
         volta_fa.transformers.attention(module, *torch.randn(3, 2, 2, 6, 8), None, **sequences)
 
 
-def test_without_a_mask_what_the_module_says_holds():
+def test_is_causal_without_a_mask():
     """Without a mask, the argument is_causal decides, else the module's attribute, else attention is not causal."""
     q, k, v = torch.randn(3, 2, 2, 6, 8)
     for module, is_causal, expected in (
@@ -424,20 +414,17 @@ def test_without_a_mask_what_the_module_says_holds():
     ids=lambda t: f"{tuple(t.shape)}-{t.dtype}",
 )
 def test_masks_of_the_wrong_shape_or_dtype_are_refused(mask):
-    with pytest.raises(ValueError, match="attn_bias"):
-        call(mask)
+    refused(ValueError, "attn_bias", call, mask)
 
 
 def test_a_mask_of_another_batch_is_refused():
     rule = MaskRule((2, 1, 6, 6), "cpu", -1, 0, **SEQUENCES)
     call(rule)
-    with pytest.raises(ValueError, match=r"attention_mask: got MaskRule\(shape=\(2, 1, 6, 6\).*, expected shape \(3, 1, 6, 6\)"):
-        call(rule, batch=3)
-    with pytest.raises(ValueError, match=r"attention_mask: got .*, expected shape \(2, 1, 5, 5\)"):
-        call(rule, seqlen=5)
+    refused(ValueError, r"attention_mask: got MaskRule\(shape=\(2, 1, 6, 6\).*, expected shape \(3, 1, 6, 6\)", call, rule, batch=3)
+    refused(ValueError, r"attention_mask: got .*, expected shape \(2, 1, 5, 5\)", call, rule, seqlen=5)
 
 
-def test_rules_are_tensors_to_everybody_else():
+def test_a_mask_rule_is_a_tensor_in_operations():
     """Any operation of a model on a MaskRule gets the dense tensor in its place."""
     rule = MaskRule((2, 1, 6, 8), "cpu", 3, 0, 6, **SEQUENCES)
     plain = rule.as_tensor()

@@ -1,7 +1,8 @@
 """Tests of `tree_mask` of volta_fa::fwd_kvcache, for speculative decoding: the queries are draft tokens that form a tree.
 
 Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j. `check`
-compares with fp64. `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`), GPU (`cuda`)."""
+compares with fp64. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), the kernels in the simulator
+(`sim`), GPU (`cuda`). `refused` checks that a call raises an error of one line with these words."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ LAYOUTS = [
     even(5, 5, 77, 64, nheads=6, nheads_k=2, is_causal=False),
     even(64, 64, 65, 130, nheads=4, nheads_k=4),
     even(64, 90, 300, nheads=2, nheads_k=1, page=48),
-    # more rows than decode kernels take without a tree
+    # 128 rows per KV head: more than decode kernels take without a tree (64)
     even(16, 16, 140, nheads=16, nheads_k=2),
     # fewer keys than draft tokens
     even(8, 3, 0, 7),
@@ -63,20 +64,21 @@ QUANTIZED = [
     even(20, 40, 29, kv_dtype="fp8_e5m2", descale="h", nheads=8, nheads_k=2, window_left=30),
     trees(((7, 30, 7), (3, 5, 3)), packed=True, nheads=4, kv_dtype="fp8_e4m3"),
 ]
-#: Every kernel over quantized caches: two tiles of 32 rows, or three of 16.
+#: Every kernel over quantized caches: 48 rows per KV head, which are two tiles of 32 rows or three of 16.
 QUANTIZED_KERNELS = [
     even(12, 70, 9, nheads=8, nheads_k=2, headdim=d, kv_dtype=name, descale="h" if name.startswith("fp8") else "")
     for name in CACHE_KV_DTYPES
     for d in (64, 128, 256, 512)
 ]
-#: Every kernel: tiles of 16, 32 and 64 rows in each headdim; several tiles of a sequence; many tokens, which several blocks share.
+#: Every kernel: tiles of 16, 32 and 64 rows (drafts * query heads of a KV head) in each headdim, and several tiles of a sequence.
 TILES = [
     even(n, 300, 70, nheads=4 * group, nheads_k=4, headdim=d) for d in (64, 128, 256) for n, group in ((4, 4), (8, 4), (8, 8), (15, 6))
 ]
+#: So many tokens that several thread blocks share a tile.
 SHARED = [even(8, 2500, 30, nheads=8, headdim=128), even(16, 3000, nheads=4, headdim=64, window_left=2900)]
 
 
-# slices: a few cases of each list, where all would take too long
+# slices of lists: a few cases, where all would take too long
 @on_cases(
     (["cpu-fp32", "sim", "cuda"], LAYOUTS + WINDOWS + COPIED + QUANTIZED),
     (["cpu-fp64", "cpu-bf16"], LAYOUTS[::4] + QUANTIZED[:1]),
@@ -90,7 +92,7 @@ def test_against_fp64(backend, case):
 
 @on("sim")
 @pytest.mark.parametrize("case", TILES + WINDOWS[2:3], ids=str)
-def test_turings_kernels(backend, case):
+def test_turing_kernels(backend, case):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
     check(backend, case)
 
@@ -108,8 +110,8 @@ def test_a_chain_is_a_causal_mask(backend, case):
 
 
 @on("cpu-fp32", "sim", "cuda")
-def test_the_tree_replaces_the_limit_on_the_right_and_bits_past_the_queries(backend):
-    """is_causal, window_right and bits of drafts that do not exist (-256: bits 8 to 63) change nothing."""
+def test_is_causal_window_right_and_unused_bits_have_no_effect(backend):
+    """The tree replaces is_causal and window_right. Bits 8 to 63 (-256) are of drafts that do not exist."""
     case = even(8, 40, 21, nheads=4, is_causal=False)
     problem = case.problem(backend)
     results = []
@@ -130,16 +132,15 @@ def test_one_tree_serves_a_whole_batch(backend):
 
 
 @on("cpu-fp32", "sim", "cuda")
-def test_a_row_without_draft_tokens_sees_the_keys_before_them(backend):
+def test_a_mask_of_zeros_shows_the_keys_before_the_drafts(backend):
     problem = even(4, 40, nheads=2).problem(backend)
     problem.options["tree_mask"] = torch.zeros(1, 4, dtype=torch.int64, device=problem.q.device)
-    found = run(backend, problem)
+    found = run(backend, problem)[:2]
     before = problem.options | {"cache_seqlens": problem.options["cache_seqlens"] - 4, "is_causal": False}
     del before["tree_mask"]
     backend.simulate()
     expected = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **before)
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
 @on("sim")
@@ -153,6 +154,7 @@ def test_opcheck(backend, case):
     check_opcheck(backend, case.problem(backend))
 
 
+#: A change of a call with a mask (2, 4), and words of the error.
 REFUSED = {
     "dtype": (lambda p: {"tree_mask": p.options["tree_mask"].int()}, ["tree_mask: got dtype torch.int32", "torch.int64"]),
     "shape": (lambda p: {"tree_mask": p.options["tree_mask"][:, :3]}, ["tree_mask: got shape (2, 3)", "(batch, seqlen_q)", "(2, 4)"]),
@@ -163,7 +165,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @on("cpu-fp32", "sim")
-def test_refusals(backend, name):
+def test_invalid_trees_are_refused(backend, name):
     problem = even(4, 20, 9).problem(backend)
     change, message = REFUSED[name]
     options = problem.options | change(problem)
@@ -171,8 +173,8 @@ def test_refusals(backend, name):
 
 
 @on("cpu-fp32")
-def test_refused_beside_many_queries_or_a_rotation(backend):
-    """A tree has at most 64 drafts, the bits of a word, and positions that are not consecutive, so the call rotates neither q nor k."""
+def test_many_drafts_and_rotary_embedding_are_refused(backend):
+    """A tree has at most 64 drafts, the bits of a word. Their positions are not consecutive, so the call cannot rotate q and k."""
 
     def refuse(case, *words, **options):
         problem = case.problem(backend)

@@ -1,10 +1,9 @@
 """Tests of every compiled attention kernel (variant) in the simulator (`on("sim")`), on the problems of `python -m volta_fa check`, each
 in two warp orders.
 
-A tuning (`force`) makes the planner choose the variant. tests/plan/ tests that some plan chooses each variant by itself. Kernels that merge
-states or serve KV caches are in test_merge.py, test_decode_kernels.py and test_kvcache.py."""
-
-from functools import partial
+A variant's `pass` is its part of the work (Forward, BackwardDkDv, BackwardDq, ...), `sm` the architecture of its machine code (70: V100,
+75: T4). The fixture `force` makes the planner choose the variant. tests/plan/ tests that some plan chooses each variant by itself. Kernels
+that merge states or serve KV caches are in test_merge.py, test_decode_kernels.py and test_kvcache.py."""
 
 import pytest
 import torch
@@ -22,18 +21,15 @@ SIMULATED = [
     and not v["pass"].endswith("StreamK")
     and "Split" not in v["pass"]
 ]
-#: The fp16 problems of each variant. (bf16 and fp32 tensors are cast first: test_fp32.py.) `make test` runs the first two, and
-#: all of kernels that require softcap, alibi, bias or dropout: in the third, whole row tiles see no key.
-PROBLEMS = [
-    pytest.param(
-        variant,
-        problem,
-        id=f"{variant['name']}-{number}",
-        marks=[pytest.mark.slow] if number > 1 and set(variant["required_features"]) <= {"block_mask"} else [],
-    )
-    for variant in SIMULATED
-    for number, problem in enumerate(p for p in problems(variant) if p.dtype == torch.float16 and not p.as_fp32)
-]
+
+
+def problems_of(variant) -> list:
+    """Returns a variant's fp16 problems. (bf16 and fp32 tensors are cast first: test_fp32.py.) `make test` runs the first two, and all of
+    kernels that require softcap, alibi, bias or dropout: in the third, whole row tiles see no key."""
+    made = [problem for problem in problems(variant) if problem.dtype == torch.float16 and not problem.as_fp32]
+    is_plain = set(variant["required_features"]) <= {"block_mask"}
+    marks = [[pytest.mark.slow] if i > 1 and is_plain else [] for i in range(len(made))]
+    return [pytest.param(variant, problem, id=f"{variant['name']}-{i}", marks=marks[i]) for i, problem in enumerate(made)]
 
 
 def simulate(backend, force, variant):
@@ -49,19 +45,20 @@ def is_deterministic(variant) -> bool:
 
 
 def launched(backend, case, forward: bool, deterministic=False) -> list[str]:
-    """Returns the names of the kernels that an op launches for this problem."""
+    """Returns the names of the kernels that an op launches for this problem, without executing them."""
     (q, k, v, dout), options = case.problem(backend)
-    call = partial(torch.ops.volta_fa.fwd, q, k, v, **options)
-    if not forward:
-        # no choice of kernels depends on the values of the forward's results
+    if forward:
+        call = lambda: torch.ops.volta_fa.fwd(q, k, v, **options)  # noqa: E731
+    else:
+        # zeros for the forward's results: no choice of kernels depends on their values
         rows = (case.batch, case.nheads, case.seqlen_q) if dout.dim() == 4 else (case.nheads, len(dout))
-        out, lse = torch.zeros_like(dout), torch.zeros(rows)
-        rng_state = torch.zeros(2 if "dropout_p" in options else 0, dtype=torch.int64)
-        call = partial(torch.ops.volta_fa.bwd, dout, q, k, v, out, lse, rng_state=rng_state, **options, deterministic=deterministic)
-    return [launch["kernel"] for launch in backend.launches(call, how="launches")]  # executes none of them
+        options |= {"rng_state": torch.zeros(2 if "dropout_p" in options else 0, dtype=torch.int64), "deterministic": deterministic}
+        saved = torch.zeros_like(dout), torch.zeros(rows)
+        call = lambda: torch.ops.volta_fa.bwd(dout, q, k, v, *saved, **options)  # noqa: E731
+    return [launch["kernel"] for launch in backend.launches(call, how="launches")]
 
 
-@pytest.mark.parametrize("variant, problem", PROBLEMS)
+@pytest.mark.parametrize("variant, problem", [problem for variant in SIMULATED for problem in problems_of(variant)])
 @on("sim")
 def test_variant_runs(backend, force, variant, problem):
     simulate(backend, force, variant)
@@ -69,13 +66,14 @@ def test_variant_runs(backend, force, variant, problem):
     run(backend, variant, problem)
 
 
+#: Kernels that compute a whole backward pass of short sequences.
 FUSED = [v for v in SIMULATED if v["pass"] == "BackwardFused" and "varlen" in v["features"]]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("variant", FUSED, ids=lambda v: v["name"])
 @on("sim")
-def test_rows_without_keys_where_one_kernel_does_all(backend, force, variant, is_causal):
+def test_rows_without_keys_in_fused_kernels(backend, force, variant, is_causal):
     """A fused backward kernel, the only one of the pass, also writes dq (0) of sequences without keys and of queries before all keys."""
     simulate(backend, force, variant)
     max_keys = variant["block_rows"]  # the kernel's one block has all keys of a sequence

@@ -1,6 +1,9 @@
 """Tests of volta_fa.vllm, an attention backend of the server vLLM, against fp64: mixed batches of prompts, chunks and decoding.
 
-vllm_server.py has the server that makes each step's tensors. vLLM's classes are a stub (vllm_stub.py)."""
+vllm_server.py stands for vLLM's runner: a Server has sequences of growing length, `step({sequence: new tokens})` makes the tensors of a
+step, `run` passes them to an implementation (the attention of a layer), `Server.check` compares out with the fp64 reference, `serve` does
+all this for STEPS. vLLM's classes are a stub (vllm_stub.py). Cache dtypes: "auto" is the dtype of k, BESIDE have scales beside their codes,
+MIXED is one of them (int8 keys, int4 values). PAGE is the tokens of a block of the cache."""
 
 from __future__ import annotations
 
@@ -12,31 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import vllm_server
 from conftest import on
-from vllm_server import (
-    BACKENDS,
-    BESIDE,
-    FP8,
-    INT8,
-    LATER,
-    LAYER_SCALES,
-    LAYOUTS,
-    MIXED,
-    OPTIONS,
-    PAGE,
-    SPANS,
-    STEPS,
-    QuantizedServer,
-    Server,
-    arguments,
-    implementation,
-    latent_bytes,
-    latent_cache,
-    latent_implementation,
-    run,
-    serve,
-    with_first_rows,
-)
+from flash_attention import refused
+from vllm_server import BACKENDS, BESIDE, MIXED, PAGE, SPANS, STEPS, QuantizedServer, Server, implementation, run, serve, with_first_rows
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
 # isort: split
@@ -49,16 +31,16 @@ from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAMetadataBuil
 from volta_fa.integrations.vllm.ranks import Ranks
 
 
-@pytest.mark.parametrize("name,headdim", [*((name, 32) for name in OPTIONS), ("plain", 512)])
+@pytest.mark.parametrize("name,headdim", [*((name, 32) for name in vllm_server.OPTIONS), ("plain", 512)])
 @BACKENDS
 def test_mixed_batches(backend, name, headdim):
-    given, same = arguments(backend, name)
+    given, same = vllm_server.arguments(backend, name)
     server = Server(backend, headdim=headdim)
     serve(server, implementation(server, **given), **same)
 
 
 def check_anchored(server, queries, q, out, anchors, window, **same):
-    """Each sequence's rows see its first tokens, and the last ones up to their own."""
+    """Checks attention of each sequence's rows to its first `anchors` tokens, and the last `window` ones up to their own."""
     for (s, n), first in with_first_rows(queries):
         i, j = torch.arange(server.lengths[s] - n, server.lengths[s])[:, None], torch.arange(server.lengths[s])[None, :]
         mask = (j <= i) & ((i - j < window) | (j < anchors))
@@ -69,7 +51,7 @@ def check_anchored(server, queries, q, out, anchors, window, **same):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *BESIDE])
 @on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
 def test_anchored_window(backend, kv_cache_dtype, value, monkeypatch):
-    """Prompts, chunks, several tokens that are verified, decoding; a request without tokens."""
+    """VOLTA_FA_VLLM_ANCHORED_WINDOW is ANCHORS:WINDOW, in tokens. Steps have a padded request without tokens."""
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", value)
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-hnd")
     sinks = backend.randn(4)
@@ -84,14 +66,14 @@ def test_anchored_window(backend, kv_cache_dtype, value, monkeypatch):
 def test_layers_without_anchors(backend, monkeypatch):
     """Layers with a window of their own, whose first tokens vLLM frees, and cross-attention stay as they are."""
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "5:7")
-    given, same = arguments(backend, "all")
+    given, same = vllm_server.arguments(backend, "all")
     server = Server(backend)
     serve(server, implementation(server, **given), **same)
     attention = implementation(server, attn_type=AttentionType.ENCODER_DECODER)._attention
     assert attention.sliding_window is None and attention.anchor_tokens == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", vllm_server.LAYOUTS)
 @on("cpu-fp32", "sim", "cuda")
 def test_layouts(backend, layout):
     """Caches with K and V apart (vLLM up to 0.26) or packed (later), in every order of dimensions; with blocks of 32 and headdim 64."""
@@ -101,8 +83,8 @@ def test_layouts(backend, layout):
 
 @pytest.mark.parametrize(
     "kv_cache_dtype,layout",
-    [(dtype, layout) for dtype in FP8 for layout in ("nhd", "packed-hnd")]
-    + [(dtype, layout) for dtype in BESIDE for layout in LAYOUTS if "packed" in layout],
+    [(dtype, layout) for dtype in vllm_server.FP8 for layout in ("nhd", "packed-hnd")]
+    + [(dtype, layout) for dtype in BESIDE for layout in vllm_server.LAYOUTS if "packed" in layout],
 )
 @BACKENDS
 def test_quantized_caches(backend, kv_cache_dtype, layout):
@@ -130,8 +112,8 @@ def test_codes_are_read_in_place(backend, layout):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", MIXED])
 @on("sim", "cuda")
 def test_captured_cuda_graph(backend, kv_cache_dtype, anchored, monkeypatch):
-    """What the host decides stays as it was for the capture, metadata too; steps come as new values in the runner's buffers, padded:
-    requests without tokens, rows that belong to nobody, slots of -1. (On a GPU, where nobody looks at values.)"""
+    """A replayed graph has the metadata and host decisions of its capture. Steps come as new values in the runner's buffers, padded:
+    requests without tokens, rows of no sequence, slots of -1. Here eager calls with one metadata object stand for replays."""
     monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", anchored or "")
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, layout="packed-nhd")
@@ -175,7 +157,7 @@ def test_slots_in_any_order(backend):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *BESIDE])
 @on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
 def test_cascade(backend, kv_cache_dtype):
-    """Sequences share their first two blocks (vLLM's common_prefix_len). Attention to these, computed once and merged, changes nothing."""
+    """Sequences share their first two blocks (common_prefix_len 32). Attention to these, computed once and merged, changes no result."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, layout="packed-nhd")
     impl = implementation(server, sinks=backend.randn(4), logits_soft_cap=5.0, kv_cache_dtype=kv_cache_dtype)
     run(server, impl, {0: 32})
@@ -196,7 +178,8 @@ SPAN_STEPS = [{0: 43, 1: 5}, {2: 12, 1: 1}, {1: 2, 2: 20, 0: 1, 3: 17}, {0: 5, 2
 
 
 def seen(length, queries, spans, window=None, clamped=False):
-    """Returns (queries, length) bool by vLLM's rule: (causal and in the window) or in the same span. `clamped`: spans end at the window."""
+    """Returns (queries, length) bool by vLLM's rule for the last queries of a sequence: a key is visible if causal and in the window, or in
+    the query's span. `clamped`: spans end at the window."""
     i, j = torch.arange(length - queries, length)[:, None], torch.arange(length)[None, :]
     near = torch.ones(1, 1, dtype=torch.bool) if window is None else i - j < window
     found = (j <= i) & near
@@ -226,22 +209,22 @@ def serve_images(server, impl, layer=None, window=None, clamped=False, **same):
 
 
 @SPANS
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "alibi"])
+@pytest.mark.parametrize("name", [name for name in vllm_server.OPTIONS if name != "alibi"])
 @BACKENDS
 def test_image_spans(backend, name):
     """Queries of a span see later tokens of it: in whole prompts and chunks, beside text and decoding."""
-    given, same = arguments(backend, name)
+    given, same = vllm_server.arguments(backend, name)
     same = {key: value for key, value in same.items() if key not in ("is_causal", "window_left")}
     server = Server(backend)
     layer = SimpleNamespace(mm_prefix_clamp_sliding_window=name == "window")  # a span has up to 17 tokens, and its window 7
     window = given.get("sliding_window")
     spans = serve_images(server, implementation(server, **given), layer, window, layer.mm_prefix_clamp_sliding_window, **same)
-    # each step's queries in spans; a span of one token has none
+    # each step's queries in spans of IMAGES; a span of one token has none
     assert [0 if found is None else len(found.rows) for found in spans] == [3 + 16 + 17, 3, 14 + 2, 15, 0]
 
 
 @SPANS
-@pytest.mark.parametrize("kv_cache_dtype", [*FP8, *(pytest.param(dtype, marks=LATER) for dtype in BESIDE)])
+@pytest.mark.parametrize("kv_cache_dtype", [*vllm_server.FP8, *(pytest.param(dtype, marks=vllm_server.LATER) for dtype in BESIDE)])
 @BACKENDS
 def test_image_spans_of_quantized_caches(backend, kv_cache_dtype):
     server = QuantizedServer(backend, kv_cache_dtype, layout="packed-hnd")
@@ -250,7 +233,7 @@ def test_image_spans_of_quantized_caches(backend, kv_cache_dtype):
 
 @SPANS
 @on("cpu-fp32")
-def test_layers_without_spans(backend):
+def test_causal_layers_of_models_with_spans(backend):
     """vLLM's Gemma 4 clears the metadata's mm_prefix_range for layers in which images are causal."""
     server = Server(backend)
     impl = implementation(server)
@@ -281,15 +264,14 @@ def test_refused_spans(backend):
     ):
         impl = implementation(server, **options)
         impl.do_kv_cache_update(None, k, v, server.kv_cache, slots)
-        with pytest.raises(NotImplementedError, match=message):
-            impl.forward(None, q, k, v, server.kv_cache, metadata, torch.empty_like(q))
+        refused(NotImplementedError, message, impl.forward, None, q, k, v, server.kv_cache, metadata, torch.empty_like(q))
 
 
 # ---- decode context parallelism --------------------------------------------------------------------------------------
 
 
 class Group:
-    """A process group as vLLM has it, but its ranks are threads. `slots`: the tensor that each rank exchanges."""
+    """A process group as vLLM has it, but its ranks are threads. `slots`: the tensor of each rank while they exchange one."""
 
     def __init__(self, rank, world_size, barrier, slots):
         self.rank_in_group, self.world_size, self.barrier, self.slots = rank, world_size, barrier, slots
@@ -299,7 +281,7 @@ class Group:
         self.slots[self.rank_in_group] = t
         self.barrier.wait()
         found = list(self.slots)
-        self.barrier.wait()
+        self.barrier.wait()  # no rank overwrites its tensor before all have read it
         self.gathered += 1
         return found
 
@@ -323,7 +305,8 @@ def combine(out, lse, group, return_lse):
 
 
 class Rank:
-    """A rank, whose cache has a part of the tokens (position // interleave % world_size decides) and which computes some heads."""
+    """A rank of decode context parallelism: its cache has the tokens with position // interleave % world_size equal to its number, and it
+    computes a part of the heads."""
 
     def __init__(self, server, group, interleave, monkeypatch, **options):
         self.server, self.group, self.interleave = server, group, interleave
@@ -364,7 +347,7 @@ RANK_STEPS = [{0: 21, 1: 1}, {0: 1, 2: 40, 1: 1}, {3: 17, 2: 3, 0: 4}, {0: 1, 1:
 @on("cpu-fp32", "sim")  # the states that are merged have fp32's softmax_lse
 def test_ranks_share_a_cache(backend, world_size, interleave, kv_cache_dtype, name, monkeypatch):
     """Ranks with a part of the tokens and some heads each give together the result of one process. Some parts are empty."""
-    given, same = arguments(backend, name)
+    given, same = vllm_server.arguments(backend, name)
     sizes = {"nheads": 4, "nheads_k": 1}
     server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-hnd", **sizes)
     barrier, slots = threading.Barrier(world_size), [None] * world_size
@@ -386,7 +369,7 @@ def test_ranks_share_a_cache(backend, world_size, interleave, kv_cache_dtype, na
                 server.tokens[s][-n:] = cached
             # nothing is exchanged while no sequence has earlier tokens
             assert (ranks[0].group.gathered == before) == (queries is RANK_STEPS[0])
-    held = [int(rank.builder._earlier_lengths[0]) for rank in ranks]
+    held = [int(rank.builder._earlier_lengths[0]) for rank in ranks]  # earlier tokens of sequence 0
     assert sum(held) == server.lengths[0] - 1 and max(held) - min(held) <= interleave
 
 
@@ -421,8 +404,7 @@ def test_metadata_of_ranks(backend, monkeypatch):
         with pytest.raises(NotImplementedError, match=f"{next(iter(options))}: got .*, expected None with decode context parallelism"):
             Shared(4, 32, 1.0, 1, **options)
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:7")
-    with pytest.raises(NotImplementedError, match=r"VOLTA_FA_VLLM_ANCHORED_WINDOW: got \(4, 7\), expected None with decode context"):
-        Shared(4, 32, 1.0, 1)
+    refused(NotImplementedError, r"VOLTA_FA_VLLM_ANCHORED_WINDOW: got \(4, 7\), expected None with decode context", Shared, 4, 32, 1.0, 1)
 
 
 # ---- encoders and cross-attention ------------------------------------------------------------------------------------
@@ -463,7 +445,7 @@ def test_cross_attention(backend):
 # ---- latent attention --------------------------------------------------------------------------------------------------
 
 
-LATENT_DTYPES = ["auto", *FP8, INT8]
+LATENT_DTYPES = ["auto", *vllm_server.FP8, vllm_server.INT8]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", LATENT_DTYPES)
@@ -473,17 +455,17 @@ def test_latents(backend, rank, rotary, kv_cache_dtype):
     """Latent attention (MLA) of mixed batches: values are the keys' first `rank` columns. The cache is bitwise as expected."""
     if not paged.takes_latents(rank + rotary, rank):
         pytest.skip("this build has no fwd_mla")
-    impl = latent_implementation(rank, rotary, kv_cache_dtype=kv_cache_dtype)
+    impl = vllm_server.latent_implementation(rank, rotary, kv_cache_dtype=kv_cache_dtype)
     server = Server(backend, nheads_k=1, headdim=rank + rotary)
-    cache = server.kv_cache = latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
+    cache = server.kv_cache = vllm_server.latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
     expected = cache.clone()
-    layer = SimpleNamespace(_k_scale=torch.tensor(LAYER_SCALES[0], device=backend.device))
+    layer = SimpleNamespace(_k_scale=torch.tensor(vllm_server.LAYER_SCALES[0], device=backend.device))
     builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device(backend.device))
     for queries in STEPS:
         q, k, _, slots, common = server.step(queries)
         for s, n in queries.items():
             for i in range(server.lengths[s] - n, server.lengths[s]):
-                made, numbers = latent_bytes(server.tokens[s][i][0][0], kv_cache_dtype, layer._k_scale)
+                made, numbers = vllm_server.latent_bytes(server.tokens[s][i][0][0], kv_cache_dtype, layer._k_scale)
                 expected[server.table[s, i // PAGE], i % PAGE] = made
                 server.tokens[s][i] = numbers[None], numbers[None, :rank]
         metadata = builder.build(0, common)
@@ -493,7 +475,7 @@ def test_latents(backend, rank, rotary, kv_cache_dtype):
         # between the tokens padding (slot -1), and one with inf in block 0, which no sequence has; after them rows beyond the slots
         padding, spare, *beyond = backend.randn(4, 1, rank + rotary).split(1)
         spare[..., 7] = math.inf  # int8 marks a token with inf or NaN by its scale
-        expected[0, 3], _ = latent_bytes(spare[0, 0], kv_cache_dtype, layer._k_scale)
+        expected[0, 3], _ = vllm_server.latent_bytes(spare[0, 0], kv_cache_dtype, layer._k_scale)
         k = torch.cat((k[:1], padding, spare, k[1:], *beyond))
         slots = torch.cat((slots[:1], slots.new_tensor([-1, 3]), slots[1:]))
         impl.do_kv_cache_update(k[:, 0, :rank], k[..., rank:], cache, slots, kv_cache_dtype, layer._k_scale, True)
@@ -504,28 +486,26 @@ def test_latents(backend, rank, rotary, kv_cache_dtype):
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_latents_that_there_are_no_kernels_for():
+def test_unsupported_latents_are_refused():
     """Unsupported sizes, options and dtypes of latents raise errors, and the lists that vLLM asks for do not have them."""
-    there = paged.takes_latents(576, 512)
-    assert VoltaMLABackend.is_mla() and (576 in VoltaMLABackend.get_supported_head_sizes()) == there
+    has_fwd_mla = paged.takes_latents(576, 512)
+    assert VoltaMLABackend.is_mla() and (576 in VoltaMLABackend.get_supported_head_sizes()) == has_fwd_mla
     assert paged.takes_latents(80, 64) and VoltaMLABackend.get_supported_head_sizes()
-    if not there:
-        with pytest.raises(NotImplementedError, match="head_size: got 576 with kv_lora_rank 512"):
-            latent_implementation(512, 64)
-    with pytest.raises(NotImplementedError, match="head_size: got 4160"):
-        latent_implementation(4096, 64)
-    with pytest.raises(NotImplementedError, match="sliding_window: got 5, expected None"):
-        latent_implementation(64, 16, sliding_window=5)
+    if not has_fwd_mla:
+        refused(NotImplementedError, "head_size: got 576 with kv_lora_rank 512", vllm_server.latent_implementation, 512, 64)
+    refused(NotImplementedError, "head_size: got 4160", vllm_server.latent_implementation, 4096, 64)
+    refused(NotImplementedError, "sliding_window: got 5, expected None", vllm_server.latent_implementation, 64, 16, sliding_window=5)
     for dtype in ("fp8_ds_mla", "fp8_per_token_head", MIXED):
-        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: "):
-            latent_implementation(64, 16, kv_cache_dtype=dtype)
-        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: "):
-            VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, 80, dtype)
+        for call in (
+            lambda: vllm_server.latent_implementation(64, 16, kv_cache_dtype=dtype),
+            lambda: VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, 80, dtype),
+        ):
+            refused(NotImplementedError, f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: ", call)
         assert dtype not in VoltaMLABackend.supported_kv_cache_dtypes
 
 
 @pytest.mark.parametrize("workspace", [expanded._WORKSPACE, 1], ids=["whole", "chunks"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", INT8])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", vllm_server.INT8])
 @on("cpu-fp32", "sim", "cuda")
 def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
     """Sequences with more than `most` new tokens attend to keys and values expanded from latents (kv_b_proj), with and without earlier
@@ -535,11 +515,11 @@ def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
     monkeypatch.setattr(expanded, "_WORKSPACE", workspace)
     server = Server(backend, nheads_k=1, headdim=rank + rotary)
     weight = backend.randn(rank, server.nheads * (nope + columns)) * rank**-0.5
-    impl = latent_implementation(
+    impl = vllm_server.latent_implementation(
         rank, rotary, kv_cache_dtype=kv_cache_dtype, kv_b_proj=lambda latent: (latent.to(weight.dtype) @ weight, None)
     )
-    cache = server.kv_cache = latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
-    layer = SimpleNamespace(_k_scale=torch.tensor(LAYER_SCALES[0], device=backend.device))
+    cache = server.kv_cache = vllm_server.latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
+    layer = SimpleNamespace(_k_scale=torch.tensor(vllm_server.LAYER_SCALES[0], device=backend.device))
     builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device(backend.device))
     sequences = [[] for _ in server.lengths]  # keys and values expanded from the cache's dequantized latents
     for queries in ({0: 21, 1: 5}, {0: 1, 1: 4, 2: 40}, {0: 4, 2: 3, 1: 17, 3: 33}, {0: 2, 3: 5, 1: 30}):
@@ -567,7 +547,7 @@ def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
         exact = [list(zip(*impl.expansion.keys_and_values(t[:, 0, :rank], t[:, 0, rank:]))) for t in new.split(list(queries.values()))]
         for (s, n), tokens in zip(queries.items(), exact):
             server.tokens[s] = sequences[s] + tokens
-            numbers = torch.stack([latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in new[:n, 0]])
+            numbers = torch.stack([vllm_server.latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in new[:n, 0]])
             new = new[n:]
             sequences[s] += zip(*impl.expansion.keys_and_values(numbers[:, :rank], numbers[:, rank:]))
         of_prompts = {s: queries[s] for s in prompts}

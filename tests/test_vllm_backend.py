@@ -1,8 +1,9 @@
-"""Tests of volta_fa.vllm's metadata and answers to vLLM's questions.
+"""Tests of volta_fa.vllm's metadata, which each step's attention reads, and of what the backend tells vLLM about itself.
 
-Helpers are in vllm_server.py: Server makes the tensors of a step, PAGE is the tokens of a block of the cache. Cache dtypes: FP8 are vLLM's,
-whose scales belong to the layer (LAYER_SCALES). BESIDE have scales beside their codes: INT8, and MIXED (int8 keys, int4 values), which this
-package adds. A cascade attends once to the prefix that sequences share. 1Cat-vLLM is a fork of vLLM for V100s."""
+Helpers are in vllm_server.py: Server makes the tensors of a step, PAGE is the tokens of a block of the cache, `implementation` the
+attention of a layer. Cache dtypes: FP8 are vLLM's, whose scales belong to the layer. BESIDE have scales beside their codes: INT8, and MIXED
+(int8 keys, int4 values), which this package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. A cascade
+attends once to the prefix that sequences share. 1Cat-vLLM is a fork of vLLM for V100s."""
 
 from __future__ import annotations
 
@@ -14,21 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import vllm_server
 from conftest import REPOSITORY, on
-from vllm_server import (
-    BESIDE,
-    FP8,
-    INT8,
-    MIXED,
-    OLD,
-    PAGE,
-    QuantizedServer,
-    Server,
-    implementation,
-    latent_cache,
-    latent_implementation,
-    run,
-)
+from flash_attention import refused
+from vllm_server import BESIDE, FP8, INT8, MIXED, OLD, PAGE, QuantizedServer, Server, implementation, latent_implementation, run
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
 # isort: split
@@ -38,11 +28,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import volta_fa.vllm
 from volta_fa.integrations.vllm import mla, paged
-from volta_fa.integrations.vllm.backend import (
-    VoltaAttentionImpl,
-    VoltaBackend,
-    VoltaMetadataBuilder,
-)
+from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAMetadataBuilder
 
 # ---- metadata ----------------------------------------------------------------------------------------------------------
@@ -50,29 +36,30 @@ from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAMetadataBuil
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, *BESIDE])
 @on("cpu-fp32")
-def test_nothing_waits(backend, kv_cache_dtype, monkeypatch):
+def test_no_value_is_read_on_the_host(backend, kv_cache_dtype, monkeypatch):
     """No step reads a value on the host, which would wait for the GPU: with meta tensors, which have no values, reading would raise. Covers
     metadata, cache update and attention, with a cascade, spans and latents."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-nhd")
     q, k, v, slots, common = server.step({0: 21, 1: 5})
-    latents = latent_cache("auto" if kv_cache_dtype == MIXED else kv_cache_dtype, 576, of=q)
+    latents = vllm_server.latent_cache("auto" if kv_cache_dtype == MIXED else kv_cache_dtype, 576, of=q)
     q, k, v, slots, kv_cache, latents = (t.to("meta") for t in (q, k, v, slots, server.kv_cache, latents))
     layer = SimpleNamespace(_k_scale=torch.empty((), device="meta"), _v_scale=torch.empty((), device="meta"))
     for name, t in vars(common).items():
         if isinstance(t, torch.Tensor) and name != "query_start_loc_cpu":
             setattr(common, name, t.to("meta"))
-    impl = implementation(server, alibi_slopes=[0.5] * 4, kv_cache_dtype=kv_cache_dtype)
-    for prefix in (0, 16, None):
-        if prefix is None:
-            monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:8")
-            impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
-            common.seq_lens_cpu_upper_bound = common.mm_req_doc_ranges = None
-        elif prefix:
-            impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
-            common.seq_lens_cpu_upper_bound, common.mm_req_doc_ranges = torch.tensor([21, 5]), {0: [(3, 9)], 1: []}
-        metadata = server.builder.build(prefix or 0, common)
+
+    def check(common_prefix_len, **options):
+        impl = implementation(server, kv_cache_dtype=kv_cache_dtype, **options)
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
+        metadata = server.builder.build(common_prefix_len, common)
         assert impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q)).shape == q.shape
+
+    check(0, alibi_slopes=[0.5] * 4)
+    common.seq_lens_cpu_upper_bound, common.mm_req_doc_ranges = torch.tensor([21, 5]), {0: [(3, 9)], 1: []}
+    check(16)
+    common.seq_lens_cpu_upper_bound = common.mm_req_doc_ranges = None
+    monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:8")
+    check(0)
     if kv_cache_dtype == MIXED:  # no format of latents
         return
     of_latents = latent_implementation(512, 64, kv_cache_dtype=kv_cache_dtype, kv_b_proj=lambda t: (t.new_empty(len(t), 4 * 64), None))
@@ -87,7 +74,7 @@ def test_nothing_waits(backend, kv_cache_dtype, monkeypatch):
     of_latents.forward_mha(q, *made, latents, builder.build(0, common), layer._k_scale, out)
 
 
-def test_graphs_of_runner_v2(monkeypatch):
+def test_support_of_cuda_graphs(monkeypatch):
     """With vLLM's second model runner up to 0.26, whose bounds of mixed steps are too low, only graphs of uniform batches are allowed."""
     assert VoltaMetadataBuilder.get_cudagraph_support(SimpleNamespace(use_v2_model_runner=False), None) is AttentionCGSupport.ALWAYS
     is_old = hasattr(AttentionBackend, "get_kv_cache_shape")
@@ -113,8 +100,7 @@ def test_draft_trees_of_1cat_are_refused():
     config = SimpleNamespace(speculative_config=tree)
     builder_of(config)
     tree.ddtree_disable_tree_verify = False
-    with pytest.raises(NotImplementedError, match="speculative_config: got dflash_ddtree"):
-        builder_of(config)
+    refused(NotImplementedError, "speculative_config: got dflash_ddtree", builder_of, config)
 
 
 def test_when_a_cascade_pays():
@@ -130,7 +116,7 @@ def test_when_a_cascade_pays():
     assert not any(pays(16384, 8, **{name: True}) for name in names) and not pays(16384, 8, dcp_world_size=2)
 
 
-# ---- what vLLM asks before -----------------------------------------------------------------------------------------------
+# ---- what vLLM asks before it runs a model -----------------------------------------------------------------------------
 
 
 def test_registration(monkeypatch):
@@ -144,8 +130,7 @@ def test_registration(monkeypatch):
     volta_fa.vllm.register()
     assert AttentionBackendEnum.CUSTOM.get_class() is VoltaMLABackend and VoltaMLABackend.get_name() == "CUSTOM"
     monkeypatch.setenv("VOLTA_FA_VLLM_MLA", "yes")
-    with pytest.raises(ValueError, match="VOLTA_FA_VLLM_MLA: got `yes`, expected 0 or 1"):
-        volta_fa.vllm.register()
+    refused(ValueError, "VOLTA_FA_VLLM_MLA: got `yes`, expected 0 or 1", volta_fa.vllm.register)
     monkeypatch.delenv("VOLTA_FA_VLLM_MLA")
     # an older vLLM without a registry still starts
     monkeypatch.delattr(registry, "register_backend")
@@ -153,38 +138,32 @@ def test_registration(monkeypatch):
         volta_fa.vllm.register()
 
 
-def test_anchored_windows_that_there_are_not(monkeypatch):
-    """Refused with the reason: what the variable cannot mean, and what lacks a sequence's first tokens."""
+def test_unsupported_anchored_windows_are_refused(monkeypatch):
+    """Invalid values of the variable, and layers and models for which an anchored window has no meaning or no first tokens."""
     name = "VOLTA_FA_VLLM_ANCHORED_WINDOW"
     server = SimpleNamespace(nheads=4, headdim=32, nheads_k=2)
     for value in ("4", "0:7", "4:0", "-1:7", "4:7:9", "a:b", ":"):
         monkeypatch.setenv(name, value)
         for call in (volta_fa.vllm.register, lambda: implementation(server)):
-            with pytest.raises(ValueError, match=f"{name}: got `{value}`, expected ANCHORS:WINDOW, two numbers of tokens"):
-                call()
+            refused(ValueError, f"{name}: got `{value}`, expected ANCHORS:WINDOW, two numbers of tokens", call)
     monkeypatch.setenv(name, "4:7")
     volta_fa.vllm.register()
-    with pytest.raises(NotImplementedError, match=f"alibi_slopes: got slopes, expected None with {name}"):
-        implementation(server, alibi_slopes=[0.5] * 4)
+    refused(NotImplementedError, f"alibi_slopes: got slopes, expected None with {name}", implementation, server, alibi_slopes=[0.5] * 4)
     spans = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True))
-    with pytest.raises(NotImplementedError, match=f"is_mm_prefix_lm: got True, expected none with {name}"):
-        builder_of(spans)
+    refused(NotImplementedError, f"is_mm_prefix_lm: got True, expected none with {name}", builder_of, spans)
     # as `pays(16384, 8)` in test_when_a_cascade_pays, by position
     assert not builder_of().use_cascade_attention(16384, [1] * 8, 32, 8, False, False, False, 80, 1)
-    with pytest.raises(NotImplementedError, match=f"attention_chunk_size: got 8192, expected none with {name}"):
-        builder_of(attention_chunk_size=8192)
+    refused(NotImplementedError, f"attention_chunk_size: got 8192, expected none with {name}", builder_of, attention_chunk_size=8192)
     monkeypatch.setenv("VOLTA_FA_VLLM_MLA", "1")
-    with pytest.raises(ValueError, match=f"{name}: got a window, expected none with VOLTA_FA_VLLM_MLA=1: unset one"):
-        volta_fa.vllm.register()
+    refused(ValueError, f"{name}: got a window, expected none with VOLTA_FA_VLLM_MLA=1: unset one", volta_fa.vllm.register)
 
 
 @on("cpu-fp32")
-def test_causal_that_is_refused(backend, monkeypatch):
+def test_unsupported_causality_is_refused(backend, monkeypatch):
     server = Server(backend)
     *_, common = server.step({0: 21, 1: 5})
     common.causal = torch.ones(2, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match="causal: got a tensor"):
-        server.builder.build(0, common)
+    refused(NotImplementedError, "causal: got a tensor", server.builder.build, 0, common)
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:7")
     with pytest.raises(NotImplementedError, match="causal: got False, expected True with VOLTA_FA_VLLM_ANCHORED_WINDOW"):
         run(server, implementation(server), {0: 9}, causal=False)
@@ -197,7 +176,7 @@ def test_entry_point():
     assert project["entry-points"] == {"vllm.general_plugins": {"volta_fa": "volta_fa.vllm:register"}}
 
 
-def test_answers():
+def test_capabilities():
     """What the backend tells vLLM: classes, kinds of attention, supported GPUs and head sizes, block sizes, and bytes of a token."""
     assert VoltaBackend.get_impl_cls() is VoltaAttentionImpl and VoltaBackend.get_builder_cls() is VoltaMetadataBuilder
     assert not VoltaBackend.forward_includes_kv_cache_update
@@ -210,8 +189,7 @@ def test_answers():
     assert {pair: VoltaBackend.supports_compute_capability(DeviceCapability(*pair)) for pair in capabilities} == capabilities
     sizes = VoltaBackend.get_supported_head_sizes()
     assert {64, 80, 96, 128, 256, 512} < set(sizes) and not {100, 520, 576} & set(sizes)
-    with pytest.raises(ValueError, match="block_size: got 24, expected a multiple of 16"):
-        VoltaBackend.get_kv_cache_shape(3, 24, 2, 64)
+    refused(ValueError, "block_size: got 24, expected a multiple of 16", VoltaBackend.get_kv_cache_shape, 3, 24, 2, 64)
     # for later releases: bytes of int8 keys and values (or int4: half), or a latent, and 16 that hold scales
     optional = [("state_content_bytes", object, None), ("kv_quant_mode", object, None)]
     spec = dataclasses.make_dataclass("Spec", [("dtype", torch.dtype), "head_size", "head_size_v", *optional])
@@ -241,7 +219,7 @@ def test_strides(layout, layers, monkeypatch):
     assert k_cache.stride() == (count * 2 * 16 * 2 * 64, *((2 * 64, 64) if layout == "NHD" else (64, count * 16 * 64)), 1)
 
 
-def test_refusals():
+def test_unsupported_caches_and_outputs_are_refused():
     server = SimpleNamespace(nheads=4, headdim=32, nheads_k=2)
     for dtype, why in (("fp8_inc", "read no others"), ("int4_per_token_head", "read no others"), ("bfloat16", "no bfloat16")):
         with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: .*{why}"):
@@ -249,18 +227,14 @@ def test_refusals():
         assert dtype not in VoltaBackend.supported_kv_cache_dtypes
     why = "kv_cache_dtype: got int8_per_token_head, expected auto .* or fp8_e5m2: a cache of this vLLM has no room for a scale"
     for backend in (VoltaBackend, VoltaMLABackend):
-        with pytest.raises(NotImplementedError, match=why):
-            backend.get_kv_cache_shape(25, PAGE, 1, 64, INT8)
+        refused(NotImplementedError, why, backend.get_kv_cache_shape, 25, PAGE, 1, 64, INT8)
         # vLLM asks before it loads a model
         assert (INT8 in backend.supported_kv_cache_dtypes) == (not OLD) and "fp8" in backend.supported_kv_cache_dtypes
     assert (MIXED in VoltaBackend.supported_kv_cache_dtypes) == (not OLD) and MIXED not in VoltaMLABackend.supported_kv_cache_dtypes
-    with pytest.raises(NotImplementedError, match=why):
-        paged.split_cache(torch.zeros(3, 2, PAGE, 2, 48, dtype=torch.int8), 32, INT8)
+    refused(NotImplementedError, why, paged.split_cache, torch.zeros(3, 2, PAGE, 2, 48, dtype=torch.int8), 32, INT8)
     q = torch.randn(3, 4, 32)
     impl = implementation(server)
     for name in ("output_scale", "output_block_scale"):
-        with pytest.raises(NotImplementedError, match=f"{name}: got a tensor"):
-            impl.forward(None, q, q, q, q, None, q, **{name: q})
+        refused(NotImplementedError, f"{name}: got a tensor", impl.forward, None, q, q, q, q, None, q, **{name: q})
     assert (impl.forward(None, q, q, q, q, None, torch.full_like(q, math.nan)) == 0).all(), "while vLLM measures memory"
-    with pytest.raises(ValueError, match=r"kv_cache: got shape \(3, 4, 32\)"):
-        paged.split_cache(q, 32)
+    refused(ValueError, r"kv_cache: got shape \(3, 4, 32\)", paged.split_cache, q, 32)

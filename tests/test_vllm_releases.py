@@ -1,13 +1,13 @@
 """Tests of volta_fa.vllm with vLLM's own code around it: layers, selection, kernels, vision encoders, and 1Cat-vLLM's backend.
 
-Tests skipped with `not REAL` need a real vLLM, with which test_real_vllm runs this file; the others use vllm_stub.py. Helpers are in
+Tests with NEEDS_VLLM need a real vLLM, with which test_real_vllm runs this file; the others use vllm_stub.py. Helpers are in
 vllm_server.py: Server makes the tensors of a step, STEPS are steps as {sequence: new tokens}, PAGE is the tokens of a block of the cache.
 
 Releases: OLD are those up to 0.26 and the stub, which ask the backend for the cache's shape. With PREFILL layers build another attention
 for prompts of models with latents. LATER and SPANS skip tests if a release lacks room for scales, or passes no image spans to plugins.
 
 A latent is a token's one key and value of all heads (MLA). A span is the tokens of one image, which see each other. 1Cat-vLLM is a fork of
-vLLM for V100s. MIXED is the cache dtype that this package adds: int8 keys, int4 values.
+vLLM for V100s. Cache dtypes: INT8 and MIXED (int8 keys, int4 values; this package adds it) have scales beside their codes (BESIDE).
 
 Environment:
 - VOLTA_FA_TEST_VLLM: folders (separated by colons) in each of which `import vllm` works, with which the tests run again: the Python files
@@ -35,29 +35,11 @@ import pytest
 import torch
 
 import reference
+import vllm_server
 import vllm_stub
 from conftest import REPOSITORY, on, within
-from vllm_server import (
-    BESIDE,
-    FP8,
-    INT8,
-    LATER,
-    LAYER_SCALES,
-    MIXED,
-    OLD,
-    PAGE,
-    PREFILL,
-    REAL,
-    SPANS,
-    STEPS,
-    QuantizedServer,
-    Server,
-    implementation,
-    latent_bytes,
-    latent_cache,
-    serve,
-    with_first_rows,
-)
+from flash_attention import refused
+from vllm_server import LAYER_SCALES, MIXED, OLD, PAGE, REAL, SPANS, STEPS, QuantizedServer, Server, implementation, with_first_rows
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
 # isort: split
@@ -67,22 +49,19 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import volta_fa.vllm
 from volta_fa.integrations.vllm import mla
-from volta_fa.integrations.vllm.backend import (
-    VoltaAttentionImpl,
-    VoltaBackend,
-    VoltaMetadata,
-    VoltaV100Backend,
-    find_ranks,
-)
+from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadata, VoltaV100Backend, find_ranks
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
 from volta_fa.integrations.vllm.spans import find_spans
 
+NEEDS_VLLM = pytest.mark.skipif(not REAL, reason="no vLLM")
 
-def members(cls):
+
+def methods_of(cls):
+    """Returns a class's own methods by name, static and class methods included."""
     return {name: member for name, member in vars(cls).items() if inspect.isfunction(getattr(member, "__func__", member))}
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
+@NEEDS_VLLM
 def test_stub_is_like_vllm():
     """vLLM has the stub's methods, with the same arguments in the same order. Newer releases may have more arguments."""
     for module, stubs in vllm_stub.MODULES.items():
@@ -95,7 +74,7 @@ def test_stub_is_like_vllm():
             if not inspect.isclass(stub):
                 assert list(inspect.signature(stub).parameters) == list(inspect.signature(real).parameters), name
                 continue
-            for method, member in members(stub).items():
+            for method, member in methods_of(stub).items():
                 if method == "__class_getitem__":
                     continue
                 theirs = inspect.getattr_static(real, method)
@@ -106,8 +85,8 @@ def test_stub_is_like_vllm():
     assert list(fields)[:9] == list(vllm_stub.CommonAttentionMetadata.__dataclass_fields__)[:9] and "causal" in fields
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
-def test_vllm_takes_the_backend():
+@NEEDS_VLLM
+def test_vllm_validates_the_backend():
     """vLLM's own validation accepts the backend on a V100, and gives a reason for each unsupported option."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -119,7 +98,7 @@ def test_vllm_takes_the_backend():
     for options in (*supported, {"kv_cache_dtype": "fp8"}, {"capability": (7, 5), "kv_cache_dtype": "float16"}):
         assert reasons(**options) == [], options
     assert reasons(dtype=torch.bfloat16) == ["dtype not supported"]
-    assert all(reasons(kv_cache_dtype=dtype) == (["kv_cache_dtype not supported"] if OLD else []) for dtype in BESIDE)
+    assert all(reasons(kv_cache_dtype=dtype) == (["kv_cache_dtype not supported"] if OLD else []) for dtype in vllm_server.BESIDE)
     assert reasons(kv_cache_dtype="fp8_inc") == ["kv_cache_dtype not supported"]
     assert reasons(head_size=520) == ["head_size not supported"] and reasons(use_mla=True) == ["MLA not supported"]
     assert reasons((6, 0)) == ["compute capability not supported"] and reasons(block_size=8) == ["block_size not supported"]
@@ -130,11 +109,12 @@ def test_vllm_takes_the_backend():
 
 
 @pytest.mark.skipif(not REAL or OLD, reason="vLLM asks the backend for the shape")
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", *BESIDE])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *vllm_server.BESIDE])
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 @on("cpu-fp32")
 def test_vllm_lays_the_cache_out(backend, layout, kv_cache_dtype):
-    """vLLM's own views of the memory of two layers, with room for what int8 has beside its codes."""
+    """vLLM's own views of the memory of two layers, with room for int8's scales. `layout` orders layers, blocks, heads, tokens (N) and
+    contents."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.worker.utils import customize_attention_spec
@@ -146,7 +126,7 @@ def test_vllm_lays_the_cache_out(backend, layout, kv_cache_dtype):
     spec = interface.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=dtype, kv_quant_mode=mode)
     spec = customize_attention_spec(VoltaBackend, spec)
     # 16 tokens, 2 heads, and the bytes of a token and head
-    assert spec.page_size_bytes == 16 * 2 * {"auto": 256, INT8: 64 + 16, MIXED: 32 + 16 + 16}[kv_cache_dtype]
+    assert spec.page_size_bytes == 16 * 2 * {"auto": 256, vllm_server.INT8: 64 + 16, MIXED: 32 + 16 + 16}[kv_cache_dtype]
     blocks, layers = 25, ["a", "b"]
     layout = interface.KVCacheLayout[layout]
     layer_stride, block_stride, *_ = interface.compute_layout_strides(spec, blocks, len(layers), layout)
@@ -158,13 +138,13 @@ def test_vllm_lays_the_cache_out(backend, layout, kv_cache_dtype):
         assert view.shape == server.kv_cache.shape and view.dtype == server.kv_cache.dtype
         view.copy_(server.kv_cache)
     server.kv_cache = views[1]
-    serve(server, implementation(server, kv_cache_dtype=kv_cache_dtype), STEPS[:2], is_causal=True)
+    vllm_server.serve(server, implementation(server, kv_cache_dtype=kv_cache_dtype), STEPS[:2], is_causal=True)
     assert views[0].isnan().all() or (views[0].view(torch.int8) == -1).all()
 
 
 @pytest.mark.skipif(not REAL or OLD, reason="this vLLM has no values of --kv-cache-dtype from plugins")
-def test_vllm_takes_the_cache_dtype_of_the_plugin(monkeypatch):
-    """`--kv-cache-dtype int8k_int4v`, which vLLM refuses before the plugin registers it: twice is once."""
+def test_vllm_accepts_the_cache_dtype_of_the_plugin(monkeypatch):
+    """vLLM refuses `--kv-cache-dtype int8k_int4v` before the plugin registers it. Registering it twice has no further effect."""
     from vllm.config import CacheConfig
     from vllm.config import cache as of_caches
     from vllm.engine.arg_utils import get_kwargs
@@ -185,7 +165,7 @@ def test_vllm_takes_the_cache_dtype_of_the_plugin(monkeypatch):
     assert CacheConfig(cache_dtype=given.kv_cache_dtype).cache_dtype == MIXED
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
+@NEEDS_VLLM
 def test_vllm_finds_the_plugin(tmp_path, monkeypatch):
     """vLLM loads the plugin by the entry point in a distribution's metadata, as pip installs it."""
     from vllm import plugins
@@ -203,7 +183,7 @@ def test_vllm_finds_the_plugin(tmp_path, monkeypatch):
     assert AttentionBackendEnum.CUSTOM.get_class() is VoltaBackend
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
+@NEEDS_VLLM
 def test_vllm_chooses_the_backend(monkeypatch):
     """vLLM's CUDA platform, with the capability of a V100, selects the backend for `--attention-backend CUSTOM`."""
     from vllm.config import AttentionConfig
@@ -224,11 +204,13 @@ def test_vllm_chooses_the_backend(monkeypatch):
         V100.get_attn_backend_cls(choice, asked._replace(use_mla=True))
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", "fp8", *(pytest.param(dtype, marks=LATER) for dtype in BESIDE)])
+@NEEDS_VLLM
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["auto", "fp8_e5m2", "fp8", *(pytest.param(dtype, marks=vllm_server.LATER) for dtype in vllm_server.BESIDE)]
+)
 @on("cpu-fp32")
 def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
-    """vLLM's own attention layer, in its forward context, calls the backend's cache update and forward with right arguments."""
+    """vLLM's own attention layer, in its forward context, gives right results: it calls the backend's cache update and forward."""
     from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.attention.attention import Attention
@@ -256,8 +238,8 @@ def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
     server.check_cache()
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, pytest.param(INT8, marks=LATER)])
+@NEEDS_VLLM
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *vllm_server.FP8, pytest.param(vllm_server.INT8, marks=vllm_server.LATER)])
 @pytest.mark.parametrize("most_absorbed", [mla.MOST_ABSORBED_QUERIES, 4], ids=["absorbed", "expanded"])
 @on("cpu-fp32")
 def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, tmp_path):
@@ -273,6 +255,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
     monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", most_absorbed)
     monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **kwargs: VoltaMLABackend)
     monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls, device_id=0: DeviceCapability(7, 0)))
+    # a head's query has `nope` columns that meet the expanded latent, and `rotary` more; its values have `columns`
     heads, rank, rotary, nope, columns = 4, 64, 16, 32, 24
     cached = CacheConfig(cache_dtype=kv_cache_dtype, **{} if OLD else {"block_size": PAGE})
     config = VllmConfig(device_config=DeviceConfig("cpu"))
@@ -283,7 +266,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
         parallel_state.initialize_model_parallel()
         projection = ColumnParallelLinear(rank, heads * (nope + columns), bias=False)
         projection.weight.data = backend.randn(heads * (nope + columns), rank) * rank**-0.5
-        if PREFILL and OLD:  # between 0.20.2 and 0.26, 1Cat-vLLM's among them, the choice of a prefill backend reads it
+        if vllm_server.PREFILL and OLD:  # between 0.20.2 and 0.26, 1Cat-vLLM's among them, the choice of a prefill backend reads it
             config.model_config = SimpleNamespace(dtype=torch.float32, hf_text_config=None)
         dims = dict(qk_nope_head_dim=nope, qk_rope_head_dim=rotary, v_head_dim=columns, q_lora_rank=None, kv_lora_rank=rank)
         layer = mla_attention.MLAAttention(num_heads=heads, scale=0.2, kv_b_proj=projection, prefix="layer", cache_config=cached, **dims)
@@ -291,10 +274,10 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
     try:
         assert isinstance(layer.impl, VoltaMLAImpl)
         # vLLM chooses no attention of its own for prompts, which might not run on a V100, and does not treat the backend as sparse
-        assert type(getattr(layer, "prefill_backend", None)).__name__ == ("NoPrefill" if PREFILL else "NoneType")
+        assert type(getattr(layer, "prefill_backend", None)).__name__ == ("NoPrefill" if vllm_server.PREFILL else "NoneType")
         assert not getattr(layer.impl, "is_sparse", False)
         server = Server(backend, nheads_k=1, headdim=rank + rotary)
-        layer.kv_cache = latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
+        layer.kv_cache = vllm_server.latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
         layer._k_scale.fill_(LAYER_SCALES[0])
         if not OLD:
             config.cache_config.block_size, config.model_config = PAGE, SimpleNamespace(dtype=torch.float32)
@@ -313,8 +296,8 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
                 k_nope, v = (seen[:, 0] @ projection.weight.T).view(-1, heads, nope + columns).split((nope, columns), dim=-1)
                 return list(zip(torch.cat([k_nope, seen_pe.expand(-1, heads, -1)], -1), v))
 
-            in_cache = torch.stack([latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in latents[:, 0]])
-            cached_ones, given = (keys_and_values(rows) for rows in (in_cache, latents[:, 0]))
+            rounded = torch.stack([vllm_server.latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in latents[:, 0]])
+            in_cache, given = keys_and_values(rounded), keys_and_values(latents[:, 0])
             q = backend.randn(len(latents), heads, nope + rotary)
             common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] for s in queries])
             metadata = {"layer": builder.build(0, common)}
@@ -326,9 +309,9 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
                 out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
             for (s, n), first in with_first_rows(queries):
                 # a long prompt attends to its own tokens before quantization
-                server.tokens[s][-n:] = (given if n > most_absorbed else cached_ones)[first : first + n]
+                server.tokens[s][-n:] = (given if n > most_absorbed else in_cache)[first : first + n]
                 inputs = (q[first : first + n][None], *(torch.stack(t)[None] for t in zip(*server.tokens[s])))
-                server.tokens[s][-n:] = cached_ones[first : first + n]
+                server.tokens[s][-n:] = in_cache[first : first + n]
                 expected = reference.forward(*inputs, is_causal=True, softmax_scale=0.2).out[0].float()
                 # fp32 rounding: absorbed and expanded products of 64 terms are summed in different orders
                 torch.testing.assert_close(out.view(-1, heads, columns)[first : first + n], expected, rtol=1e-5, atol=1e-5)
@@ -348,18 +331,19 @@ def test_vllm_kernels_agree():
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    assert len(found["spans"]) == 4 and all(pair["difference"] < 3e-6 and pair["without_spans"] > 1 for pair in found["spans"])
-    assert len(found["ranks"]) == 4 and max(found["ranks"]) < 3e-6
+    rounding = 3e-6  # of fp32
+    assert len(found["spans"]) == 4 and all(pair["difference"] < rounding and pair["without_spans"] > 1 for pair in found["spans"])
+    assert len(found["ranks"]) == 4 and max(found["ranks"]) < rounding
 
 
 # ---- image spans -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
+@NEEDS_VLLM
 @pytest.mark.parametrize("seed", range(20))
 @SPANS
 def test_vllm_finds_the_same_spans(seed):
-    """In random steps, find_spans gives the same rows with visible later tokens as vLLM's own map from queries to spans."""
+    """In random steps, find_spans gives the same queries that see later tokens, and the last of these, as vLLM's own map of queries."""
     utils = importlib.import_module("vllm.v1.attention.backends.utils")
     if not hasattr(utils, "fill_mm_prefix_query_ranges"):
         pytest.skip("this vLLM has no such map")
@@ -371,17 +355,16 @@ def test_vllm_finds_the_same_spans(seed):
         queries = rng.randrange(1, 50)
         starts.append(starts[-1] + queries)
         seq_lens.append(queries + rng.randrange(0, 20))
-    table = torch.arange(4 * len(seq_lens), dtype=torch.int32).view(len(seq_lens), 4)
+    table = torch.arange(4 * len(seq_lens), dtype=torch.int32).view(len(seq_lens), 4)  # so block // 4 is a sequence
     of_rows = numpy.full((starts[-1], 2), -1, dtype=numpy.int32)
     utils.fill_mm_prefix_query_ranges(of_rows, ranges, torch.tensor(starts), torch.tensor(seq_lens))
     found = find_spans(ranges, starts, seq_lens, table)
-    last_key = {}
+    theirs, ours = {}, {}  # of each row: its sequence, and the last key that it sees
     for b, (begin, end) in enumerate(itertools.pairwise(starts)):
         for row in range(begin, end):
             later = min(int(of_rows[row, 1]), seq_lens[b] - 1)
             if of_rows[row, 0] >= 0 and later > row - end + seq_lens[b]:
-                last_key[row] = (b, later)
-    ours = {}
+                theirs[row] = (b, later)
     if found is not None:
         lengths = found.batch.query_start_loc.diff()
         of = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -389,10 +372,10 @@ def test_vllm_finds_the_same_spans(seed):
             ours[row] = (int(found.batch.block_table[span, 0]) // 4, int(found.batch.seq_lens[span]) - 1)
         for last in found.batch.query_start_loc[1:].tolist():  # the last query of a span has no later token
             del ours[int(found.rows[last - 1])]
-    assert ours == last_key
+    assert ours == theirs
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
+@NEEDS_VLLM
 @SPANS
 def test_vllm_clears_spans_of_gemma4():
     """Gemma 4's global layers are causal: vLLM's model clears the metadata of these layers by the names of its own backends."""
@@ -416,10 +399,11 @@ def test_vllm_clears_spans_of_gemma4():
 # ---- decode context parallelism ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
+@NEEDS_VLLM
 @pytest.mark.parametrize("exchange", ["ag_rs", "a2a"])
-def test_vllm_has_the_ranks(exchange, monkeypatch):
-    """find_ranks returns vLLM's group, combining function and formula of a rank's length; None if each rank has the whole cache."""
+def test_find_ranks(exchange, monkeypatch):
+    """With vLLM's decode context parallelism each rank has a part of the cache, and a function combines their results by `exchange`.
+    find_ranks returns vLLM's group, this function, and the formula of a rank's length; None if each rank has the whole cache."""
     from vllm.distributed import parallel_state
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
@@ -453,8 +437,7 @@ def test_ranks_without_vllms_nccl(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.dcp", SimpleNamespace(cp_lse_ag_out_rs=max, dcp_a2a_lse_reduce=min))
     parallel = SimpleNamespace(decode_context_parallel_size=2, dcp_comm_backend="ag_rs")
     config = SimpleNamespace(parallel_config=parallel)
-    with pytest.raises(RuntimeError, match="dcp_comm_backend: got ag_rs, expected a2a"):
-        find_ranks(config, None)
+    refused(RuntimeError, "dcp_comm_backend: got ag_rs, expected a2a", find_ranks, config, None)
     parallel.dcp_comm_backend = "a2a"
     assert find_ranks(config, None).combine is min
     parallel.dcp_comm_backend, pynccl.disabled = "ag_rs", False
@@ -464,7 +447,7 @@ def test_ranks_without_vllms_nccl(monkeypatch):
 # ---- vision encoders ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not REAL, reason="no vLLM")
+@NEEDS_VLLM
 @pytest.mark.parametrize("lengths", [None, [9, 40, 1, 15]], ids=str)
 @pytest.mark.parametrize("nheads_k", [4, 2])
 @on("cpu-fp32", "sim")
@@ -501,25 +484,23 @@ def test_vllm_vision_layer(backend, nheads_k, lengths, monkeypatch):
 
 # ---- 1Cat-vLLM ---------------------------------------------------------------------------------------------------------
 
-of_1cat = pytest.mark.skipif(not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"), reason="this vLLM is not 1Cat's")
+NEEDS_1CAT = pytest.mark.skipif(not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"), reason="this vLLM is not 1Cat's")
 
 
-def test_names_of_1cat(monkeypatch):
+def test_the_variable_for_1cat_vllm(monkeypatch):
     """VOLTA_FA_VLLM_1CAT=backend replaces the backend FLASH_ATTN_V100 of 1Cat-vLLM. A vLLM without that name refuses the value."""
     monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "yes")
-    with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `yes`, expected backend or package"):
-        volta_fa.vllm.register()
+    refused(ValueError, "VOLTA_FA_VLLM_1CAT: got `yes`, expected backend or package", volta_fa.vllm.register)
     monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "backend")
     if not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"):
-        with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `backend`, expected 1Cat-vLLM"):
-            volta_fa.vllm.register()
+        refused(ValueError, "VOLTA_FA_VLLM_1CAT: got `backend`, expected 1Cat-vLLM", volta_fa.vllm.register)
         return
     volta_fa.vllm.register()
     assert AttentionBackendEnum.FLASH_ATTN_V100.get_class() is VoltaV100Backend
     assert VoltaV100Backend.get_name() == "FLASH_ATTN_V100" and AttentionBackendEnum.CUSTOM.get_class() is VoltaBackend
 
 
-@of_1cat
+@NEEDS_1CAT
 @pytest.mark.parametrize("headdim", [64, 256])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
 @on("sim")

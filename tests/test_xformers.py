@@ -1,7 +1,7 @@
 """Tests of xformers' memory_efficient_attention run by volta_fa (enable_xformers), in fp64 on the CPU or fp16 on a GPU.
 
-Each of xformers' biases is compared with its own dense form (`materialize`). Calls that volta_fa does not support run xformers' function.
-Needs xformers, which the test environment lacks: `pip install --no-deps xformers==0.0.35` with torch 2.10 or newer."""
+xformers' masks are objects ("biases"). Each is compared with its own dense form (`materialize`). Calls that volta_fa does not support run
+xformers' own function. The test environment lacks xformers: `pip install --no-deps xformers==0.0.35` with torch 2.10 or newer."""
 
 import dataclasses
 import sys
@@ -28,6 +28,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skip
 
 @pytest.fixture(autouse=True)
 def enabled():
+    """Makes xformers run volta_fa on the CPU during each test."""
     volta_fa.xformers_stats(reset=True)
     volta_fa.enable_xformers("cpu")
     yield
@@ -83,8 +84,7 @@ def compare(q, k, v, bias, device="cpu"):
     found = run(memory_efficient_attention, to_device(bias, device))
     assert volta_fa.xformers_stats() == {"ran": 1, "fell_back": {}}
     if device == "cpu":
-        for ours, theirs in zip(found, expected):
-            torch.testing.assert_close(ours, theirs, **TOLERANCE)
+        torch.testing.assert_close(found, expected, **TOLERANCE)
         return
     eager = run(dense_attention, None if dense is None else dense.half().cuda())
     for limit, ours, native, theirs in zip([2.0] + [3.0] * 4, found, eager, expected):
@@ -99,6 +99,7 @@ def inputs(seqlen_q, seqlen_k, batch=2, grad=True):
     )
 
 
+#: Biases of (batch, seqlen) tensors, for numbers of queries and keys.
 WHOLE = {
     "none": lambda q, k: None,
     "tensor": lambda q, k: random(2, HEADS, q, k),
@@ -123,22 +124,20 @@ def test_biases_of_whole_batches(kind, seqlen_q, seqlen_k, device):
     compare(*inputs(seqlen_q, seqlen_k), WHOLE[kind](seqlen_q, seqlen_k), device)
 
 
-Q, SHORTER, LONGER, MIXED, ONE_LESS = [3, 6, 1], [2, 3, 1], [5, 6, 4], [5, 4, 1], [2, 5, 0]
+#: Lengths of three packed sequences, and biases of these: queries, bias, keys (or padded keys: one number).
+Q, SHORTER, LONGER, MIXED = [3, 6, 1], [2, 3, 1], [5, 6, 4], [5, 4, 1]
+Q2, ONE_LESS = [3, 6, 2], [2, 5, 1]
 PACKED = {
     "blocks": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, MIXED), MIXED),
     "causal": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q).make_causal(), Q),
     "causal, longer keys": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, LONGER), LONGER),
     "causal, shorter keys": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, SHORTER), SHORTER),
     "causal, mixed": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, MIXED), MIXED),
-    "causal, one key less": ([3, 6, 2], lambda: biases.BlockDiagonalCausalMask.from_seqlens([3, 6, 2], [2, 5, 1]), [2, 5, 1]),
+    "causal, one key less": (Q2, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q2, ONE_LESS), ONE_LESS),
     "causal window": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q).make_local_attention(2), Q),
     "causal window, longer keys": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_local_attention(2), LONGER),
     "causal window, mixed": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, MIXED).make_local_attention(3), MIXED),
-    "causal window, one key less": (
-        [3, 6, 2],
-        lambda: biases.BlockDiagonalMask.from_seqlens([3, 6, 2], [2, 5, 1]).make_local_attention(3),
-        [2, 5, 1],
-    ),
+    "causal window, one key less": (Q2, lambda: biases.BlockDiagonalMask.from_seqlens(Q2, ONE_LESS).make_local_attention(3), ONE_LESS),
     "bottom-right": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_causal_from_bottomright(), LONGER),
     "bottom-right window": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_local_attention_from_bottomright(2), LONGER),
     "padded": (Q, lambda: biases.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 7, LONGER), [21]),
@@ -194,8 +193,7 @@ def test_groups_of_heads(bias, expanded):
     assert volta_fa.xformers_stats() == {"ran": 1, "fell_back": {}}
     torch.testing.assert_close(out, expected, **TOLERANCE)
     dout = torch.randn_like(out)
-    for found, wanted in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout)):
-        torch.testing.assert_close(found, wanted, **TOLERANCE)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout), **TOLERANCE)
 
 
 def test_a_leaf_of_expanded_heads_has_a_gradient_for_each_head():
@@ -239,6 +237,12 @@ def test_compiled_without_a_graph_break(bias):
     assert volta_fa.xformers_stats()["ran"] == 0  # counting would compile it again at each call
 
 
+@pytest.fixture
+def original(monkeypatch):
+    """Replaces xformers' own function, which volta_fa calls where it does not support a call, by one that returns "original"."""
+    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
+
+
 class OwnMask(biases.LowerTriangularFromBottomRightMask):
     pass
 
@@ -259,12 +263,11 @@ def test_other_calls_run_the_original_and_are_counted(reason, monkeypatch):
     options = {"dropout": {"p": 1.0}, "op": {"op": fmha.MemoryEfficientAttentionCutlassOp}}.get(reason, {})
     assert memory_efficient_attention(*arguments, **options) == "original"
     assert volta_fa.xformers_stats() == {"ran": 0, "fell_back": {reason: 1}}
-    ((inp, op),) = asked
+    [(inp, op)] = asked
     assert inp.query is arguments[0] and inp.key is arguments[1] and op is options.get("op")
 
 
-def test_pages_with_a_gradient_fall_back(monkeypatch):
-    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
+def test_pages_with_a_gradient_fall_back(original):
     tables = torch.tensor([[1], [0]], dtype=torch.int32)
     bias = biases.BlockDiagonalPaddedKeysMask.from_seqlens([2, 1], 16, [9, 16]).make_paged(
         tables, 16, biases.PagedBlockDiagonalPaddedKeysMask
@@ -288,11 +291,11 @@ def test_disable_restores_xformers():
 
 
 def around(function):
+    """Returns another program's wrapper of xformers' function."""
     return lambda inp, op=None: function(inp, op)
 
 
-def test_another_programs_function_around_ours_stays(monkeypatch):
-    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
+def test_another_programs_function_around_ours_stays(original, monkeypatch):
     other = around(fmha._memory_efficient_attention)
     monkeypatch.setattr(fmha, "_memory_efficient_attention", other)
     for _ in range(2):
@@ -313,10 +316,9 @@ def test_a_function_put_in_place_while_off_comes_back(monkeypatch):
     assert fmha._memory_efficient_attention is other
 
 
-def test_a_reference_kept_while_enabled_runs_the_original(monkeypatch):
+def test_a_reference_kept_while_enabled_runs_the_original(original, monkeypatch):
     kept = fmha._memory_efficient_attention
     volta_fa.disable_xformers()
-    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
     assert kept(fmha.Inputs(*inputs(3, 3)), None) == "original"
     monkeypatch.setattr(fmha, "_memory_efficient_attention", around(kept))
     volta_fa.enable_xformers("cpu")
@@ -324,8 +326,7 @@ def test_a_reference_kept_while_enabled_runs_the_original(monkeypatch):
     volta_fa.disable_xformers()
 
 
-def test_another_device_runs_the_original(monkeypatch):
-    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
+def test_another_device_runs_the_original(original):
     assert memory_efficient_attention(*[torch.zeros(1, 2, 1, 8, device="meta")] * 3) == "original"
     assert volta_fa.xformers_stats() == {"ran": 0, "fell_back": {}}
 

@@ -1,6 +1,7 @@
 """Compares vLLM's own Triton kernels with volta_fa on a CPU, and prints the largest differences as JSON: python vllm_kernels.py.
 
-test_vllm_kernels_agree (test_vllm_releases.py) runs it in a process of its own with a real vLLM. Triton's interpreter runs the kernels:
+`spans` compares attention with image spans, whose tokens see each other; `ranks` how ranks that share a cache combine their results.
+test_vllm_kernels_agree (test_vllm_releases.py) runs this in a process of its own with a real vLLM. Triton's interpreter runs the kernels:
 vLLM switches Triton off without a GPU, so this file puts Triton back before it imports them."""
 
 import json
@@ -30,8 +31,9 @@ NHEADS, NHEADS_K, HEADDIM, PAGE = 4, 2, 64, 16
 
 
 def spans() -> list[dict]:
-    """Returns differences of attention with image spans, whose tokens see each other: a whole prompt, decoding, a chunk that begins within
-    a span, and text. `difference`: with volta_fa; `without_spans`: with volta_fa and no spans, so it must be large."""
+    """Returns differences to vLLM's out for four sets of options: `difference`: of volta_fa's; `without_spans`: of volta_fa's without
+    spans, which must be large. The sequences are a whole prompt, decoding, a chunk that begins within a span, and text."""
+    # first and last position of each sequence's spans; lengths; first rows of the sequences' queries
     ranges = {0: [(0, 2), (5, 20), (21, 37), (39, 39)], 1: [(3, 20)], 2: [(9, 30), (33, 44)], 3: []}
     seq_lens, starts = [43, 30, 46, 5], [0, 43, 44, 64, 69]
     generator = torch.Generator().manual_seed(1)
@@ -59,8 +61,8 @@ def spans() -> list[dict]:
 
 
 def ranks() -> list[float]:
-    """Returns differences between test_vllm.combine, which adds up the results of two ranks, and vLLM's kernel. Some rows have no tokens
-    on one rank or on both (lse +inf), and one is NaN, as padding is."""
+    """Returns differences between test_vllm.combine, which adds up the results of two ranks, and vLLM's kernel: of each rank's corrected
+    out and of its softmax_lse. Some rows have no tokens on one rank or on both (lse +inf), and one is NaN, as padding is."""
     try:
         from vllm.v1.attention.ops import dcp as theirs
 

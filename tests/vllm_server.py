@@ -1,7 +1,9 @@
-"""What the tests of volta_fa.vllm share. `Server` makes the tensors and metadata of a step, as vLLM's runner does. `run` passes them to the
-backend's cache update, metadata builder and forward. `check` compares each sequence's rows with the fp64 reference.
+"""What test_vllm*.py share. `Server` makes the tensors and metadata of a step, as vLLM's runner does. `run` passes them to the backend's
+cache update, metadata builder and forward. `Server.check` compares each sequence's rows of out with the fp64 reference.
 
-vLLM's classes are a stub (vllm_stub.py), or those of a real release in a process that test_real_vllm starts (test_vllm_releases.py)."""
+vLLM's words: a step is one forward pass over the new tokens of several sequences (requests); a block is a page of the cache; a slot is a
+token's place in the cache (-1: none); an implementation is the attention of one layer. vLLM's classes are a stub (vllm_stub.py), or those
+of a real release in a process that test_real_vllm starts (test_vllm_releases.py)."""
 
 from __future__ import annotations
 
@@ -36,20 +38,19 @@ OLD = not REAL or hasattr(importlib.import_module("vllm.v1.attention.backend").A
 PREFILL = REAL and importlib.util.find_spec("vllm.v1.attention.backends.mla.prefill") is not None
 LATER = pytest.mark.skipif(REAL and OLD, reason="vLLM up to 0.26 has no room for the scales of int8")
 BACKENDS = on("cpu-fp32", "cpu-fp64", "sim", "cuda")
+#: Tokens of a block.
 PAGE = 16
-
-
-#: Memory layouts of a layer's cache of (blocks, block_size, nheads_k, headdim): K and V apart, or side by side (packed).
+#: Memory layouts of a layer's cache of (blocks, block_size, nheads_k, headdim): K and V apart, or side by side in a row (packed).
 LAYOUTS = ["nhd", "hnd", "packed-nhd", "packed-hnd", "packed-layers"]
 
 
 def with_first_rows(queries: dict[int, int]):
-    """Yields (sequence, number of queries) and the sequence's first row in the step's tensors."""
+    """Yields ((sequence, number of queries), the sequence's first row in the step's tensors)."""
     return zip(queries.items(), itertools.accumulate(queries.values(), initial=0))
 
 
 class Server:
-    """Sequences that grow, in a cache whose blocks are in random order: what vLLM's runner passes to a backend."""
+    """Four sequences that grow, in a cache whose blocks are in random order: what vLLM's runner passes to a backend."""
 
     def __init__(self, backend, layout="nhd", nheads=4, nheads_k=2, headdim=32, block=PAGE, max_blocks=6, sequences=4):
         backend.simulate()
@@ -58,9 +59,7 @@ class Server:
         blocks = sequences * max_blocks + 1
         order = torch.Generator().manual_seed(backend.seed)
         # block 0 is vLLM's null block
-        self.table = (
-            (torch.randperm(blocks - 1, generator=order) + 1).int()[: sequences * max_blocks].view(sequences, -1).to(backend.device)
-        )
+        self.table = (torch.randperm(blocks - 1, generator=order) + 1).int().view(sequences, -1).to(backend.device)
         self.lengths = [0] * sequences
         self.tokens = [[] for _ in range(sequences)]  # of each sequence: the k and v that its cache must have
         self.kv_cache = self.allocate(layout, blocks, 2 * headdim, math.nan, backend.dtype)
@@ -70,20 +69,25 @@ class Server:
 
     def allocate(self, layout, blocks, content, value, dtype):
         """Returns a layer's cache full of this value. `content`: elements of a token and head, keys and values together."""
-        nheads_k, block, of = self.nheads_k, self.block, dict(dtype=dtype, device=self.backend.device)
-        if layout == "nhd":
-            return torch.full(VoltaBackend.get_kv_cache_shape(blocks, block, nheads_k, content // 2), value, **of)
-        if layout == "hnd":
-            return torch.full((blocks, 2, nheads_k, block, content // 2), value, **of).transpose(2, 3)
-        if layout == "packed-nhd":
-            return torch.full((blocks, block, nheads_k, content), value, **of).transpose(1, 2)
-        if layout == "packed-hnd":
-            return torch.full((blocks, nheads_k, block, content), value, **of)
-        # the second of three layers that share blocks
-        return torch.full((blocks, 3, block, nheads_k, content), value, **of)[:, 1].transpose(1, 2)
+        nheads_k, block = self.nheads_k, self.block
+
+        def full(*shape):
+            return torch.full(shape, value, dtype=dtype, device=self.backend.device)
+
+        match layout:
+            case "nhd":
+                return full(*VoltaBackend.get_kv_cache_shape(blocks, block, nheads_k, content // 2))
+            case "hnd":
+                return full(blocks, 2, nheads_k, block, content // 2).transpose(2, 3)
+            case "packed-nhd":
+                return full(blocks, block, nheads_k, content).transpose(1, 2)
+            case "packed-hnd":
+                return full(blocks, nheads_k, block, content)
+            case "packed-layers":  # the second of three layers that share blocks
+                return full(blocks, 3, block, nheads_k, content)[:, 1].transpose(1, 2)
 
     def step(self, queries: dict[int, int], padded_requests=0, padded_tokens=0, causal=True):
-        """Appends new tokens, whose number by sequence is `queries`. Returns q, k, v, slots in the cache (-1: none), vLLM's metadata."""
+        """Appends new tokens, whose number by sequence is `queries`. Returns q, k, v, their slots, and vLLM's metadata of the step."""
         b = self.backend
         starts = [0, *itertools.accumulate(queries.values())]
         total = starts[-1]
@@ -98,7 +102,7 @@ class Server:
             self.lengths[s] += n
         slots = torch.tensor(slots, dtype=torch.int64, device=b.device)
         start_loc = b.ints(starts + [total] * padded_requests)
-        table = torch.cat([self.table[list(queries)], self.table.new_full((padded_requests, self.table.shape[1]), -1)])
+        table = torch.nn.functional.pad(self.table[list(queries)], (0, 0, 0, padded_requests), value=-1)
         common = CommonAttentionMetadata(
             query_start_loc=start_loc,
             query_start_loc_cpu=start_loc.cpu(),
@@ -137,24 +141,26 @@ FP8 = ["fp8", "fp8_e4m3", "fp8_e5m2"]
 INT8 = "int8_per_token_head"
 #: int8 keys and int4 values, which vLLM has from the plugin.
 MIXED = "int8k_int4v"
-BESIDE = [INT8, MIXED]  # scales beside codes
+#: Cache dtypes with scales beside their codes.
+BESIDE = [INT8, MIXED]
 
 
 def quantized(x, kv_cache_dtype, scale, is_value=False):
-    """x as a cache of this type has it: codes, with scales of its own if it has some, and what both stand for in x's type."""
+    """Returns x quantized as this cache dtype stores it (codes, and scales if it is one of BESIDE), and dequantized again."""
     kv_dtype = {INT8: "int8", MIXED: "int4" if is_value else "int8", "fp8_e5m2": "fp8_e5m2"}.get(kv_cache_dtype, "fp8_e4m3")
     made = volta_fa.quantize_kv(x, kv_dtype, scale=None if kv_cache_dtype in BESIDE else scale)
     return made, volta_fa.dequantize_kv(made.data, kv_dtype, made.scale, made.zero_point, dtype=x.dtype)
 
 
 class QuantizedServer(Server):
-    """A server with a quantized cache. `codes` is what the cache must contain."""
+    """A server with a quantized cache. `codes` is what the cache must contain, and `tokens` has the dequantized values."""
 
     def __init__(self, backend, kv_cache_dtype, layout="nhd", **sizes):
         super().__init__(backend, layout, **sizes)
         self.kv_cache_dtype = kv_cache_dtype
         k_scale, v_scale = self.scales = tuple(torch.tensor(x, device=backend.device) for x in LAYER_SCALES)
         self.layer = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
+        # bytes of a token and head: codes, and 16 for scales
         content = {INT8: 2 * self.headdim + 16, MIXED: self.headdim * 3 // 2 + 16}.get(kv_cache_dtype, 2 * self.headdim)
         # -1 is NaN in both formats of fp8, and as a scale
         self.kv_cache = self.allocate(layout, len(self.kv_cache), content, -1, torch.int8)
@@ -163,7 +169,7 @@ class QuantizedServer(Server):
         self.codes = self.kv_cache.clone()
 
     def step(self, queries, **options):
-        """Quantizes the new tokens, so that `tokens` has the dequantized values."""
+        """Also quantizes the new tokens into `codes`."""
         found = super().step(queries, **options)
         *caches, scales = paged.split_cache(self.codes, self.headdim, self.kv_cache_dtype, self.layer)
         for s, n in queries.items():
@@ -185,6 +191,7 @@ class QuantizedServer(Server):
 
 
 def implementation(server, **options):
+    """Returns the attention of a layer for a server's sizes."""
     return VoltaAttentionImpl(server.nheads, server.headdim, server.headdim**-0.5, server.nheads_k, **options)
 
 
@@ -203,7 +210,7 @@ def run(server, impl, queries, common_prefix_len=0, **padding):
 
 #: New tokens by sequence in each step: prompts; chunks of prompts beside decoding; several tokens, as in speculation; decoding alone.
 STEPS = [{0: 21, 1: 5}, {0: 1, 2: 40, 1: 1}, {3: 17, 2: 3, 0: 4}, {0: 1, 1: 1, 2: 1, 3: 1}]
-#: Options of the backend, and the same as options of the reference. `arguments` adds tensors.
+#: Arguments of an implementation, and the same as options of the reference. `arguments` adds tensors.
 OPTIONS = {
     "plain": ({}, {}),
     "window": ({"sliding_window": 7}, {"window_left": 6}),
@@ -215,7 +222,7 @@ OPTIONS = {
 
 
 def arguments(backend, name: str) -> tuple[dict, dict]:
-    """Returns the backend's arguments, and the same as arguments of the reference."""
+    """Returns the arguments of an implementation, and the same as options of the reference."""
     given, same = (dict(options) for options in OPTIONS[name])
     if "sinks" in given:
         given["sinks"] = same["sinks"] = backend.randn(4)
@@ -232,17 +239,18 @@ def serve(server, impl, steps=STEPS, **same):
     server.check_cache()
 
 
-#: vLLM up to 0.20 has the spans elsewhere, and does not pass them to plugins.
+#: Skips tests of image spans: vLLM up to 0.20 does not pass them to plugins.
 SPANS = pytest.mark.skipif("mm_req_doc_ranges" not in CommonAttentionMetadata.__dataclass_fields__, reason="this vLLM has no spans here")
 
 
 def latent_implementation(kv_lora_rank, rotary, nheads=4, **options):
-    names = ("num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type")
-    given = (
-        dict(zip(names, (1, None, None, "auto", None, AttentionType.DECODER)), kv_sharing_target_layer_name=None, kv_b_proj=None) | options
+    """Returns the latent attention of a layer. Latents have kv_lora_rank columns that are key and value, and `rotary` more of the key."""
+    unused = dict.fromkeys(
+        ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "kv_b_proj", "q_lora_rank")
     )
-    dims = dict(q_lora_rank=None, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=32, qk_rope_head_dim=rotary, qk_head_dim=32 + rotary)
-    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (kv_lora_rank + rotary) ** -0.5, **given, **dims, v_head_dim=32)
+    given = {**unused, "num_kv_heads": 1, "kv_cache_dtype": "auto", "attn_type": AttentionType.DECODER, **options}
+    dims = dict(kv_lora_rank=kv_lora_rank, qk_nope_head_dim=32, qk_rope_head_dim=rotary, qk_head_dim=32 + rotary, v_head_dim=32)
+    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (kv_lora_rank + rotary) ** -0.5, **given, **dims)
 
 
 def latent_cache(kv_cache_dtype, columns, blocks=25, of=None):

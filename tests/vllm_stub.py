@@ -1,10 +1,12 @@
-"""A stub of vLLM: the classes and functions that volta_fa.vllm uses, with the names and signatures of vLLM 0.19.1 and 0.33.0, without
-behavior. vllm_server.py installs it in sys.modules, unless it runs with a real vLLM; test_vllm_releases.py compares it with that."""
+"""A stub of vLLM: the classes and functions that volta_fa.vllm uses, with the names and signatures that vLLM 0.19.1 and 0.33.0 share,
+without behavior. vllm_server.py installs it in sys.modules for test_vllm*.py, unless they run with a real vLLM; test_vllm_releases.py
+compares it with that. vLLM's documentation describes the classes; docstrings here say only what is special to the stub."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -43,6 +45,8 @@ class AttentionMetadata:
 
 @dataclasses.dataclass
 class CommonAttentionMetadata:
+    """What all layers share about a step. The first nine fields are at the same positions in all releases."""
+
     query_start_loc: torch.Tensor
     query_start_loc_cpu: torch.Tensor
     seq_lens: torch.Tensor
@@ -163,6 +167,7 @@ class AttentionBackendEnum(enum.Enum):
         return getattr(__import__(module, fromlist=[name]), name)
 
 
+#: Paths of the classes that plugins registered.
 _OVERRIDES: dict[AttentionBackendEnum, str] = {}
 
 
@@ -171,14 +176,11 @@ def register_backend(backend, class_path=None, is_mamba=False):
     return lambda cls: cls
 
 
-LAYOUT = "NHD"
-
-
 def get_kv_cache_layout():
-    return LAYOUT
+    return "NHD"
 
 
-#: vLLM's module of each name.
+#: vLLM's modules, and what the stub has of each.
 MODULES = {
     "vllm.v1.attention.backend": [
         AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, AttentionType,
@@ -193,9 +195,8 @@ MODULES = {
 def install() -> None:
     """Puts the modules and their parent packages into sys.modules."""
     for name, members in MODULES.items():
-        parts = name.split(".")
-        for i in range(1, len(parts) + 1):
-            module = sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+        for package in itertools.accumulate(name.split("."), "{}.{}".format):
+            module = sys.modules.setdefault(package, types.ModuleType(package))
             module.__path__ = []
         for member in members:
             setattr(sys.modules[name], member.__name__, member)
