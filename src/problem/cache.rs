@@ -148,9 +148,7 @@ fn check_pages(shape: &CacheShape, table: &TensorDesc, o: &Options, q: &TensorDe
     let (max_pages, page_size) = (table.sizes.get(1).copied().unwrap_or(UNKNOWN), shape.rows);
     check_int32("block_table", table, q, &[batch, max_pages], "(batch, max_pages)")?;
     for (name, t) in [("cache_batch_idx", &o.cache_batch_idx), ("leftpad_k", &o.leftpad_k)] {
-        if t.is_some() {
-            return Err(Error::value(name, "a tensor", "None, since block_table is given"));
-        }
+        reject_if!(t.is_some(), name, "a tensor", "None, since block_table is given");
     }
     let is_known = max_pages != UNKNOWN && page_size != UNKNOWN;
     let seqlen_k = if is_known { max_pages.saturating_mul(page_size) } else { UNKNOWN };

@@ -7,6 +7,16 @@ use crate::limits::MAX_ROW_STRIDE;
 use crate::options::UNKNOWN;
 use std::fmt;
 
+/// Returns the error `argument: got {found}, expected {allowed}` from the function if the condition holds.
+macro_rules! reject_if {
+    ($condition:expr, $argument:expr, $found:expr, $allowed:expr) => {
+        if $condition {
+            return Err(Error::value($argument, $found, $allowed));
+        }
+    };
+}
+pub(super) use reject_if;
+
 /// Formats a number that may be unknown.
 pub fn number(n: i64) -> String {
     if n == UNKNOWN {
@@ -40,9 +50,7 @@ pub fn same_sizes(a: &[i64], b: &[i64]) -> bool {
 
 /// Rejects a property that differs from that of another argument.
 pub fn check_same<T: PartialEq + fmt::Display>(name: &str, what: &str, found: T, other: &str, expected: T) -> Result<()> {
-    if found != expected {
-        return Err(Error::value(name, format!("{what} {found}"), format!("{what} {expected}, that of {other}")));
-    }
+    reject_if!(found != expected, name, format!("{what} {found}"), format!("{what} {expected}, that of {other}"));
     Ok(())
 }
 
@@ -55,16 +63,12 @@ pub fn check_same_size(name: &str, what: &str, found: i64, other: &str, expected
 }
 
 pub fn check_at_most(name: &str, what: &str, n: i64, most: i64) -> Result<()> {
-    if n > most {
-        return Err(Error::value(name, format!("{what} {n}"), format!("at most {most}")));
-    }
+    reject_if!(n > most, name, format!("{what} {n}"), format!("at most {most}"));
     Ok(())
 }
 
 pub fn check_dtype(name: &str, d: &TensorDesc, expected: DType) -> Result<()> {
-    if d.dtype != expected {
-        return Err(Error::value(name, format!("dtype {}", d.dtype), expected));
-    }
+    reject_if!(d.dtype != expected, name, format!("dtype {}", d.dtype), expected);
     Ok(())
 }
 
@@ -87,9 +91,7 @@ pub fn check_compute_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Resu
             "torch.float16, torch.bfloat16, torch.float32 or torch.float64",
         ),
     };
-    if !ok {
-        return Err(Error::value(name, format!("dtype {}", d.dtype), allowed));
-    }
+    reject_if!(!ok, name, format!("dtype {}", d.dtype), allowed);
     Ok(())
 }
 
@@ -132,9 +134,7 @@ pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> 
 /// Checks dtype, device and shape of a tensor of any strides. `what`: names of its sizes.
 pub fn check_tensor(name: &str, d: &TensorDesc, dtype: DType, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
     check_dtype(name, d, dtype)?;
-    if !same_sizes(&d.sizes, expected) {
-        return Err(Error::value(name, shape(d), format!("shape {what}, here {}", listed(expected))));
-    }
+    reject_if!(!same_sizes(&d.sizes, expected), name, shape(d), format!("shape {what}, here {}", listed(expected)));
     check_device(name, d, q)
 }
 
@@ -146,8 +146,6 @@ pub fn check_int32(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64],
 
 /// Rejects a vector of another length, whose name is `what`.
 pub fn check_length(name: &str, d: &TensorDesc, expected: i64, what: &str) -> Result<()> {
-    if !same_sizes(&d.sizes, &[expected]) {
-        return Err(Error::value(name, shape(d), format!("shape ({what},), here ({},)", number(expected))));
-    }
+    reject_if!(!same_sizes(&d.sizes, &[expected]), name, shape(d), format!("shape ({what},), here ({},)", number(expected)));
     Ok(())
 }

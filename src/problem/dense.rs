@@ -67,9 +67,7 @@ pub fn validate_backward(
         if !(name == "dout" && backend == Backend::Meta) {
             check_layout(name, d, backend)?;
         }
-        if !same_sizes(&d.sizes, &expected) {
-            return Err(Error::value(name, shape(d), format!("shape {}, that of the forward's out", listed(&expected))));
-        }
+        reject_if!(!same_sizes(&d.sizes, &expected), name, shape(d), format!("shape {}, that of the forward's out", listed(&expected)));
     }
     check_per_row("softmax_lse", softmax_lse, q, a)?;
     check_rng_state(rng_state, q, a)
@@ -83,9 +81,7 @@ pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result
 fn check_per_row(name: &str, d: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_dtype(name, d, DType::Float)?;
     check_device(name, d, q)?;
-    if !same_sizes(&d.sizes, &a.lse_shape()) {
-        return Err(Error::value(name, shape(d), format!("shape {}", listed(&a.lse_shape()))));
-    }
+    reject_if!(!same_sizes(&d.sizes, &a.lse_shape()), name, shape(d), format!("shape {}", listed(&a.lse_shape())));
     Ok(())
 }
 

@@ -64,12 +64,8 @@ pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Res
         return Err(Error::value("q", rank(q), "rank 4, (batch, seqlen_q, nheads, 128)"));
     };
     check_contiguous_last("q", q)?;
-    if !same_size(headdim, INDEXER_HEADDIM) {
-        return Err(Error::value("q", format!("headdim {headdim}"), INDEXER_HEADDIM));
-    }
-    if nheads == 0 || nheads > MAX_INDEXER_HEADS {
-        return Err(Error::value("q", format!("nheads {nheads}"), format!("1 to {MAX_INDEXER_HEADS}")));
-    }
+    reject_if!(!same_size(headdim, INDEXER_HEADDIM), "q", format!("headdim {headdim}"), INDEXER_HEADDIM);
+    reject_if!(nheads == 0 || nheads > MAX_INDEXER_HEADS, "q", format!("nheads {nheads}"), format!("1 to {MAX_INDEXER_HEADS}"));
     if batch != UNKNOWN && seqlen_q != UNKNOWN {
         check_at_most("q", "rows", batch.saturating_mul(seqlen_q), MAX_SEQLEN)?;
     }
@@ -126,13 +122,9 @@ fn check_rows(
 ) -> Result<i64> {
     check_bytes("k", k)?;
     let [total_k, columns] = [k.sizes[0], k.sizes[1]];
-    if !same_size(columns, INDEXER_HEADDIM) {
-        return Err(Error::value("k", shape(k), format!("shape (total_k, {INDEXER_HEADDIM})")));
-    }
+    reject_if!(!same_size(columns, INDEXER_HEADDIM), "k", shape(k), format!("shape (total_k, {INDEXER_HEADDIM})"));
     for (name, is_given) in [("block_table", block_table.is_some()), ("max_seqlen_k", max_seqlen_k.is_some())] {
-        if is_given {
-            return Err(Error::value(name, "a value", "None beside k of rank 2, which has all keys in order"));
-        }
+        reject_if!(is_given, name, "a value", "None beside k of rank 2, which has all keys in order");
     }
     let Some(d) = k_scales else {
         return Err(Error::value("k_scales", "None", "float32 (total_k,) beside k of rank 2"));
@@ -170,9 +162,7 @@ fn check_pages(
         return Err(Error::value("k", format!("stride {} between pages", k.strides[0]), "a multiple of 16 bytes"));
     }
     check_at_most("k", "pages", pages, i64::from(i32::MAX))?;
-    if k_scales.is_some() {
-        return Err(Error::value("k_scales", "a tensor", "None beside pages, which have their scales"));
-    }
+    reject_if!(k_scales.is_some(), "k_scales", "a tensor", "None beside pages, which have their scales");
     let Some(table) = block_table else {
         return Err(Error::value("block_table", "None", "int32 (batch, max_pages) beside pages"));
     };
@@ -181,9 +171,7 @@ fn check_pages(
     let Some(columns) = max_seqlen_k else {
         return Err(Error::value("max_seqlen_k", "None", "the columns of the output, beside pages"));
     };
-    if columns != UNKNOWN && !(0..=MAX_SEQLEN).contains(&columns) {
-        return Err(Error::value("max_seqlen_k", columns, format!("0 to {MAX_SEQLEN}")));
-    }
+    reject_if!(columns != UNKNOWN && !(0..=MAX_SEQLEN).contains(&columns), "max_seqlen_k", columns, format!("0 to {MAX_SEQLEN}"));
     let room = if max_pages == UNKNOWN || page_size == UNKNOWN { columns } else { max_pages.saturating_mul(page_size) };
     Ok((columns, columns.min(room), page_size))
 }
