@@ -5,26 +5,10 @@
 //! of one batch entry with its query heads. A chunk has about CHUNK_SCORES = 2^20 scores, but at least MIN_CHUNK_ROWS = 16 rows of a group.
 
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
-use volta_fa::problem::{Appended, Attention, DType, Keys, Queries, RequestedFeatures, Window};
+use volta_fa::problem::{Attention, Window};
 
 fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
-    Attention {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        nheads,
-        nheads_k,
-        headdim: 64,
-        headdim_v: 64,
-        softmax_scale: 0.125,
-        window,
-        dtype: DType::Half,
-        queries: Queries::Dense,
-        keys: Keys::Dense,
-        features: RequestedFeatures::default(),
-        appended: Appended::default(),
-        num_splits: 0,
-    }
+    Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, window, ..Attention::default() }
 }
 
 const WINDOWS: [Window; 6] = [

@@ -9,7 +9,7 @@ use volta_fa::kernels::{image, CacheFormat};
 use volta_fa::launch::bytes_of;
 use volta_fa::params::{DecodeParams, Operand, Output};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
-use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
+use volta_fa::problem::{Attention, Cache, CacheLayout, Keys};
 use volta_sim::{Extent, Launch, Module, Schedule};
 
 const TOKENS: i64 = 3000;
@@ -92,23 +92,10 @@ impl Call {
 }
 
 fn attention() -> Attention {
-    Attention {
-        batch: 1,
-        seqlen_q: 1,
-        seqlen_k: TOKENS,
-        nheads: HEADS,
-        nheads_k: 1,
-        headdim: HEADDIM,
-        headdim_v: HEADDIM,
-        softmax_scale: 0.125,
-        window: Window { left: None, right: None },
-        dtype: DType::Half,
-        queries: Queries::Dense,
-        keys: Keys::Cache(Cache { layout: CacheLayout::Entries, entries: 1, rows: TOKENS, format: CacheFormat::Unquantized }),
-        features: RequestedFeatures::default(),
-        appended: Appended::default(),
-        num_splits: 0,
-    }
+    let cache = Cache { layout: CacheLayout::Entries, entries: 1, rows: TOKENS, format: CacheFormat::Unquantized };
+    let (keys, softmax_scale) = (Keys::Cache(cache), (HEADDIM as f64).powf(-0.5));
+    let sizes = Attention { batch: 1, seqlen_q: 1, seqlen_k: TOKENS, nheads: HEADS, nheads_k: 1, ..Attention::default() };
+    Attention { headdim: HEADDIM, headdim_v: HEADDIM, softmax_scale, keys, ..sizes }
 }
 
 fn is_finite(out: &[u16]) -> bool {

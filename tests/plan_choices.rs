@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use volta_fa::kernels::{variants, CacheFormat, Pass, Variant, COMPILED};
 use volta_fa::plan::{self, BackwardMode, BackwardPlan, DeviceLimits, PlannedKernel};
-use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, ScoreFunction, Window};
+use volta_fa::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, ScoreFunction, Window};
 use volta_fa::tuning::Tuning;
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/plans.txt");
@@ -96,12 +96,8 @@ impl Random {
                 2 | 3 => Window::CAUSAL,
                 _ => Window { left: Some(self.length(12)), right: self.of(&[Some(0), Some(64)]) },
             },
-            dtype: DType::Half,
-            queries: Queries::Dense,
-            keys: Keys::Dense,
             features: self.features(),
-            appended: Appended::default(),
-            num_splits: 0,
+            ..Attention::default()
         };
         match call {
             "prefill" => {

@@ -7,8 +7,9 @@ use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS};
 use crate::params::CacheFormat;
 
 /// Storage of queries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Queries {
+    #[default]
     /// (batch, seqlen_q, nheads, headdim)
     Dense,
     /// (total, nheads, headdim), sequences one after the other.
@@ -18,8 +19,10 @@ pub enum Queries {
     },
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Storage of keys and values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keys {
+    #[default]
     /// (batch, seqlen_k, nheads_k, headdim)
     Dense,
     /// (total, nheads_k, headdim), sequences one after the other.
@@ -57,7 +60,7 @@ pub struct Cache {
 
 /// Which keys a query row sees: row `i` sees `j` with `i + offset - left <= j <= i + offset + right` and
 /// `offset = seqlen_k - seqlen_q`. `None` is no bound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Window {
     /// Visible keys before position `i + offset`, 0 or more.
     pub left: Option<i64>,
@@ -93,7 +96,8 @@ pub struct Rotary {
 }
 
 /// A validated attention problem. Planner and backends need no more. Sizes of tensors without data may be [`crate::options::UNKNOWN`].
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// The default has dense fp16 tensors of size 0, and no mask or other option.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Attention {
     /// Batch entries, or packed sequences.
     pub batch: i64,

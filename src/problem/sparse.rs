@@ -1,9 +1,8 @@
 //! Validation of `fwd_sparse_mla`: queries, caches of latents and the tokens that each query chose. A latent is one vector per token, which
 //! is key and value of all heads. src/ops/sparse.rs calls it.
 
-use super::attention::{Attention, Cache, CacheLayout, Keys, Queries, Window};
+use super::attention::{Attention, Cache, CacheLayout, Keys, Queries};
 use super::checks::*;
-use super::features::RequestedFeatures;
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN};
@@ -59,9 +58,7 @@ pub fn validate_sparse(
     }
     // a symbolic size (UNKNOWN) is negative
     let softmax_scale = softmax_scale.unwrap_or((headdim.max(1) as f64).powf(-0.5));
-    if !(softmax_scale as f32).is_finite() {
-        return Err(Error::value("softmax_scale", softmax_scale, "a number that is finite in float32"));
-    }
+    reject_if!(!(softmax_scale as f32).is_finite(), "softmax_scale", softmax_scale, "a number that is finite in float32");
     let cache = Cache { layout: CacheLayout::Entries, entries: total_q, rows: topk, format };
     Ok(Attention {
         batch: total_q,
@@ -75,10 +72,7 @@ pub fn validate_sparse(
         queries: Queries::Dense,
         keys: Keys::Latents(cache),
         softmax_scale,
-        window: Window::FULL,
-        features: RequestedFeatures::default(),
-        appended: Default::default(),
-        num_splits: 0,
+        ..Attention::default() // no window, no other options
     })
 }
 
