@@ -6,11 +6,11 @@
 
 mod tables;
 
+pub(crate) use tables::features::named;
 pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
     CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
-    BACKWARD_STREAM_K, DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_SPLIT, FORWARD_SPLIT_STREAM_K, FORWARD_STREAM_K,
-    FUSED_BACKWARD, LARGE_PASS_SETS, PASSES, PASS_SETS, PREFILL_STREAM_K, SPLIT_BACKWARD, SPLIT_TOKENS, STORED_BACKWARD,
+    DETERMINISTIC_BACKWARD, LARGE_PASS_SETS, PASSES, PASS_SETS, SPLIT_BACKWARD, SPLIT_TOKENS, STORED_BACKWARD,
 };
 pub use tables::volta::VOLTA;
 
@@ -118,11 +118,6 @@ pub fn variants() -> impl Iterator<Item = &'static Variant> {
     COMPILED.variants()
 }
 
-/// Returns [`Kernels::serve`] of the compiled kernels.
-pub fn serves(sm: u32, through_ptx_too: bool) -> bool {
-    COMPILED.serve(sm, through_ptx_too)
-}
-
 pub fn params_bytes(block: ParamBlock) -> usize {
     match block {
         ParamBlock::Forward => size_of::<FwdParams>(),
@@ -177,9 +172,4 @@ fn decompress(name: &str, data: &[u8]) -> Result<Vec<u8>> {
         return Err(Error::runtime(format!("this build of volta_fa is without the kernel {name}: `make build` compiles all")));
     }
     zstd::decode_all(data).map_err(|e| Error::runtime(format!("the embedded code of {name} is damaged: {e}")))
-}
-
-/// Returns [`Kernels::max_headdim`] of the compiled kernels.
-pub fn max_headdim(sm: u32) -> i64 {
-    COMPILED.max_headdim(sm)
 }

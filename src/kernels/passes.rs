@@ -204,33 +204,17 @@ impl Pass {
 
 // Sets of passes whose kernels run one after the other and share scratch memory: a plan takes all of a set from one family.
 
-/// The set of `volta_fa::fwd`.
-pub const FORWARD: [Pass; 1] = [Pass::Forward];
-/// The set of `volta_fa::fwd` of fp32 tensors.
-pub const FORWARD_SPLIT: [Pass; 1] = [Pass::ForwardSplit];
-/// The set of `volta_fa::fwd` where a stream-K grid is faster.
-pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
-/// The set of `volta_fa::fwd` of fp32 tensors where a stream-K grid is faster.
-pub const FORWARD_SPLIT_STREAM_K: [Pass; 1] = [Pass::ForwardSplitStreamK];
-/// The set for a KV cache where a stream-K grid is faster.
-pub const PREFILL_STREAM_K: [Pass; 1] = [Pass::PrefillStreamK];
 /// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family with
 /// `has_key_block_offset` may run it too: several launches of the main kernel then fix the order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
-/// The main kernel of the same set where a stream-K grid is faster.
-pub const BACKWARD_STREAM_K: [Pass; 1] = [Pass::BackwardStreamK];
-/// The set of `volta_fa::bwd` where one block has all keys of a head.
-pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 /// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];
 /// The set of `volta_fa::bwd` for large headdims: P and dS travel through memory. It is deterministic.
 pub const STORED_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardScores, Pass::BackwardGradients];
 /// The set of `volta_fa::bwd` of fp32 tensors. It is deterministic.
 pub const SPLIT_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardSplitScores, Pass::BackwardSplitGradients];
-/// The set of `volta_fa::fwd_fast`. Its prepare kernel is not in it: it is the one of the same headdim.
-pub const FAST_FORWARD: [Pass; 1] = [Pass::FastForward];
 /// The sets that run every fp16 problem of `fwd` and `bwd` up to headdim `COMMON_HEADDIM` (256), for `Kernels::serve`. For each set, some
 /// family must have all passes. Stream-K and fused kernels only save time.
-pub const PASS_SETS: [&[Pass]; 3] = [&FORWARD, &BACKWARD, &DETERMINISTIC_BACKWARD];
+pub const PASS_SETS: [&[Pass]; 3] = [&[Pass::Forward], &BACKWARD, &DETERMINISTIC_BACKWARD];
 /// The same for headdims above.
-pub const LARGE_PASS_SETS: [&[Pass]; 2] = [&FORWARD, &STORED_BACKWARD];
+pub const LARGE_PASS_SETS: [&[Pass]; 2] = [&[Pass::Forward], &STORED_BACKWARD];

@@ -134,7 +134,7 @@ pub fn split_forward(
     let features_of = move |headdim: u32| features.into_iter().take(if headdim > 128 { 2 } else { 3 });
     let with = |row: Variant, features: FeatureSet| {
         // a third block would leave dropout too few registers
-        let max_blocks = if features.contains(FeatureSet::of(&[Feature::Dropout])) { 2 } else { row.blocks_per_sm };
+        let max_blocks = if features.has(Feature::Dropout) { 2 } else { row.blocks_per_sm };
         Variant { blocks_per_sm: row.blocks_per_sm.min(max_blocks), ..row.with_features(features) }
     };
     let with_blocks = move |row: Variant| {
@@ -149,7 +149,7 @@ pub fn split_forward(
 /// whose one head has few row tiles. Their one feature is sinks, which only the epilogue needs: of each tile's rows, that without softcap.
 pub fn split_stream_k(rows: impl Iterator<Item = Variant>, source: Source) -> impl Iterator<Item = Variant> {
     let features = FeatureSet::of(&[Feature::Sinks]);
-    let plain = rows.filter(|row| row.headdim == 512 && !row.features.contains(FeatureSet::of(&[Feature::Softcap])));
+    let plain = rows.filter(|row| row.headdim == 512 && !row.features.has(Feature::Softcap));
     plain.map(move |row| Variant { pass: Pass::ForwardSplitStreamK, source, ..row }.with_features(features))
 }
 

@@ -185,7 +185,7 @@ impl Variant {
 
     /// Returns the kernel's argument: its pass's, or with `Feature::Blocks` the block that contains that and the lists.
     pub const fn params(&self) -> ParamBlock {
-        match (self.pass.info().params, self.features.contains(FeatureSet::of(&[Feature::Blocks]))) {
+        match (self.pass.info().params, self.features.has(Feature::Blocks)) {
             (ParamBlock::Forward, true) => ParamBlock::ForwardBlocks,
             (ParamBlock::Backward, true) => ParamBlock::BackwardBlocks,
             (ParamBlock::BackwardStored, true) => ParamBlock::BackwardStoredBlocks,
@@ -249,7 +249,7 @@ impl Variant {
                 if is_fp32 { "fp32_output" } else { "varlen" }.into()
             }
             // beside generic kernels without dropout
-            beyond if self.pass == Pass::ForwardSplit && beyond.contains(FeatureSet::of(&[Feature::Dropout])) => "generic_dropout".into(),
+            beyond if self.pass == Pass::ForwardSplit && beyond.has(Feature::Dropout) => "generic_dropout".into(),
             _ => "generic".into(),
         }
     }

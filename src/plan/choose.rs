@@ -122,7 +122,7 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
         && v.is_batch_invariant == shape.is_batch_invariant
         && v.features.contains(features)
         && features.contains(v.required_features)
-        && (shape.rows_before_keys <= FAR || !v.required_features.contains(FeatureSet::of(&[Feature::Alibi])))
+        && (shape.rows_before_keys <= FAR || !v.required_features.has(Feature::Alibi))
         && d.runs(v)
 }
 

@@ -6,7 +6,7 @@ use super::device::{families, DeviceLimits};
 use super::features::{features, BackwardMode};
 use super::kernel::{planned, PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{self, Pass, COMPILED};
+use crate::kernels::{Pass, COMPILED};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
@@ -38,7 +38,7 @@ pub struct FastPlan {
 /// fast kernel for the problem that works, or because the sequences are too short to pay. A tuning that names a fast kernel overrides the
 /// length. A boolean mask is the feature `attn_bias`. `is_prepared`: keys and values need no preparation, a mask still does.
 pub fn fast(a: &Attention, is_prepared: bool, d: &DeviceLimits) -> Result<Option<FastPlan>> {
-    let Ok([forward]) = choose(*COMPILED, kernels::FAST_FORWARD, &Shape::of(a), features(a, BackwardMode::default()), d) else {
+    let Ok([forward]) = choose(*COMPILED, [Pass::FastForward], &Shape::of(a), features(a, BackwardMode::default()), d) else {
         // also after an error of the families: the exact forward's plan finds the same and reports it
         return Ok(None);
     };

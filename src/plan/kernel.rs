@@ -4,46 +4,33 @@
 
 use super::backward::BackwardStreamKPlan;
 use super::stream_k::StreamKPlan;
-use crate::kernels::{RowKind, Scratch, Variant};
+use crate::kernels::{named, RowKind, Scratch, Variant};
 use crate::limits::MAX_GRID_YZ;
 use crate::problem::Attention;
 use std::fmt;
 
-/// Why a plan has a kernel: the text below says what each stands for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    Cheapest,
-    LaterFamily,
-    Resident,
-    NoMoreBlocks,
-    Tail,
-    FewerRows,
-    ShortWindow,
-    ShortDiagonal,
-    ShorterLongest,
-    StreamK,
-    Tuned,
-    TunedMode,
-    FailedAvoided,
+named! {
+    /// Why a plan has a kernel, and the text of it in `_plan()`. Blocks are those of the kernel's grid.
+    enum Reason {
+        Cheapest = "the cheapest that covers it",
+        LaterFamily = "the cheapest that covers it, where the preferred family does not",
+        Resident = "smaller blocks, since all run at once",
+        NoMoreBlocks = "smaller blocks, since there are no more of them",
+        Tail = "smaller blocks for the last rows, since all run at once",
+        FewerRows = "smaller blocks, since an SM gets fewer rows",
+        ShortWindow = "smaller blocks, since the window is short",
+        ShortDiagonal = "smaller blocks, since a causal mask hides much",
+        ShorterLongest = "smaller blocks, since the longest one decides",
+        StreamK = "stream-K, since the last wave would leave SMs idle",
+        Tuned = "tuned",
+        TunedMode = "tuned: faster without atomics",
+        FailedAvoided = "another one failed on this card",
+    }
 }
 
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Reason::Cheapest => "the cheapest that covers it",
-            Reason::LaterFamily => "the cheapest that covers it, where the preferred family does not",
-            Reason::Resident => "smaller blocks, since all run at once",
-            Reason::Tail => "smaller blocks for the last rows, since all run at once",
-            Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
-            Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
-            Reason::ShortWindow => "smaller blocks, since the window is short",
-            Reason::ShortDiagonal => "smaller blocks, since a causal mask hides much",
-            Reason::ShorterLongest => "smaller blocks, since the longest one decides",
-            Reason::StreamK => "stream-K, since the last wave would leave SMs idle",
-            Reason::Tuned => "tuned",
-            Reason::TunedMode => "tuned: faster without atomics",
-            Reason::FailedAvoided => "another one failed on this card",
-        })
+        f.write_str(self.name())
     }
 }
 

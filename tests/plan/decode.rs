@@ -49,11 +49,11 @@ fn every_variant_of_sparse_latents_is_chosen() {
             for dtype in [DType::Half, DType::BFloat16] {
                 let cache = Cache { layout: CacheLayout::Entries, entries: 70, rows: 2048, format };
                 let a = Attention { batch: 70, headdim, dtype, keys: Keys::Latents(cache), ..latents(heads, 1) };
-                let p = plan::sparse_mla(&a, &DeviceLimits::V100).unwrap();
+                let p = plan::sparse_mla(&a, &V100).unwrap();
                 let v = p.kernel.variant;
                 assert_eq!((i64::from(v.headdim), v.headdim_v, v.cache, v.is_bf16), (headdim, 512, format, dtype == DType::BFloat16));
                 assert_eq!(i64::from(v.block_rows), [16, 32, 64].into_iter().find(|&rows| rows >= heads).unwrap_or(64));
-                let select = plan::sparse_select(&a, 70, &DeviceLimits::V100).unwrap();
+                let select = plan::sparse_select(&a, 70, &V100).unwrap();
                 // a block selects a query's tokens; others cast bf16 queries to fp16, with a warp for each head and eight warps a block
                 let of_heads = if dtype == DType::BFloat16 { (heads as u32).div_ceil(8) } else { 0 };
                 assert_eq!(select.blocks, [70, 1 + of_heads]);
@@ -67,7 +67,7 @@ fn every_variant_of_sparse_latents_is_chosen() {
 #[test]
 fn every_variant_of_the_indexer_is_chosen() {
     let mut unused: Vec<_> = kernels::variants().filter(|v| v.pass == Pass::Indexer).map(|v| v.name).collect();
-    for d in [DeviceLimits::V100, T4] {
+    for d in [V100, T4] {
         for (seqlen_q, nheads, rows) in
             [(1, 64, 64), (2, 64, 64), (3, 64, 256), (4096, 64, 256), (5, 32, 64), (6, 32, 256), (6, 1, 256), (6, 33, 256)]
         {
@@ -89,7 +89,7 @@ fn every_variant_is_chosen_for_some_problem() {
         })
         .map(|v| v.name)
         .collect();
-    for d in [DeviceLimits::V100, T4] {
+    for d in [V100, T4] {
         unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
         for format in FORMATS.map(|row| row.format) {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
@@ -147,7 +147,7 @@ fn dequantize_grid_covers_padding_of_key_steps() {
     for v in kernels::variants().filter(|v| v.pass == Pass::Dequantize) {
         assert_eq!(Some(v.step), longest, "{}", v.name);
     }
-    let planned = plan::dequantize(801, 2, &DeviceLimits::V100).unwrap();
+    let planned = plan::dequantize(801, 2, &V100).unwrap();
     assert_eq!(planned.blocks, [801_u32.div_ceil(planned.variant.block_rows), 2]);
 }
 
@@ -155,7 +155,7 @@ fn dequantize_grid_covers_padding_of_key_steps() {
 #[test]
 fn plans_kernels_for_each_quantized_format() {
     for format in CacheFormat::quantized() {
-        for d in [DeviceLimits::V100, T4] {
+        for d in [V100, T4] {
             for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
                 let v = plan::decode(&with_format(cached(128, group, 1), format), false, &d).unwrap().kernel.variant;
                 assert_eq!((v.cache, v.block_rows, v.headdim), (format, rows, 128), "{}", v.name);
@@ -188,7 +188,7 @@ fn plans_smallest_row_tile_that_fits() {
     for (headdim, group, seqlen_q, rows) in
         [(64, 1, 1, 8), (64, 8, 1, 8), (64, 9, 1, 32), (128, 6, 3, 32), (128, 8, 8, 64), (128, 40, 8, 64), (256, 8, 8, 64), (8, 1, 1, 8)]
     {
-        let v = plan(&cached(headdim, group, seqlen_q), false, &DeviceLimits::V100).kernel.variant;
+        let v = plan(&cached(headdim, group, seqlen_q), false, &V100).kernel.variant;
         assert_eq!((v.block_rows, v.family.name), (rows, "volta"), "{headdim} {group} {seqlen_q}: {}", v.name);
         assert!(i64::from(v.headdim) >= headdim);
     }
@@ -198,14 +198,14 @@ fn plans_smallest_row_tile_that_fits() {
 #[test]
 fn leaves_sequences_of_many_rows_to_prefill() {
     let a = cached(128, 8, 100);
-    let mixed = plan(&a, true, &DeviceLimits::V100);
+    let mixed = plan(&a, true, &V100);
     assert_eq!((mixed.kernel.variant.block_rows, mixed.max_rows), (32, MAX_DECODE_ROWS));
-    assert_eq!(plan(&a, false, &DeviceLimits::V100).max_rows, i64::MAX);
+    assert_eq!(plan(&a, false, &V100).max_rows, i64::MAX);
 }
 
 #[test]
 fn decode_grid_fills_the_gpu() {
-    for d in [DeviceLimits::V100, T4] {
+    for d in [V100, T4] {
         let mut long = cached(64, 4, 1);
         let of_short = plan(&long, false, &d);
         long.seqlen_k = 1 << 20;
@@ -222,7 +222,7 @@ fn decode_grid_fills_the_gpu() {
 
 #[test]
 fn plans_mla_kernels_only_for_latents() {
-    for d in [DeviceLimits::V100, T4] {
+    for d in [V100, T4] {
         for (heads, seqlen_q) in [(1, 1), (16, 1), (128, 8)] {
             let p = plan(&latents(heads, seqlen_q), false, &d);
             let v = p.kernel.variant;

@@ -35,7 +35,7 @@ fn chooses_forward_family_alone() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let family = |a: &Attention, d: &DeviceLimits| plan::forward_among(kernels, a, d).unwrap().variant.family.name;
     let a = attention(2000, 2000, 64, 64);
-    for (device, expected) in [(T4, TURING.name), (H200, TURING.name), (DeviceLimits::V100, VOLTA.name)] {
+    for (device, expected) in [(T4, TURING.name), (H200, TURING.name), (V100, VOLTA.name)] {
         assert_eq!(family(&a, &device), expected);
         let backward = plan::backward_among(kernels, &a, DEFAULT, &device).unwrap();
         for kernel in parts(&backward) {
@@ -88,7 +88,7 @@ fn environment_restricts_families() {
     let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
     assert_eq!((volta.variant.family.name, volta.variant.name), ("volta", "volta_fwd_64x64"));
     assert_eq!(plan::forward_among(kernels, &a, &only(TURING.name, T4)).unwrap().variant.family.name, TURING.name);
-    let e = plan::forward_among(kernels, &a, &only(TURING.name, DeviceLimits::V100)).unwrap_err();
+    let e = plan::forward_among(kernels, &a, &only(TURING.name, V100)).unwrap_err();
     assert_eq!(
         e.message,
         "VOLTA_FA_FAMILY: got `made-up turing`, expected a kernel family that a GPU of compute capability 7.0 runs: volta"
@@ -108,7 +108,7 @@ fn chooses_kernel_with_fewest_features() {
     let name = |features| {
         // full waves
         let a = Attention { nheads: 10, nheads_k: 10, features, ..attention(2000, 2000, 64, 64) };
-        plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
+        plan::forward_among(kernels, &a, &V100).unwrap().variant.name
     };
     let alibi = RequestedFeatures { alibi: true, ..RequestedFeatures::default() };
     assert_eq!(name(RequestedFeatures { sinks: true, ..alibi }), "two");
@@ -147,7 +147,7 @@ fn fp32_bias_gets_kernels_that_read_it() {
             let a = Attention { features, ..attention(2000, 2000, headdim, headdim) };
             assert_eq!(plan::features(&a, DEFAULT).contains(bias.union(fp32)), fp32_bias);
             let name = |d| plan::forward(&a, d).unwrap().variant.name;
-            (name(&DeviceLimits::V100), name(&T4))
+            (name(&V100), name(&T4))
         });
         let has_fp32 = |name| kernels::variants().any(|v| v.name == name && v.features.contains(fp32));
         assert!(!has_fp32(half) && has_fp32(float), "{half}, {float}");
@@ -177,7 +177,7 @@ fn plans_kernels_only_with_required_features() {
     let alibi = Variant { name: "alibi", features: of_kernel, required_features: of_kernel, ..like("volta_fwd_64x64", VOLTA) };
     let name = |kernels, features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
-        plan::forward_among(kernels, &a, &DeviceLimits::V100).map(|planned| planned.variant.name)
+        plan::forward_among(kernels, &a, &V100).map(|planned| planned.variant.name)
     };
     let alone: &'static [&'static [Variant]] = Vec::leak(vec![&*Vec::leak(vec![alibi])]);
     assert_eq!(name(Kernels(alone), RequestedFeatures { alibi: true, ..RequestedFeatures::default() }).unwrap(), "alibi");

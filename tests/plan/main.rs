@@ -22,23 +22,7 @@ use volta_fa::problem::{
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
-    Attention {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        nheads: 8,
-        nheads_k: 2,
-        headdim,
-        headdim_v,
-        softmax_scale: 0.125,
-        window: Window { left: None, right: None },
-        dtype: DType::Half,
-        queries: Queries::Dense,
-        keys: Keys::Dense,
-        features: RequestedFeatures::default(),
-        appended: Appended::default(),
-        num_splits: 0,
-    }
+    Attention { batch: 2, seqlen_q, seqlen_k, nheads: 8, nheads_k: 2, headdim, headdim_v, softmax_scale: 0.125, ..Attention::default() }
 }
 
 const DEFAULT: BackwardMode = BackwardMode { deterministic: false, fp32_gradients: false, has_dlse: false, split: false };
@@ -46,6 +30,7 @@ const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAUL
 /// fp32 tensors in full precision: each number is split into two fp16 parts.
 const SPLIT: BackwardMode = BackwardMode { fp32_gradients: true, split: true, ..DEFAULT };
 
+const V100: DeviceLimits = DeviceLimits::V100;
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 
@@ -58,7 +43,7 @@ fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimi
 }
 
 fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
-    tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
+    tuned_with(*COMPILED, failed, choices, V100)
 }
 
 /// Returns a V100 without stream-K kernels of the backward pass, whose grids have a block for each key block.
@@ -148,7 +133,7 @@ fn parts(plan: &plan::BackwardPlan) -> [PlannedKernel; 3] {
 /// Returns a GPU of a family's own architecture.
 fn own_device(family: &Family) -> DeviceLimits {
     let capability = (family.sm as i32 / 10, family.sm as i32 % 10);
-    DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..DeviceLimits::V100 }
+    DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..V100 }
 }
 
 /// Kernels pad headdims to their own. Of the applicable ones, none has fewer features of scores, or as many and less padding.
@@ -157,8 +142,8 @@ fn plans_least_padding_for_every_headdim() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
         for (features, packed, asked) in feature_requests() {
             let a = on_packed_tensors(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
-            let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
-            let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
+            let forward = plan::forward(&a, &V100).unwrap().variant;
+            let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
                 let asked = asked.intersection(v.pass.info().features);
                 let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
@@ -196,7 +181,7 @@ const CACHED: [Pass; 9] = [
 fn every_variant_is_chosen_for_some_problem() {
     let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
     let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
-    let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
+    let merge = plan::merge(&states, &V100).unwrap();
     assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
     unused.retain(|name| *name != merge.variant.name);
     for family in COMPILED.families() {
@@ -207,14 +192,14 @@ fn every_variant_is_chosen_for_some_problem() {
     // few key blocks of many steps get the backward pass's stream-K kernels
     for headdim in [64, 128] {
         let a = Attention { batch: 1, nheads: 32, nheads_k: 8, ..attention(2048, 2048, headdim, headdim) };
-        let main = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
+        let main = plan::backward(&a, DEFAULT, &V100).unwrap().main;
         unused.retain(|name| *name != main.variant.name);
     }
     // many rows past the last query get Volta's medium blocks
     for sinks in [false, true] {
         let a = attention(257, 257, 64, 64);
         let a = Attention { nheads: 256, features: RequestedFeatures { sinks, ..a.features }, ..a };
-        let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        let forward = plan::forward(&a, &V100).unwrap();
         unused.retain(|name| *name != forward.variant.name);
     }
     let headdims = || (8..=256).step_by(8).chain([512]);
@@ -255,7 +240,7 @@ fn orders_long_blocks_first_under_causal_masks() {
         let plan = plan::forward_among(turing, &Attention { batch: 64, nheads_k: a.nheads, ..a }, &T4).unwrap();
         assert_eq!((plan.variant.block_rows, plan.blocks), (256, expected));
     }
-    let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
+    let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &V100).unwrap();
     assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
     let a = Attention { nheads: 6, nheads_k: 3, ..a };
     // without a causal mask, a second launch of smaller blocks (a tail) computes the last keys: 13 blocks instead of 16
@@ -277,8 +262,8 @@ fn plans_generic_kernels_for_far_rows_with_alibi() {
     let requires = |seqlen_q, seqlen_k, right, seqused_k| {
         let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
         let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
-        let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
-        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|feature| feature == Feature::Alibi));
+        let kernels = [plan::forward(&a, &V100).unwrap(), plan::backward(&a, DEFAULT, &V100).unwrap().main];
+        let [forward, backward] = kernels.map(|k| k.variant.required_features.has(Feature::Alibi));
         assert_eq!(forward, backward);
         forward
     };
@@ -295,7 +280,7 @@ fn plans_generic_kernels_for_far_rows_with_alibi() {
 fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);
-        let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        let f = plan::forward(&a, &V100).unwrap();
         // one tile per block; a stream-K grid has the tiles of all heads and entries, here 8 * 2, on one axis
         let [of_head, heads] = f.stream_k.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
         assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
@@ -323,7 +308,7 @@ fn separate_dq_kernel_has_no_accumulator() {
         assert_eq!((p.main.blocks[1], p.postprocess.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.postprocess.unwrap().blocks[0] * p.postprocess.unwrap().variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv, unless P and dS are stored
-        let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let default = plan::backward(&a, DEFAULT, &V100).unwrap();
         if default.stored.is_none() {
             assert_eq!(p.main.blocks, default.main.blocks);
             assert_eq!(p.main.variant.shared_bytes, default.main.variant.shared_bytes);
@@ -334,7 +319,7 @@ fn separate_dq_kernel_has_no_accumulator() {
 #[test]
 fn rejects_devices_without_kernels() {
     let a = attention(10, 10, 64, 64);
-    let pascal = DeviceLimits { capability: (6, 1), ..DeviceLimits::V100 };
+    let pascal = DeviceLimits { capability: (6, 1), ..V100 };
     let e = plan::forward(&a, &pascal).unwrap_err();
     assert!(e.message.contains("6.1") && e.message.contains("7.0"), "{e}");
 }
@@ -375,9 +360,9 @@ fn max_seqlen_does_not_enlarge_grids() {
     let a = problem::validate(&q, &k, &k, &Options { window_left: -1, window_right: -1, ..o }, Backend::Kernels).unwrap();
     let block = plan::problem_block(&a, 3);
     assert_eq!((block.seqlen_q, block.seqlen_k, block.window_left, block.window_right), (300, 500, 800, 800));
-    let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+    let forward = plan::forward(&a, &V100).unwrap();
     assert_eq!(forward.blocks[0], 300_u32.div_ceil(forward.variant.block_rows));
-    let backward = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+    let backward = plan::backward(&a, DEFAULT, &V100).unwrap();
     // preprocess has the rows in scratch memory, 300 rounded to 32; main has keys, postprocess queries
     for (step, rows) in parts(&backward).into_iter().zip([320, 500, 300_u32]) {
         assert_eq!(step.blocks[0], rows.div_ceil(step.variant.block_rows), "{}", step.variant.name);

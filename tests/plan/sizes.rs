@@ -7,7 +7,7 @@ use super::*;
 fn plans_small_blocks_for_resident_causal_grids() {
     let of = |nheads, seqlen_k, headdim, window| {
         let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
-        let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        let plan = plan::forward(&a, &V100).unwrap();
         (plan.variant.block_rows, plan.reason)
     };
     let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
@@ -36,12 +36,12 @@ fn plans_small_blocks_for_short_windows() {
     };
     let (small, large) = ((64, true), (128, false));
     for sinks in [false, true] {
-        assert_eq!(of(DeviceLimits::V100, 64, 128, Some(0), sinks), [small, small], "gpt-oss");
-        assert_eq!(of(DeviceLimits::V100, 64, 64, Some(64), sinks), [small, small], "ModernBERT");
-        assert_eq!(of(DeviceLimits::V100, 64, 256, Some(0), sinks), [small, large], "four medium blocks an SM");
-        assert_eq!(of(DeviceLimits::V100, 64, 512, Some(0), sinks), [large, large]);
-        assert_eq!(of(DeviceLimits::V100, 64, 128, None, sinks), [large, large], "keys after a query are not hidden");
-        assert_eq!(of(DeviceLimits::V100, 128, 128, Some(0), sinks), [large, small], "one small block an SM, two large ones");
+        assert_eq!(of(V100, 64, 128, Some(0), sinks), [small, small], "gpt-oss");
+        assert_eq!(of(V100, 64, 64, Some(64), sinks), [small, small], "ModernBERT");
+        assert_eq!(of(V100, 64, 256, Some(0), sinks), [small, large], "four medium blocks an SM");
+        assert_eq!(of(V100, 64, 512, Some(0), sinks), [large, large]);
+        assert_eq!(of(V100, 64, 128, None, sinks), [large, large], "keys after a query are not hidden");
+        assert_eq!(of(V100, 128, 128, Some(0), sinks), [large, small], "one small block an SM, two large ones");
     }
     assert_eq!(of(T4, 128, 128, Some(0), false)[0], small, "256 rows without a window");
 }
@@ -53,7 +53,7 @@ fn plans_medium_blocks_that_skip_rows_or_keys() {
     let of = |nheads, seqlen, headdim, left, right| {
         let window = Window { left, right };
         let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(seqlen, seqlen, headdim, headdim) };
-        let kernel = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        let kernel = plan::forward(&a, &V100).unwrap();
         (kernel.variant.name, kernel.reason)
     };
     let (large, medium, small) = ("volta_fwd_64x64", "volta_fwd_64x64_medium", "volta_fwd_64x64_small");
@@ -117,7 +117,7 @@ fn chooses_among_three_block_sizes_of_turing() {
 fn plans_small_blocks_for_small_grids() {
     let blocks = |batch, nheads, seqlen, headdim, sms| {
         let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
-        let s = plan::forward(&a, &DeviceLimits { sms, ..DeviceLimits::V100 }).unwrap();
+        let s = plan::forward(&a, &DeviceLimits { sms, ..V100 }).unwrap();
         (s.variant.block_rows, s.blocks[0])
     };
     // 64 blocks of 64 rows fit 80 SMs, instead of 32 blocks of 128

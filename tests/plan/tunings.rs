@@ -29,9 +29,9 @@ fn problems() -> impl Iterator<Item = Attention> {
 fn empty_tuning_changes_no_plan() {
     let empty = tuned(&[], &[]);
     for a in problems() {
-        assert_eq!(plan::forward(&a, &empty).unwrap(), plan::forward(&a, &DeviceLimits::V100).unwrap());
+        assert_eq!(plan::forward(&a, &empty).unwrap(), plan::forward(&a, &V100).unwrap());
         for mode in [DEFAULT, DETERMINISTIC] {
-            assert_eq!(plan::backward(&a, mode, &empty).unwrap(), plan::backward(&a, mode, &DeviceLimits::V100).unwrap());
+            assert_eq!(plan::backward(&a, mode, &empty).unwrap(), plan::backward(&a, mode, &V100).unwrap());
         }
     }
 }
@@ -42,7 +42,7 @@ fn takes_tuning_choices_for_their_class() {
         &[],
         &[r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000], "variant": "volta_fwd_128x128""#],
     );
-    let own = |a: &Attention| assert_eq!(plan::forward(a, &d).unwrap(), plan::forward(a, &DeviceLimits::V100).unwrap());
+    let own = |a: &Attention| assert_eq!(plan::forward(a, &d).unwrap(), plan::forward(a, &V100).unwrap());
     let forced = |a: &Attention| assert_eq!(forward_of(a, &d), ("volta_fwd_128x128", Reason::Tuned));
     // rows = 16 * seqlen: batch 2, 8 heads
     for seqlen in [125, 999, 1000] {
@@ -97,7 +97,7 @@ fn skips_inapplicable_tuning_choices() {
     assert_eq!(name(32, plain), "volta_fwd_32x32");
     assert_eq!(name(64, plain), "volta_fwd_96x96", "volta_fwd_64x64 failed");
     assert_eq!(name(64, alibi), "volta_fwd_generic_64x64");
-    assert_eq!(name(104, plain), plan::forward(&attention(900, 900, 104, 104), &DeviceLimits::V100).unwrap().variant.name);
+    assert_eq!(name(104, plain), plan::forward(&attention(900, 900, 104, 104), &V100).unwrap().variant.name);
     let bytes = kernels::variants().find(|v| v.name == "volta_fwd_96x96").unwrap().shared_bytes;
     let little = DeviceLimits { shared_bytes_per_block: bytes - 1, ..d };
     assert_ne!(forward_of(&attention(900, 900, 64, 64), &little).0, "volta_fwd_96x96", "does not fit");
@@ -133,7 +133,7 @@ fn tuned_kernel_selects_its_family() {
     // not if the family is excluded or does not run on the device
     let only = DeviceLimits { only: kernels.families().find(|f| f.name == TURING.name), ..d };
     assert_eq!(backward(&only), ["prepare", "main", "finish"]);
-    let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], DeviceLimits::V100);
+    let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], V100);
     assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
     // a stream-K kernel takes the others with it, unless the tuning chooses a main kernel too
     let stream_k = r#""pass": "BackwardStreamK", "variant": "volta_bwd_streamk_64""#;
@@ -198,7 +198,7 @@ fn replaces_failed_kernels() {
     let a = attention(900, 900, 64, 64);
     assert_eq!(forward_of(&a, &tuned(&["volta_fwd_64x64"], &[])), ("volta_fwd_64x64_medium", Reason::FailedAvoided));
     let small = attention(64, 64, 64, 64);
-    assert_eq!(forward_of(&small, &DeviceLimits::V100), ("volta_fwd_64x64_small", Reason::Resident));
+    assert_eq!(forward_of(&small, &V100), ("volta_fwd_64x64_small", Reason::Resident));
     assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64_medium", Reason::NoMoreBlocks));
     let both = tuned(&["volta_fwd_64x64_medium", "volta_fwd_64x64_small"], &[]);
     assert_eq!(forward_of(&small, &both), ("volta_fwd_64x64", Reason::Cheapest));
@@ -279,7 +279,7 @@ fn names_tuning_choices_unusable_on_a_device() {
         {"pass": "Forward", "variant": "volta_fwd_128x128"},
         {"pass": "Backward", "deterministic": true}]}"#;
     let usable = |d: &DeviceLimits| Tuning::parse(text, *COMPILED).unwrap().usable_on(*COMPILED, d.sm(), d.shared_bytes_per_block);
-    let (tuning, refused) = usable(&DeviceLimits::V100);
+    let (tuning, refused) = usable(&V100);
     assert_eq!((tuning.choices(), refused.len()), (2, 1));
     assert!(refused[0].contains("turing_fwd_64x64") && refused[0].contains("family turing"), "{refused:?}");
     assert_eq!(usable(&H200).0.choices(), 3);

@@ -160,10 +160,11 @@ fn generic(plain: Variant) -> Variant {
 /// Returns the plain kernel with one or two features that a problem must use (`volta/forward/required_features.cuh`). They leave no
 /// registers for lengths from memory or a bias in fp32: problems with these run the generic kernel.
 fn with(required_features: FeatureSet, plain: Variant) -> Variant {
-    let has = |feature| required_features.contains(FeatureSet::of(&[feature]));
-    // with Q in registers, a lane keeps 16 bytes for the bias and 32 for dropout in shared memory; 16 a lane take as much as a step of K
-    let chunks = if plain.headdim > 64 { 0 } else { has(Feature::Bias) as u32 + 2 * has(Feature::Dropout) as u32 };
-    let shared_bytes = plain.shared_bytes + chunks * plain.step * 2 * (plain.headdim + 8);
+    // With Q in registers, a thread keeps 16 bytes of the bias and twice 16 of dropout in shared memory after the ring. 16 bytes of all
+    // threads lie as in a ring slot of K, and take its size: a step of rows padded by 8 fp16 numbers.
+    let [bias, dropout] = [Feature::Bias, Feature::Dropout].map(|feature| u32::from(required_features.has(feature)));
+    let slots = if plain.source == REGISTER_Q { bias + 2 * dropout } else { 0 };
+    let shared_bytes = plain.shared_bytes + slots * plain.step * 2 * (plain.headdim + 8);
     Variant { required_features, shared_bytes, ..plain }.with_features(required_features)
 }
 

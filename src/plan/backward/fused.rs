@@ -1,7 +1,7 @@
 //! Plans the backward pass in one kernel, for problems with few keys; mod.rs asks for it first.
 
 use super::plan::{scratch_rows, BackwardPlan};
-use crate::kernels::{self, Kernels, Pass, Variant, COMPILED};
+use crate::kernels::{Kernels, Pass, Variant, COMPILED};
 use crate::plan::choose::{choose, sized};
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
@@ -26,7 +26,7 @@ pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &Dev
         return None;
     }
     let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
-    let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), features(a, mode), d).ok()?;
+    let [large] = choose(kernels, [Pass::BackwardFused], &Shape::of(a), features(a, mode), d).ok()?;
     let is_tuned = large.1 == Reason::Tuned;
     // if the cheapest one failed on this GPU, or the preferred family (volta, turing) has none, separate kernels are better
     if !is_tuned && large.1 != Reason::Cheapest {

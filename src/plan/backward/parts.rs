@@ -86,7 +86,7 @@ impl Planner<'_> {
         if (self.a.queries, self.a.keys) != (Queries::Dense, Keys::Dense) || self.a.batch > MAX_GRID_YZ {
             return None;
         }
-        choose(self.kernels, kernels::BACKWARD_STREAM_K, &self.shape, self.requested, self.d).ok().map(|[kernel]| kernel)
+        choose(self.kernels, [Pass::BackwardStreamK], &self.shape, self.requested, self.d).ok().map(|[kernel]| kernel)
     }
 
     /// Returns kernels without atomics: the third computes dq.
