@@ -60,12 +60,12 @@ impl Search<'_> {
     /// Returns the kernel of a pass from a family, and why. `usual`: the reason if no tuning changes the choice. `is_fallback`: a family
     /// before this one has kernels, but some failed.
     fn kernel(&self, family: &'static Family, wanted: Requested, usual: Reason, is_fallback: bool) -> Option<ChosenKernel> {
-        if let Some(v) = self.tuned(family, wanted) {
-            return Some((v, Reason::Tuned));
+        if let Some(variant) = self.tuned(family, wanted) {
+            return Some(ChosenKernel { variant, reason: Reason::Tuned });
         }
-        let v = self.cheapest(family, wanted, self.d)?;
-        let is_usual = self.d.tuning.is_none() || !is_fallback && self.cheapest(family, wanted, &self.d.untuned()) == Some(v);
-        Some((v, if is_usual { usual } else { Reason::FailedAvoided }))
+        let variant = self.cheapest(family, wanted, self.d)?;
+        let is_usual = self.d.tuning.is_none() || !is_fallback && self.cheapest(family, wanted, &self.d.untuned()) == Some(variant);
+        Some(ChosenKernel { variant, reason: if is_usual { usual } else { Reason::FailedAvoided } })
     }
 
     fn tuned(&self, family: &Family, (pass, features): Requested) -> Option<&'static Variant> {
@@ -73,8 +73,8 @@ impl Search<'_> {
         self.d.tuning?.kernels(pass, self.shape, features).find(is_chosen)
     }
 
-    fn cheapest(&self, family: &'static Family, wanted: Requested, d: &DeviceLimits) -> Option<&'static Variant> {
-        self.applicable(family, wanted, d).min_by_key(|v| cost(v, wanted.1))
+    fn cheapest(&self, family: &'static Family, (pass, features): Requested, d: &DeviceLimits) -> Option<&'static Variant> {
+        self.applicable(family, (pass, features), d).min_by_key(|v| cost(v, features))
     }
 
     fn applicable<'a>(
@@ -111,7 +111,7 @@ fn cost(v: &Variant, features: FeatureSet) -> (u32, u32, u32) {
 /// with a last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
 ///
 /// The host does not know the lengths of packed sequences. For them the maximum lengths count.
-const FAR: i64 = 512;
+const MAX_ALIBI_DISTANCE: i64 = 512;
 
 /// Returns true if a kernel computes this shape with these features, and the device runs it.
 pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d: &DeviceLimits) -> bool {
@@ -122,7 +122,7 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
         && v.is_batch_invariant == shape.is_batch_invariant
         && v.features.contains(features)
         && features.contains(v.required_features)
-        && (shape.rows_before_keys <= FAR || !v.required_features.has(Feature::Alibi))
+        && (shape.rows_before_keys <= MAX_ALIBI_DISTANCE || !v.required_features.has(Feature::Alibi))
         && d.runs(v)
 }
 
@@ -148,7 +148,7 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
 ///
 /// Figures: `docs/design/volta-forward.md`, `docs/design/volta-backward.md`, `docs/design/turing-forward.md`.
 pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &DeviceLimits) -> ChosenKernel {
-    if large.1 == Reason::Tuned {
+    if large.reason == Reason::Tuned {
         return large;
     }
     let blocks = |v: &Variant| {
@@ -192,8 +192,8 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
             false => rows(v) * 10 <= rows(now) * 7,
         }
     };
-    of_all_sizes(kernels, large.0, d).fold(large, |best, v| {
-        let now = best.0;
+    of_all_sizes(kernels, large.variant, d).fold(large, |best, v| {
+        let now = best.variant;
         let is_smaller = v.block_rows < now.block_rows;
         let has_more_warps = v.block_rows == now.block_rows && v.threads > now.threads;
         let reason = if !is_smaller && !has_more_warps {
@@ -213,7 +213,7 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
         } else {
             None
         };
-        reason.map_or(best, |reason| (v, reason))
+        reason.map_or(best, |reason| ChosenKernel { variant: v, reason })
     })
 }
 

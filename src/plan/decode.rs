@@ -8,7 +8,7 @@
 use super::choose::{choose, is_applicable};
 use super::device::{cached_plan, DeviceLimits, PlanCache};
 use super::features::{features, BackwardMode};
-use super::kernel::{PlannedKernel, Reason};
+use super::kernel::{ChosenKernel, PlannedKernel, Reason};
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Pass, Variant, COMPILED, SPLIT_TOKENS};
 use crate::limits::MAX_DECODE_ROWS;
@@ -53,7 +53,7 @@ const MAX_SPLIT_BYTES: i64 = 256 << 20;
 fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     let variant = plan.kernel.variant;
     let tile_rows = i64::from(variant.block_rows);
-    // of a partial result: of each row and eight columns, eight outputs and a chunk of state (SplitSlots in csrc/decode/split_partials.cuh)
+    // of a partial result: for each row and eight columns eight outputs, and four of state (SplitSlots in csrc/decode/split_partials.cuh)
     let floats = a.rows_per_kv_head().min(tile_rows) * i64::from(variant.headdim_v) / 8 * 12;
     // Each sequence counts as the longest one, also if packed: wrong cu_seqlens_q may say so, and kernels must stay inside the memory.
     let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64);
@@ -84,7 +84,7 @@ fn decode_shape(
     d: &DeviceLimits,
 ) -> Result<DecodePlan> {
     let kernels = *COMPILED;
-    let [(chosen, reason)] = choose(kernels, [pass], shape, features, d)?;
+    let [ChosenKernel { variant: chosen, reason }] = choose(kernels, [pass], shape, features, d)?;
     /// Most rows to fit in a batch with long sequences: prefill computes those, and most others have one query.
     const MIXED_ROWS: i64 = 32;
     // batch-invariant calls take the tile that fits the rows of one query, whatever the number of queries
@@ -107,7 +107,7 @@ fn decode_shape(
     let levels = i64::from(combine_levels(blocks));
     let rows_of_split = i64::from(variant.block_rows);
     Ok(DecodePlan {
-        kernel: PlannedKernel::new((variant, reason), [blocks, 1]),
+        kernel: PlannedKernel::new(ChosenKernel { variant, reason }, [blocks, 1]),
         max_rows: if has_long { MAX_DECODE_ROWS } else { i64::MAX },
         partials: splits * rows_of_split * (i64::from(variant.headdim_v) + 2 * levels),
         semaphores: splits * levels,
@@ -151,12 +151,12 @@ pub fn indexer(x: &Indexer, d: &DeviceLimits) -> Result<PlannedKernel> {
             rows: x.batch * x.seqlen_q * x.nheads,
             ..Shape::ANY
         };
-        let [(chosen, reason)] = choose(*COMPILED, [Pass::Indexer], &shape, FeatureSet::NONE, d)?;
+        let [ChosenKernel { variant: chosen, reason }] = choose(*COMPILED, [Pass::Indexer], &shape, FeatureSet::NONE, d)?;
         let is_large = x.seqlen_q << indexer_head_shift(x.nheads) >= MIN_ROWS;
         let rows = |v: &&Variant| if is_large { -i64::from(v.block_rows) } else { i64::from(v.block_rows) };
         let own = COMPILED.of(&chosen.family, Pass::Indexer).filter(|v| is_applicable(v, &shape, FeatureSet::NONE, d));
         let variant = if reason == Reason::Tuned { chosen } else { own.min_by_key(rows).unwrap_or(chosen) };
         let blocks = d.sms * variant.blocks_per_sm;
-        Ok(PlannedKernel::new((variant, reason), [blocks, 1]))
+        Ok(PlannedKernel::new(ChosenKernel { variant, reason }, [blocks, 1]))
     })
 }

@@ -39,9 +39,9 @@ fn forward_pass(kernels: Kernels, pass: Pass, a: &Attention, features: FeatureSe
     Ok(stream_k(kernels, pass, large, a, d).filter(replaces).unwrap_or_else(|| planned(kernel, a)))
 }
 
-/// Plans a stream-K grid of the same tiles if every row tile takes about the same time and the estimate is faster, or if it is tuned.
-///
-/// So it is without a mask, and for a chunk of a prompt after many tokens. Over a KV cache the estimate assumes the longest.
+/// Plans a stream-K grid of the same tiles as `usual`, if every row tile takes about the same time and the estimate is faster, or if it is
+/// tuned. Row tiles take the same time without a mask, and in a chunk of a prompt after many tokens. Over a KV cache, whose lengths the host
+/// does not know, the estimate assumes the longest sequence.
 fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
     let (stream_k, is_possible, is_even) = match pass {
@@ -53,30 +53,29 @@ fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d:
         }
         _ => (Pass::PrefillStreamK, a.batch == 1, !is_uneven(a)),
     };
-    if !is_possible || usual.1 == Reason::Tuned {
+    if !is_possible || usual.reason == Reason::Tuned {
         return None;
     }
-    let [(variant, reason)] = choose(kernels, [stream_k], &shape, features(a, BackwardMode::default()), d).ok()?;
+    let [ChosenKernel { variant, reason }] = choose(kernels, [stream_k], &shape, features(a, BackwardMode::default()), d).ok()?;
     let tile_of = |v: &Variant| (v.family.name, v.required_features, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
-    if !is_tuned && (!is_even || tile_of(variant) != tile_of(usual.0)) {
+    if !is_tuned && (!is_even || tile_of(variant) != tile_of(usual.variant)) {
         return None;
     }
     let (rows, heads) = rows_and_heads(variant, a);
-    let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
+    let row_tiles = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
     // with a window, the keys that a row tile sees
     let of_window = a.window.left.filter(|_| pass == Pass::Prefill).map(|left| left + i64::from(variant.block_rows));
     let keys = of_window.map_or(a.seqlen_k, |keys| keys.min(a.seqlen_k));
-    let key = (row_blocks, keys as u32, variant.step, d.sms, variant.blocks_per_sm);
-    type Key = (u64, u32, u32, u32, u32);
-    thread_local!(static LAST: PlanCache<Key, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
-    let (row_blocks, keys, step, sms, blocks_per_sm) = key;
-    let (plan, pays) = cached_plan(&LAST, key, d, || Ok(StreamKPlan::of(row_blocks, keys, step, sms, blocks_per_sm))).ok()??;
+    let (keys, step, blocks_per_sm) = (keys as u32, variant.step, variant.blocks_per_sm);
+    thread_local!(static LAST: PlanCache<(u64, u32, u32, u32), Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
+    let of_grid = || Ok(StreamKPlan::of(row_tiles, keys, step, d.sms, blocks_per_sm));
+    let (plan, pays) = cached_plan(&LAST, (row_tiles, keys, step, blocks_per_sm), d, of_grid).ok()??;
     if !is_tuned && !pays {
         return None;
     }
     let reason = if is_tuned { reason } else { Reason::StreamK };
-    Some(PlannedKernel { stream_k: Some(plan), ..PlannedKernel::new((variant, reason), [plan.blocks(), 1]) })
+    Some(PlannedKernel { stream_k: Some(plan), ..PlannedKernel::new(ChosenKernel { variant, reason }, [plan.blocks(), 1]) })
 }
 
 /// Plans the forward kernel over a KV cache for a call that is not empty. The headdims of `a` are multiples of 8.

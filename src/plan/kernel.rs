@@ -35,7 +35,11 @@ impl fmt::Display for Reason {
 }
 
 /// A chosen kernel, and why.
-pub(super) type ChosenKernel = (&'static Variant, Reason);
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ChosenKernel {
+    pub variant: &'static Variant,
+    pub reason: Reason,
+}
 
 /// A kernel and the grid it runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +57,7 @@ pub struct PlannedKernel {
 
 impl PlannedKernel {
     /// Returns a kernel on a grid that is no stream-K grid.
-    pub(super) fn new((variant, reason): ChosenKernel, blocks: [u32; 2]) -> PlannedKernel {
+    pub(super) fn new(ChosenKernel { variant, reason }: ChosenKernel, blocks: [u32; 2]) -> PlannedKernel {
         PlannedKernel { variant, blocks, reason, stream_k: None, backward_stream_k: None }
     }
 
@@ -81,20 +85,20 @@ pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
 
 /// Plans a kernel on a grid of all its rows. The pass defines the rows.
 pub(super) fn planned(kernel: ChosenKernel, a: &Attention) -> PlannedKernel {
-    let (rows, heads) = rows_and_heads(kernel.0, a);
+    let (rows, heads) = rows_and_heads(kernel.variant, a);
     of_rows(kernel, rows, heads, a)
 }
 
 /// Plans a kernel on a grid of this many rows.
-pub(super) fn of_rows((variant, reason): ChosenKernel, rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
-    let mut planned = on_grid((variant, reason), rows, heads);
+pub(super) fn of_rows(kernel: ChosenKernel, rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
+    let mut planned = on_grid(kernel, rows, heads);
     // Blocks start in the order of the grid, the first axis fastest. If a long block starts late, the other SMs idle until it ends. Under a
     // causal mask, blocks of late queries are long, and so are blocks of early keys (backward). A block mask's lists say which row tiles
     // are long. Kernels start with their long row tiles. With row tiles as the second axis, the long blocks of all heads start first. The
     // GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     let is_uneven = a.window.right.is_some() || a.features.block_mask;
-    if variant.family.either_order.contains(&variant.pass) && is_uneven && fits {
+    if kernel.variant.family.either_order.contains(&kernel.variant.pass) && is_uneven && fits {
         planned.blocks.reverse();
     }
     planned
@@ -102,7 +106,7 @@ pub(super) fn of_rows((variant, reason): ChosenKernel, rows: i64, heads: i64, a:
 
 /// Plans a kernel with one block per row tile and head, row tiles first.
 pub(super) fn on_grid(kernel: ChosenKernel, rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel::new(kernel, [(rows as u64).div_ceil(kernel.0.block_rows as u64) as u32, heads as u32])
+    PlannedKernel::new(kernel, [(rows as u64).div_ceil(kernel.variant.block_rows as u64) as u32, heads as u32])
 }
 
 /// Returns the layout of row statistics that the backward kernels of a kernel's family keep in scratch memory.
