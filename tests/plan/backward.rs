@@ -1,15 +1,17 @@
 //! Tests of backward plans: which kernels, grids and scratch memory `plan::backward` chooses for a problem, mode and GPU.
 //!
-//! Usually three kernels run. Preprocess (`prepare`) computes row statistics and zeroes dq's accumulators. `main` computes dk and dv and
-//! adds to the accumulators by atomics. Postprocess (`finish`) rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own,
-//! without atomics; P and dS `stored` in memory between `main` and `finish`.
+//! Usually three kernels run. Preprocess computes row statistics and zeroes dq's accumulators. The main kernel computes dk and dv and adds
+//! to the accumulators by atomics. Postprocess rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own, without
+//! atomics; P and dS stored in memory between the main kernel and postprocess.
 //!
 //! Helpers are in main.rs. tuned(failed, choices) is a V100 with a tuning: kernels that failed, by name, and choices that come first.
-//! without_splits() is one without stream-K kernels: its grids have a block for each key block. parts() returns the three kernels.
+//! without_splits() is one without stream-K kernels: its grids have a block for each key block (the keys of one block: 128, or 64 of small
+//! ones). parts() returns the three kernels.
 
 use super::*;
 
-/// If one block has all keys of a head, and it pays, the plan launches one kernel.
+/// If one block has all keys of a head (64 or 128), and it pays, the plan launches one kernel. It pays for up to 512 query rows of a KV
+/// head, or for blocks enough for two waves (of 160 small blocks, or 80 of headdim 128).
 #[test]
 fn plans_fused_backward_for_few_keys() {
     let with = |nheads, (seqlen_q, seqlen_k), headdim| Attention {
@@ -36,16 +38,16 @@ fn plans_fused_backward_for_few_keys() {
     assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_varlen_fused_64");
     let packed = Some([100, 100]);
     assert_eq!(name(&on_packed_tensors(packed, with(3, (60, 60), 64)), &V100), "volta_bwd_varlen_fused_64_small");
-    // many rows need enough blocks to fill the GPU
+    // 4096 rows: 400 blocks are two waves, 8 are not
     assert_eq!(name(&with(400, (4096, 64), 64), &V100), "volta_bwd_varlen_fused_64_small");
     let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
     assert!(in_parts(with(8, (4096, 64), 64), &V100));
     assert!(in_parts(Attention { nheads_k: 1, ..with(16, (64, 64), 64) }, &V100));
-    // one key too many; smaller blocks that fill the GPU; half of the columns padding
+    // one key more than a block has; small blocks of 64 keys are faster for few heads; half of the columns would be padding
     assert!(in_parts(with(4, (64, 65), 64), &V100) && in_parts(with(4, (64, 129), 64), &T4));
     assert!(in_parts(with(4, (128, 128), 128), &V100));
     assert!(in_parts(with(4, (64, 64), 32), &V100) && in_parts(with(4, (64, 64), 96), &V100));
-    // scores with modifiers
+    // fused kernels have no feature of scores
     let features = RequestedFeatures { dropout_p: 0.1, ..RequestedFeatures::default() };
     assert!(in_parts(Attention { features, ..with(4, (64, 64), 64) }, &V100));
     // a tuning decides first: by its choices (the usual main kernel; determinism) and its failed kernels
@@ -56,19 +58,18 @@ fn plans_fused_backward_for_few_keys() {
     assert_eq!(name(&a(), &newer), "turing_bwd_varlen_fused_64");
     assert!(in_parts(a(), &tuned_with(*COMPILED, &["turing_bwd_varlen_fused_64"], &[], newer)), "not Volta's");
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
-    assert_eq!(
-        name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#])),
-        "volta_bwd_varlen_fused_64_small"
-    );
-    assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#])));
+    let fused = tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#]);
+    assert_eq!(name(&with(8, (4096, 64), 64), &fused), "volta_bwd_varlen_fused_64_small");
+    assert!(in_parts(with(8, (64, 65), 64), &fused), "a block has 64 keys");
 }
 
 /// A deterministic pass launches the main kernel several times for some key blocks of each head. Each block of a head in a launch adds to
-/// an accumulator of dq of its own (`sums` of them), so the order of additions is fixed.
+/// an accumulator of dq of its own (`sums` of them), so the order of additions is fixed. Time is estimated in src/plan/backward/parts.rs.
 #[test]
 fn deterministic_backward_takes_several_main_launches() {
     let heads = |nheads, a| Attention { batch: 1, nheads, nheads_k: nheads, ..a };
     let planned = |a: &Attention, d: &DeviceLimits| plan::backward(a, DETERMINISTIC, d).unwrap();
+    // expected: launches of the main kernel, and accumulators of dq
     for (nheads, seqlen, headdim, launches, sums) in [
         // 160 resident blocks: heads times accumulators fill the GPU
         (40, 2048, 64, 4, 4),
@@ -104,8 +105,7 @@ fn deterministic_backward_takes_several_main_launches() {
     let narrow = Attention { window: Window { left: Some(64), right: Some(0) }, ..heads(40, attention(8192, 8192, 64, 64)) };
     assert_eq!(planned(&narrow, &V100).dq_accum_splits, 0);
     // T4: Turing's kernels have no key block offset
-    let t4 = DeviceLimits { capability: (7, 5), shared_bytes_per_block: 64 * 1024, ..V100 };
-    assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &t4).main.variant.pass, Pass::BackwardDkDv);
+    assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &T4).main.variant.pass, Pass::BackwardDkDv);
     // after a failed dq kernel, several launches at any cost
     let names = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     assert!(planned(&narrow, &tuned(&names(Pass::BackwardDq), &[])).dq_accum_splits > 0);
@@ -199,25 +199,25 @@ fn scratch_layouts_are_consistent() {
     }
 }
 
-/// Above headdim 256, plans store P and dS in memory (`stored`), in tiles of 128 x 128: `main` computes some heads and key tiles, `finish`
-/// adds them to the gradients, and so on. Tiles take at most 128 MiB, or one key tile of one KV head.
+/// Above headdim 256, plans store P and dS in memory, in tiles of 128 x 128. A launch of `main` computes those of some heads and key tiles,
+/// then one of `postprocess` adds them to the gradients, and so on. Tiles take at most 128 MiB, or one key tile of one KV head.
 #[test]
 fn stores_scores_for_large_headdims() {
     const TILE: i64 = 128;
     let tiles = |rows: i64| (rows + TILE - 1) / TILE;
-    let packed = |rows: i64| Some([rows, 3 * rows]);
-    for (batch, nheads, nheads_k, seqlen_q, seqlen_k, total) in [
+    for (batch, nheads, nheads_k, seqlen_q, seqlen_k, packed) in [
         (1, 32, 8, 2048, 2048, None),
         (3, 32, 8, 4096, 4096, None),
         (1, 1, 1, 16384, 16384, None),
         (2, 1, 1, 1, 1, None),
         (5000, 4, 4, 100, 129, None),
         (1, 16, 1, 131072, 1000, None),
-        (70, 4, 2, 300, 900, packed(5000)),
-        (1500, 4, 2, 300, 900, packed(5000)),
+        // 5000 rows of queries and 15,000 of keys in all sequences
+        (70, 4, 2, 300, 900, Some([5000, 15_000])),
+        (1500, 4, 2, 300, 900, Some([5000, 15_000])),
     ] {
         for (headdim, headdim_v) in [(512, 512), (264, 8), (64, 320)] {
-            let a = on_packed_tensors(total, Attention { batch, nheads, nheads_k, ..attention(seqlen_q, seqlen_k, headdim, headdim_v) });
+            let a = on_packed_tensors(packed, Attention { batch, nheads, nheads_k, ..attention(seqlen_q, seqlen_k, headdim, headdim_v) });
             let p = plan::backward(&a, DEFAULT, &V100).unwrap();
             assert_eq!(p, plan::backward(&a, DETERMINISTIC, &V100).unwrap(), "no atomics");
             let passes = [Pass::BackwardPreprocess, Pass::BackwardScores, Pass::BackwardGradients];
@@ -240,12 +240,12 @@ fn stores_scores_for_large_headdims() {
             let all: Vec<_> = (0..nheads_k).flat_map(|head| (0..tiles(seqlen_k)).map(move |key| (head, key))).collect();
             assert_eq!(covered, all, "{a:?}");
             // memory
-            let entries = if total.is_some() { 1 } else { entries.iter().map(|e| e.1).max().unwrap() };
+            let entries = if packed.is_some() { 1 } else { entries.iter().map(|e| e.1).max().unwrap() };
             // 2048 pairs of tiles of 128 by 128 fp16: P and dS have 32 KiB each
             let of_key_tile = entries * nheads / nheads_k * s.query_tiles;
             assert!(s.heads * s.key_tiles * of_key_tile <= 2048 || (s.heads, s.key_tiles) == (1, 1), "{a:?}: {s:?}");
             // a sequence has its tiles after those of the sequences before it
-            assert!(s.query_tiles >= if total.is_some() { seqlen_q / TILE + batch } else { tiles(seqlen_q) });
+            assert!(s.query_tiles >= if packed.is_some() { seqlen_q / TILE + batch } else { tiles(seqlen_q) });
             let group = nheads / nheads_k;
             assert!(i64::from(p.main.blocks[0]) >= tiles(seqlen_q) * s.key_tiles);
             assert_eq!(i64::from(p.main.blocks[1]), s.heads * group);
@@ -305,21 +305,21 @@ fn block_masks_have_atomics_without_other_features() {
 /// Kernels without block masks never run a problem with one, on no grid.
 #[test]
 fn block_masks_need_kernels_of_their_own() {
-    let blocks = FeatureSet::of(&[Feature::Blocks]);
     let features = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
     for (seqlen_q, seqlen_k) in [(2000, 2000), (64, 40), (4000, 9000)] {
         let a = Attention { features, ..attention(seqlen_q, seqlen_k, 128, 128) };
         for device in [V100, T4] {
             match plan::forward(&a, &device) {
-                Ok(planned) => assert!(planned.variant.features.contains(blocks), "{}", planned.variant.name),
+                Ok(planned) => assert!(planned.variant.features.has(Feature::Blocks), "{}", planned.variant.name),
                 Err(e) => assert!(e.message.contains("with block_mask"), "{e}"),
             }
             for mode in [DEFAULT, DETERMINISTIC] {
                 match plan::backward(&a, mode, &device) {
                     // preprocess and postprocess kernels see no scores
                     Ok(plan) => {
-                        let of_scores = plan.kernels().filter(|k| k.variant.pass.info().features.contains(blocks));
-                        let names: Vec<_> = of_scores.filter(|k| !k.variant.features.contains(blocks)).map(|k| k.variant.name).collect();
+                        let of_scores = plan.kernels().filter(|k| k.variant.pass.info().features.has(Feature::Blocks));
+                        let names: Vec<_> =
+                            of_scores.filter(|k| !k.variant.features.has(Feature::Blocks)).map(|k| k.variant.name).collect();
                         assert!(names.is_empty(), "{names:?}");
                     }
                     Err(e) => assert!(e.message.contains("with block_mask"), "{e}"),

@@ -218,36 +218,37 @@ fn replaces_failed_kernels() {
 
 #[test]
 fn rejects_invalid_tuning_with_its_location() {
-    let choice = |inside: &str| format!(r#"{{"format": 1, "choices": [{{{inside}}}]}}"#);
-    let long =
-        format!(r#"{{"format": 1, "choices": [{}]}}"#, vec![r#"{"pass": "Backward", "deterministic": true}"#; MAX_CHOICES + 1].join(","));
+    let file = |fields: &str| format!(r#"{{"format": 1, {fields}}}"#);
+    let choices = |inside: &[&str]| file(&format!(r#""choices": [{}]"#, inside.join(",")));
+    let choice = |pass: &str, field: &str| choices(&[&format!(r#"{{"pass": "{pass}", {field}}}"#)]);
+    let forward = |variant: &str, field: &str| choice("Forward", &format!(r#""variant": "{variant}", {field}"#));
+    let too_many = [r#"{"pass": "Backward", "deterministic": true}"#; MAX_CHOICES + 1];
+    let not_of_class = "with the headdims and features of the class";
     for (text, expected) in [
-        ("nonsense".into(), "tuning: got expected"),
+        // the file
+        ("nonsense".into(), "tuning: got expected"), // the JSON parser's message begins with "expected"
         ("[1]".into(), "tuning: got"),
         (r#"{"choices": []}"#.into(), "missing field `format`"),
         (r#"{"format": 2}"#.into(), "tuning: format: got 2, expected 1"),
-        (r#"{"format": 1, "more": 1}"#.into(), "unknown field `more`"),
-        (r#"{"format": 1, "failed": ["nosuch"]}"#.into(), "tuning: failed: got `nosuch`, expected a kernel of this build"),
-        (long, "tuning: choices: got 513 of them, expected 512 at most"),
-        (choice(r#""pass": "Sideways", "variant": "volta_fwd_64x64""#), "tuning: choices[0].pass: got `Sideways`, expected Forward, "),
-        (choice(r#""pass": "Forward", "variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
-        (choice(r#""pass": "Forward", "variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "with the headdims and features of the class"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["bias"]"#), "with the headdims and features of the class"),
-        (
-            choice(r#""pass": "Forward", "variant": "volta_fwd_bias_64x64", "features": ["bias", "fp32_bias"]"#),
-            "with the headdims and features of the class",
-        ),
-        (
-            choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["fp32_gradients"]"#),
-            "choices[0].features: got `fp32_gradients`",
-        ),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [-1, 1]"#), "tuning: choices[0].rows: got [-1, 1]"),
-        (choice(r#""pass": "Forward", "deterministic": true"#), "choices[0].deterministic: got true for pass Forward"),
-        (choice(r#""pass": "Backward", "deterministic": false"#), "choices[0].deterministic: got false for pass Backward"),
-        (choice(r#""pass": "Backward""#), "choices[0]: got neither, expected either `variant` or `deterministic`"),
-        (choice(r#""pass": "Backward", "variant": "volta_bwd_64", "deterministic": true"#), "choices[0]: got both"),
+        (file(r#""more": 1"#), "unknown field `more`"),
+        (file(r#""failed": ["nosuch"]"#), "tuning: failed: got `nosuch`, expected a kernel of this build"),
+        (choices(&too_many), "tuning: choices: got 513 of them, expected 512 at most"),
+        // the kernel of a choice: of another pass, of headdim 64, without the features
+        (choice("Sideways", r#""variant": "volta_fwd_64x64""#), "tuning: choices[0].pass: got `Sideways`, expected Forward, "),
+        (choice("Forward", r#""variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
+        (choice("Forward", r#""variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
+        (forward("volta_fwd_64x64", r#""headdim": [65, 70]"#), not_of_class),
+        (forward("volta_fwd_64x64", r#""features": ["bias"]"#), not_of_class),
+        (forward("volta_fwd_bias_64x64", r#""features": ["bias", "fp32_bias"]"#), not_of_class),
+        // the class of a choice: features are those of the pass, a range has the minimum first
+        (forward("volta_fwd_64x64", r#""features": ["fp32_gradients"]"#), "choices[0].features: got `fp32_gradients`"),
+        (forward("volta_fwd_64x64", r#""rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),
+        (forward("volta_fwd_64x64", r#""rows": [-1, 1]"#), "tuning: choices[0].rows: got [-1, 1]"),
+        // a choice has a variant, or takes atomics away
+        (choice("Forward", r#""deterministic": true"#), "choices[0].deterministic: got true for pass Forward"),
+        (choice("Backward", r#""deterministic": false"#), "choices[0].deterministic: got false for pass Backward"),
+        (choices(&[r#"{"pass": "Backward"}"#]), "choices[0]: got neither, expected either `variant` or `deterministic`"),
+        (choice("Backward", r#""variant": "volta_bwd_64", "deterministic": true"#), "choices[0]: got both"),
     ] {
         let e = Tuning::parse(&text, *COMPILED).expect_err(&text);
         assert!(e.kind == ErrorKind::Value && e.message.contains(expected), "{text}: {e}");
