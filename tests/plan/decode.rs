@@ -35,7 +35,12 @@ fn with_format(a: Attention, format: CacheFormat) -> Attention {
     Attention { keys: if a.has_latents() { Keys::Latents(cache) } else { Keys::Cache(cache) }, ..a }
 }
 
-/// `has_long`: some sequences have too many rows for decode, and prefill computes them.
+/// Returns the problem with fp16 and with bf16 queries over an unquantized cache, and over a cache of each quantized format.
+fn in_all_types(a: Attention) -> impl Iterator<Item = Attention> {
+    CacheFormat::quantized().map(move |format| with_format(a, format)).chain([a, Attention { dtype: DType::BFloat16, ..a }])
+}
+
+/// Plans decoding. `has_long`: some sequences have too many rows for decode, and prefill computes them.
 fn plan(a: &Attention, has_long: bool, d: &DeviceLimits) -> DecodePlan {
     plan::decode(a, has_long, d).unwrap()
 }
@@ -68,6 +73,7 @@ fn every_variant_of_sparse_latents_is_chosen() {
 fn every_variant_of_the_indexer_is_chosen() {
     let mut unused: Vec<_> = kernels::variants().filter(|v| v.pass == Pass::Indexer).map(|v| v.name).collect();
     for d in [V100, T4] {
+        // a query has 32 rows up to 32 heads, else 64; from 192 rows of a sequence on, the tile of 256 rows is faster
         for (seqlen_q, nheads, rows) in
             [(1, 64, 64), (2, 64, 64), (3, 64, 256), (4096, 64, 256), (5, 32, 64), (6, 32, 256), (6, 1, 256), (6, 33, 256)]
         {
@@ -83,19 +89,16 @@ fn every_variant_of_the_indexer_is_chosen() {
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
-    let mut unused: Vec<_> = kernels::variants()
-        .filter(|v| {
-            matches!(v.pass, Pass::Append | Pass::Dequantize | Pass::Decode | Pass::DecodeMla | Pass::Prefill | Pass::PrefillStreamK)
-        })
-        .map(|v| v.name)
-        .collect();
+    let others = [Pass::SparseSelect, Pass::SparseMla, Pass::Indexer];
+    let is_tested = |v: &&Variant| CACHED.contains(&v.pass) && !others.contains(&v.pass);
+    let mut unused: Vec<_> = kernels::variants().filter(is_tested).map(|v| v.name).collect();
     for d in [V100, T4] {
         unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
         for format in FORMATS.map(|row| row.format) {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
             for (heads, batch_invariant) in [1, 16, 32, 64, 128].into_iter().flat_map(|heads| [(heads, false), (heads, true)]) {
-                let a = with_format(latents(heads, 1), format);
-                let a = Attention { features: RequestedFeatures { batch_invariant, ..a.features }, ..a };
+                let features = RequestedFeatures { batch_invariant, ..Default::default() };
+                let a = Attention { features, ..with_format(latents(heads, 1), format) };
                 let planned = plan::decode(&a, false, &d);
                 assert_eq!(planned.is_ok(), format.info().of_latents, "{}", format.name());
                 if let Ok(p) = planned {
@@ -105,30 +108,23 @@ fn every_variant_is_chosen_for_some_problem() {
         }
         for headdim in (8..=512).step_by(8) {
             for (group, batch_invariant) in [1, 8, 9, 16, 32, 64].into_iter().flat_map(|group| [(group, false), (group, true)]) {
-                let a = cached(headdim, group, 1);
-                let a = Attention { features: RequestedFeatures { batch_invariant, ..a.features }, ..a };
-                unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
-                for a in CacheFormat::quantized().map(|format| with_format(a, format)).chain([Attention { dtype: DType::BFloat16, ..a }]) {
+                let with = |features| in_all_types(Attention { features, ..cached(headdim, group, 1) });
+                for a in with(RequestedFeatures { batch_invariant, ..Default::default() }) {
                     if batch_invariant && headdim > 256 && d.capability == T4.capability && a.cache_format() != CacheFormat::Unquantized {
                         assert!(plan::decode(&a, false, &d).is_err(), "the tile of 32 rows takes more than 64 KB");
                         continue;
                     }
                     unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
-                let features = RequestedFeatures { tree: true, batch_invariant: false, ..a.features };
-                let a = Attention { features, ..a };
-                let quantized = CacheFormat::quantized().map(|format| with_format(a, format));
-                for a in quantized.chain([a, Attention { dtype: DType::BFloat16, ..a }]) {
+                for a in with(RequestedFeatures { tree: true, ..Default::default() }) {
                     unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
             }
             for score_function in [None, Some(ScoreFunction::Softcap(30.0))] {
-                // more heads of a group and longer prompts get larger blocks
+                // more heads of a group and longer prompts make larger grids, which get larger blocks
                 for (group, seqlen_q) in [1, 2, 3, 32].map(|group| (group, 300)).into_iter().chain([(1, 100), (32, 384)]) {
-                    let a = Attention {
-                        features: RequestedFeatures { score_function, ..RequestedFeatures::default() },
-                        ..cached(headdim, group, seqlen_q)
-                    };
+                    let features = RequestedFeatures { score_function, ..Default::default() };
+                    let a = Attention { features, ..cached(headdim, group, seqlen_q) };
                     unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
                     // of one sequence with many tokens before the chunk
                     let one = Attention { batch: 1, nheads: 32, seqlen_q: 512, seqlen_k: 16384, ..a };
@@ -156,6 +152,7 @@ fn dequantize_grid_covers_padding_of_key_steps() {
 fn plans_kernels_for_each_quantized_format() {
     for format in CacheFormat::quantized() {
         for d in [V100, T4] {
+            // a tile of 32 rows is the largest, which 40 rows take twice
             for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
                 let v = plan::decode(&with_format(cached(128, group, 1), format), false, &d).unwrap().kernel.variant;
                 assert_eq!((v.cache, v.block_rows, v.headdim), (format, rows, 128), "{}", v.name);
@@ -185,6 +182,7 @@ fn plans_smaller_blocks_for_prefill_chunks() {
 
 #[test]
 fn plans_smallest_row_tile_that_fits() {
+    // expected: rows of a tile, which fits group * seqlen_q
     for (headdim, group, seqlen_q, rows) in
         [(64, 1, 1, 8), (64, 8, 1, 8), (64, 9, 1, 32), (128, 6, 3, 32), (128, 8, 8, 64), (128, 40, 8, 64), (256, 8, 8, 64), (8, 1, 1, 8)]
     {
