@@ -44,9 +44,7 @@ pub(super) fn choose<const N: usize>(
         }
         is_fallback |= requested.iter().all(|&wanted| search.applicable(family, wanted, &d.untuned()).next().is_some());
     }
-    let of_families = |wanted: &Requested| families.iter().flat_map(|(family, _)| search.failed(family, *wanted)).collect::<Vec<_>>();
-    let failed = requested.iter().flat_map(of_families).collect();
-    Err(Missing { kernels, families, passes: &passes, shape, features, failed, d }.error())
+    Err(search.missing(&families, &requested))
 }
 
 /// Looks for kernels of a shape on a device.
@@ -86,9 +84,46 @@ impl Search<'_> {
         self.kernels.of(family, pass).filter(move |v| is_applicable(v, self.shape, features, d))
     }
 
-    /// Returns the names of kernels that would be applicable, but failed.
-    fn failed(&self, family: &'static Family, wanted: Requested) -> Vec<&'static str> {
-        self.applicable(family, wanted, &self.d.untuned()).filter(|v| !self.d.runs(v)).map(|v| v.name).collect()
+    /// Returns the error that says which kernels none of the families has, and which failed. No families: the device is too old.
+    fn missing(&self, families: &[(&'static Family, Code)], requested: &[Requested]) -> Error {
+        let (d, (major, minor)) = (self.d, self.d.capability);
+        if let (Some(oldest), true) = (self.kernels.families().map(|f| f.sm).min(), families.is_empty()) {
+            let needed = format!("{}.{}", oldest / 10, oldest % 10);
+            return Error::unsupported(format!(
+                "this GPU has compute capability {major}.{minor}; volta_fa's kernels need {needed} or newer"
+            ));
+        }
+        let kind = if requested.len() == 1 { "kernel" } else { "set of kernels" };
+        let passes = requested.iter().map(|(pass, _)| format!("{pass:?}")).collect::<Vec<_>>().join(", ");
+        let all = requested.iter().fold(FeatureSet::NONE, |set, (_, features)| set.union(*features));
+        let features = all.iter().map(Feature::name).collect::<Vec<_>>().join(", ");
+        let with_features = if features.is_empty() { features } else { format!(" with {features}") };
+        let headdims = match *self.shape {
+            Shape { headdim: 0, .. } => String::new(), // any
+            Shape { headdim, headdim_v, cache: CacheFormat::Unquantized, .. } => {
+                format!(" for headdim {headdim} and headdim_v {headdim_v}")
+            }
+            Shape { headdim, headdim_v, cache, .. } => {
+                format!(" for headdim {headdim} and headdim_v {headdim_v}, {} cache", cache.name())
+            }
+        };
+        let family_note = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
+        // applicable kernels, but for a failure
+        let failed_in = |&wanted: &Requested| {
+            let of_family = move |&(family, _): &(&'static Family, Code)| self.applicable(family, wanted, &d.untuned()).collect::<Vec<_>>();
+            families.iter().flat_map(of_family).filter(|v| !d.runs(v)).map(|v| v.name)
+        };
+        let failed = requested.iter().flat_map(failed_in).collect::<Vec<_>>().join(", ");
+        let failures = match failed.as_str() {
+            "" => failed,
+            names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {names}"),
+        };
+        Error::unsupported(format!(
+            "there is no {} {kind} ({passes}){with_features}{headdims} in this sm_{major}{minor} GPU's {} bytes of shared memory a \
+             block{family_note}{failures}",
+            names(families),
+            d.shared_bytes_per_block
+        ))
     }
 }
 
@@ -225,73 +260,4 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
 pub(super) fn is_uneven(a: &Attention) -> bool {
     let is_window = a.window.left.is_some_and(|left| left < a.seqlen_k);
     !is_window && a.window.right.is_some_and(|right| right.saturating_mul(4).saturating_add(a.seqlen_k) <= 2 * a.seqlen_q)
-}
-
-/// The kernels that the planner looked for and did not find, for an error that says why.
-pub(super) struct Missing<'a> {
-    pub kernels: Kernels,
-    /// Families that the device runs, limited to [`DeviceLimits::only`]. Empty: the device is too old.
-    pub families: Vec<(&'static Family, Code)>,
-    pub passes: &'a [Pass],
-    pub shape: &'a Shape,
-    pub features: FeatureSet,
-    /// Names of applicable kernels that failed in the tuning.
-    pub failed: Vec<&'static str>,
-    pub d: &'a DeviceLimits,
-}
-
-impl Missing<'_> {
-    pub fn error(&self) -> Error {
-        Error::unsupported(match self.kernels.families().map(|f| f.sm).min() {
-            Some(oldest) if self.families.is_empty() => self.old_device(oldest),
-            _ => self.no_kernel(),
-        })
-    }
-
-    fn old_device(&self, oldest: u32) -> String {
-        let (major, minor) = self.d.capability;
-        let needed = format!("{}.{}", oldest / 10, oldest % 10);
-        format!("this GPU has compute capability {major}.{minor}; volta_fa's kernels need {needed} or newer")
-    }
-
-    fn no_kernel(&self) -> String {
-        let kind = if self.passes.len() == 1 { "kernel" } else { "set of kernels" };
-        let passes = self.passes.iter().map(|pass| format!("{pass:?}")).collect::<Vec<_>>().join(", ");
-        let family_note = if self.d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
-        let failed = match self.failed.as_slice() {
-            [] => String::new(),
-            names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {}", names.join(", ")),
-        };
-        let (major, minor) = self.d.capability;
-        format!(
-            "there is no {} {kind} ({passes}){}{} in this sm_{major}{minor} GPU's {} bytes of shared memory a block{family_note}{failed}",
-            names(&self.families),
-            self.requested(),
-            self.headdims(),
-            self.d.shared_bytes_per_block
-        )
-    }
-
-    /// Lists the features that the passes can have and the problem requests.
-    fn requested(&self) -> String {
-        let possible = self.passes.iter().fold(FeatureSet::NONE, |set, pass| set.union(pass.info().features));
-        let requested: Vec<_> = possible.intersection(self.features).iter().map(Feature::name).collect();
-        if requested.is_empty() {
-            String::new()
-        } else {
-            format!(" with {}", requested.join(", "))
-        }
-    }
-
-    fn headdims(&self) -> String {
-        let Shape { headdim, headdim_v, cache, .. } = self.shape;
-        let cache = match cache {
-            CacheFormat::Unquantized => String::new(),
-            quantized => format!(", {} cache", quantized.name()),
-        };
-        match headdim {
-            0 => String::new(), // any
-            _ => format!(" for headdim {headdim} and headdim_v {headdim_v}{cache}"),
-        }
-    }
 }

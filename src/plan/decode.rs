@@ -39,10 +39,7 @@ pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodeP
     let features = features(a, BackwardMode::default()).intersection(pass.info().features);
     let rows = [a.rows_per_kv_head(), a.nheads / a.nheads_k.max(1)];
     let plan = cached_plan(&LAST, (shape, pass, features, rows, has_long), d, || decode_shape(&shape, pass, features, rows, has_long, d))?;
-    Ok(match a.features.batch_invariant {
-        true => of_fixed_splits(plan, a),
-        false => DecodePlan { num_splits: a.num_splits, ..plan },
-    })
+    Ok(if a.features.batch_invariant { of_fixed_splits(plan, a) } else { DecodePlan { num_splits: a.num_splits, ..plan } })
 }
 
 /// Most memory for partial results of batch-invariant kernels, bytes. If those of all splits need more, each row tile has one block,

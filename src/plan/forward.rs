@@ -68,7 +68,8 @@ fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d:
     let of_window = a.window.left.filter(|_| pass == Pass::Prefill).map(|left| left + i64::from(variant.block_rows));
     let keys = of_window.map_or(a.seqlen_k, |keys| keys.min(a.seqlen_k));
     let (keys, step, blocks_per_sm) = (keys as u32, variant.step, variant.blocks_per_sm);
-    thread_local!(static LAST: PlanCache<(u64, u32, u32, u32), Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
+    type Key = (u64, u32, u32, u32);
+    thread_local!(static LAST: PlanCache<Key, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
     let of_grid = || Ok(StreamKPlan::of(row_tiles, keys, step, d.sms, blocks_per_sm));
     let (plan, pays) = cached_plan(&LAST, (row_tiles, keys, step, blocks_per_sm), d, of_grid).ok()??;
     if !is_tuned && !pays {

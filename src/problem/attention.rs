@@ -107,6 +107,7 @@ pub struct Attention {
     pub seqlen_k: i64,
     /// Query heads, a multiple of nheads_k.
     pub nheads: i64,
+    /// KV heads.
     pub nheads_k: i64,
     /// Columns of q and k.
     pub headdim: i64,
@@ -164,7 +165,7 @@ impl Attention {
         }
     }
 
-    /// The cache that holds the keys.
+    /// Returns the cache that holds the keys.
     pub fn cache(&self) -> Option<&Cache> {
         match &self.keys {
             Keys::Cache(cache) | Keys::Latents(cache) => Some(cache),
@@ -172,7 +173,7 @@ impl Attention {
         }
     }
 
-    /// Format of the cache; `Unquantized` without one.
+    /// Returns the format of the cache; `Unquantized` without one.
     pub fn cache_format(&self) -> CacheFormat {
         self.cache().map_or(CacheFormat::Unquantized, |cache| cache.format)
     }
@@ -182,7 +183,7 @@ impl Attention {
         matches!(self.keys, Keys::Latents(_))
     }
 
-    /// The arguments that hold keys and values.
+    /// Returns the names of the arguments that hold keys and values.
     pub fn key_names(&self) -> [&'static str; 2] {
         match self.keys {
             Keys::Dense | Keys::Packed { .. } => ["k", "v"],
@@ -191,7 +192,7 @@ impl Attention {
         }
     }
 
-    /// Rows of the longest sequence as decode kernels count them: queries times query heads per KV head.
+    /// Returns the rows of the longest sequence as decode kernels count them: queries times query heads per KV head.
     pub fn rows_per_kv_head(&self) -> i64 {
         self.seqlen_q * (self.nheads / self.nheads_k.max(1))
     }
@@ -212,7 +213,7 @@ impl Attention {
         Attention { headdim: padded_headdim(self.headdim), headdim_v: padded_headdim(self.headdim_v), ..*self }
     }
 
-    /// Shape of q (of `headdim` columns) or out (of `headdim_v`).
+    /// Returns the shape of q (with `headdim` columns) or of out (with `headdim_v`).
     pub fn query_shape(&self, headdim: i64) -> Vec<i64> {
         match self.queries {
             Queries::Packed { total } => vec![total, self.nheads, headdim],
@@ -220,6 +221,7 @@ impl Attention {
         }
     }
 
+    /// Returns the shape of softmax_lse.
     pub fn lse_shape(&self) -> Vec<i64> {
         match self.queries {
             Queries::Packed { total } => vec![self.nheads, total],

@@ -26,15 +26,18 @@ pub fn number(n: i64) -> String {
     }
 }
 
+/// Formats sizes: `(2, 128, ?)`.
 pub fn listed(sizes: &[i64]) -> String {
     let dims: Vec<String> = sizes.iter().map(|&n| number(n)).collect();
     format!("({})", dims.join(", "))
 }
 
+/// Formats a shape: `shape (2, 128)`.
 pub fn shape(d: &TensorDesc) -> String {
     format!("shape {}", listed(&d.sizes))
 }
 
+/// Formats a tensor whose rank is wrong: `a tensor of rank 2 with shape (2, 128)`.
 pub fn rank(d: &TensorDesc) -> String {
     format!("a tensor of rank {} with {}", d.sizes.len(), shape(d))
 }
@@ -44,6 +47,7 @@ pub fn same_size(a: i64, b: i64) -> bool {
     a == b || a == UNKNOWN || b == UNKNOWN
 }
 
+/// Returns true if all sizes are equal or may be.
 pub fn same_sizes(a: &[i64], b: &[i64]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(&a, &b)| same_size(a, b))
 }
@@ -62,6 +66,7 @@ pub fn check_same_size(name: &str, what: &str, found: i64, other: &str, expected
     check_same(name, what, found, other, expected)
 }
 
+/// Rejects a number above `most`, whose name is `what`.
 pub fn check_at_most(name: &str, what: &str, n: i64, most: i64) -> Result<()> {
     reject_if!(n > most, name, format!("{what} {n}"), format!("at most {most}"));
     Ok(())
@@ -72,6 +77,7 @@ pub fn check_dtype(name: &str, d: &TensorDesc, expected: DType) -> Result<()> {
     Ok(())
 }
 
+/// Rejects dtypes other than q's and fp32.
 pub fn check_dtype_of_q_or_fp32(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     if d.dtype != q.dtype && d.dtype != DType::Float {
         return Err(Error::value(name, format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
@@ -104,6 +110,7 @@ pub fn check_device(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     check_same(name, "device", d.device, "q", q.device)
 }
 
+/// Rejects a last dimension of two elements or more with a stride other than 1.
 pub fn check_contiguous_last(name: &str, d: &TensorDesc) -> Result<()> {
     let last = d.sizes.len() - 1;
     if d.sizes[last] > 1 && !same_size(d.strides[last], 1) {
@@ -131,7 +138,7 @@ pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> 
     Ok(())
 }
 
-/// Checks dtype, device and shape of a tensor of any strides. `what`: names of its sizes.
+/// Checks dtype, shape and device of a tensor of any strides. `what`: names of its sizes, `(batch, seqlen_q)`.
 pub fn check_tensor(name: &str, d: &TensorDesc, dtype: DType, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
     check_dtype(name, d, dtype)?;
     reject_if!(!same_sizes(&d.sizes, expected), name, shape(d), format!("shape {what}, here {}", listed(expected)));
@@ -144,7 +151,7 @@ pub fn check_int32(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64],
     check_contiguous_last(name, d)
 }
 
-/// Rejects a vector of another length, whose name is `what`.
+/// Rejects another shape than `(expected,)`. `what`: name of the length.
 pub fn check_length(name: &str, d: &TensorDesc, expected: i64, what: &str) -> Result<()> {
     reject_if!(!same_sizes(&d.sizes, &[expected]), name, shape(d), format!("shape ({what},), here ({},)", number(expected)));
     Ok(())

@@ -1,6 +1,7 @@
 //! Features that a problem requests beyond scale and window, and the rules of their numbers. A feature is an option that kernels need code
 //! for; src/plan/features.rs turns these into the planner's set. The validators of each operator call [`RequestedFeatures::of`].
 
+use super::checks::reject_if;
 use super::tensor::{DType, Options};
 use crate::error::{Error, Result};
 use crate::limits::SOFTCAPS;

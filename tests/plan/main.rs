@@ -16,8 +16,7 @@ use volta_fa::kernels::{self, Code, Family, Feature, FeatureSet, Kernels, ParamB
 use volta_fa::params::StreamKSplit;
 use volta_fa::plan::{self, BackwardMode, DeviceLimits, PlannedKernel, Reason};
 use volta_fa::problem::{
-    self, Appended, Attention, Backend, DType, Device, Keys, MergedStates, Options, Queries, RequestedFeatures, ScoreFunction, TensorDesc,
-    Window,
+    self, Attention, Backend, DType, Device, Keys, MergedStates, Options, Queries, RequestedFeatures, ScoreFunction, TensorDesc, Window,
 };
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
@@ -90,39 +89,39 @@ fn on_packed_tensors(packed: Option<[i64; 2]>, a: Attention) -> Attention {
     Attention { queries: Queries::Packed { total: total_q }, keys: Keys::Packed { total: total_k }, ..a }
 }
 
-/// Returns requests: features, total rows of packed tensors, and the features that a kernel needs for them.
-fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
+/// A request: features, total rows of packed tensors (queries and keys), and the features that a kernel needs for them.
+type Request = (RequestedFeatures, Option<[i64; 2]>, FeatureSet);
+
+/// Returns requests of each feature, and of combinations with kernels of their own or generic ones.
+fn feature_requests() -> [Request; 14] {
+    use Feature::*;
     let packed = Some([150, 170]);
-    let features = RequestedFeatures::default();
+    let none = RequestedFeatures::default();
+    let softcap = Some(ScoreFunction::Softcap(3.0));
+    let dense = |features, needed: &[Feature]| (features, None, FeatureSet::of(needed));
     [
-        (features, None, FeatureSet::NONE),
-        (features, packed, FeatureSet::of(&[Feature::Lengths])),
-        (RequestedFeatures { seqused_k: true, ..features }, None, FeatureSet::of(&[Feature::Lengths])),
-        (RequestedFeatures { sinks: true, ..features }, None, FeatureSet::of(&[Feature::Sinks])),
-        (RequestedFeatures { alibi: true, ..features }, None, FeatureSet::of(&[Feature::Alibi])),
-        (RequestedFeatures { score_function: Some(ScoreFunction::Softcap(3.0)), ..features }, None, FeatureSet::of(&[Feature::Softcap])),
-        (RequestedFeatures { attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias])),
-        (RequestedFeatures { attn_bias: true, fp32_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias])),
-        (RequestedFeatures { dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Dropout])),
-        (RequestedFeatures { attn_bias: true, dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Dropout])),
-        (
-            RequestedFeatures { alibi: true, score_function: Some(ScoreFunction::Softcap(3.0)), ..features },
-            None,
-            FeatureSet::of(&[Feature::Alibi, Feature::Softcap]),
-        ),
-        (RequestedFeatures { attn_bias: true, sinks: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Sinks])),
-        (RequestedFeatures { dropout_p: 0.1, ..features }, packed, FeatureSet::of(&[Feature::Dropout, Feature::Lengths])),
-        (RequestedFeatures { alibi: true, attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Bias])),
+        dense(none, &[]),
+        (none, packed, FeatureSet::of(&[Lengths])),
+        dense(RequestedFeatures { seqused_k: true, ..none }, &[Lengths]),
+        dense(RequestedFeatures { sinks: true, ..none }, &[Sinks]),
+        dense(RequestedFeatures { alibi: true, ..none }, &[Alibi]),
+        dense(RequestedFeatures { score_function: softcap, ..none }, &[Softcap]),
+        dense(RequestedFeatures { attn_bias: true, ..none }, &[Bias]),
+        dense(RequestedFeatures { attn_bias: true, fp32_bias: true, ..none }, &[Bias, Fp32Bias]),
+        dense(RequestedFeatures { dropout_p: 0.1, ..none }, &[Dropout]),
+        dense(RequestedFeatures { attn_bias: true, dropout_p: 0.1, ..none }, &[Bias, Dropout]),
+        dense(RequestedFeatures { alibi: true, score_function: softcap, ..none }, &[Alibi, Softcap]),
+        dense(RequestedFeatures { attn_bias: true, sinks: true, ..none }, &[Bias, Sinks]),
+        (RequestedFeatures { dropout_p: 0.1, ..none }, packed, FeatureSet::of(&[Dropout, Lengths])),
+        dense(RequestedFeatures { alibi: true, attn_bias: true, ..none }, &[Alibi, Bias]),
     ]
 }
 
-/// Returns requests with block masks, as feature_requests(): a mask alone, and with ALiBi, which only generic kernels compute.
-fn block_mask_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 2] {
+/// Returns requests with block masks: a mask alone, and with ALiBi, which only generic kernels compute.
+fn block_mask_requests() -> [Request; 2] {
     let blocks = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
-    [
-        (blocks, None, FeatureSet::of(&[Feature::Blocks])),
-        (RequestedFeatures { alibi: true, ..blocks }, None, FeatureSet::of(&[Feature::Blocks, Feature::Alibi])),
-    ]
+    let with_alibi = RequestedFeatures { alibi: true, ..blocks };
+    [(blocks, None, FeatureSet::of(&[Feature::Blocks])), (with_alibi, None, FeatureSet::of(&[Feature::Blocks, Feature::Alibi]))]
 }
 
 /// Returns the kernels of a backward pass that is not fused into one: preprocess, main, postprocess.

@@ -127,10 +127,7 @@ const DQ: [Variant; 5] = [DQ_64, DQ_96, DQ_128, DQ_192, DQ_256];
 
 /// Returns the main kernel on a stream-K grid (`volta/backward/stream_k.cuh`).
 fn stream_k(main: Variant) -> Variant {
-    let source = match main.source == SINGLE_ROLE {
-        true => SINGLE_ROLE_STREAM_K,
-        false => WARP_SPECIALIZED_STREAM_K,
-    };
+    let source = if main.source == SINGLE_ROLE { SINGLE_ROLE_STREAM_K } else { WARP_SPECIALIZED_STREAM_K };
     Variant { pass: Pass::BackwardStreamK, source, ..main }
 }
 
