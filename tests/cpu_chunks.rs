@@ -7,6 +7,7 @@
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use volta_fa::problem::{Attention, Window};
 
+/// Returns a problem of two batch entries; chunks do not depend on the headdims.
 fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
     Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, window, ..Attention::default() }
 }

@@ -118,15 +118,6 @@ impl FeatureSet {
         other.without(self).0 == 0
     }
 
-    /// Returns the set, with `Fp32Bias` if it has `Bias`: of a kernel that reads a bias of either type.
-    pub const fn with_fp32_bias(self) -> FeatureSet {
-        if self.has(Feature::Bias) {
-            self.union(FeatureSet::of(&[Feature::Fp32Bias]))
-        } else {
-            self
-        }
-    }
-
     pub const fn count(self) -> u32 {
         self.0.count_ones()
     }

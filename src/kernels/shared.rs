@@ -74,7 +74,8 @@ pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> 
 
 // ---- fp32 -----------------------------------------------------------------------------------------
 
-/// A tile of the forward kernels of fp32 tensors: headdim, warps, blocks that an SM must hold, and bytes of a row of Q in shared memory.
+/// A tile of the forward kernels of fp32 tensors: headdim, warps of a block, blocks that an SM must hold, and bytes of a row of Q in shared
+/// memory.
 type SplitTile = (u32, u32, u32, u32);
 
 /// Returns the forward kernels of fp32 tensors (csrc/forward/split.cuh), whose numbers are split: a high part and a low part, both fp16. A
@@ -154,7 +155,9 @@ pub fn invariant_forward<const N: usize>(plain: [Variant; N], generic: [Variant;
 /// other features, so its loop fits the instruction cache. Where it can, it carries values of the feature from tile to tile.
 pub fn with(feature: Feature, tile: Variant) -> Variant {
     let required_features = FeatureSet::of(&[feature]);
-    Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
+    // kernels of a bias read both types
+    let fp32_bias = if feature == Feature::Bias { FeatureSet::of(&[Feature::Fp32Bias]) } else { FeatureSet::NONE };
+    Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).union(fp32_bias))
 }
 
 // ---- the backward pass ----------------------------------------------------------------------------
@@ -267,22 +270,25 @@ pub const fn column_groups(headdim: u32) -> u32 {
 
 /// Returns the shared memory of csrc/decode/block.cuh, bytes: a part for each set of warps with tokens of its own. A part has fp32 outputs,
 /// which the block merges after its loop, in rows padded by four floats. An SM without room for all of them holds half at a time, or a
-/// quarter. `work`: bytes that the loop takes in their place. Besides these, two floats of state for each part of a row, two for the row,
-/// and 256 bytes for the block's position.
-fn shared_bytes(family: &Family, (headdim, [block_rows, step], threads, blocks_per_sm): DecodeTile, work: u32) -> u32 {
+/// quarter. In their place the loop has its own bytes. Besides these, two floats of state for each part of a row, two for the row, and 256
+/// bytes for the block's position.
+fn decode_shared_bytes(row: &Variant) -> u32 {
+    let Variant { family, headdim, block_rows, step, threads, blocks_per_sm, .. } = *row;
+    let of_loop = if column_groups(headdim) > 1 { wide_loop_bytes(row) } else { 0 };
     let parts = threads / 32 * step / block_rows / column_groups(headdim);
     let mut outputs = parts * (headdim + 4) * block_rows * 4;
     while outputs * blocks_per_sm > family.shared_bytes {
         outputs /= 2;
     }
-    outputs.max(work) + (parts * 2 + 2) * block_rows * 4 + 256
+    outputs.max(of_loop) + (parts * 2 + 2) * block_rows * 4 + 256
 }
 
-/// Returns the shared memory of the loop of a kernel with column groups, bytes: buffers for the scores of each warp (64 bytes a row). Where
+/// Returns the shared memory of the loop of a kernel with two column groups, bytes: buffers for the scores of each warp (64 bytes a row). Where
 /// four warps share what they load, also two steps of keys and values (8 tokens, fp16), 64 bytes of factors of bf16 steps, and some of each
 /// warp's eight chunks of queries (32 columns each). A chunk of eight rows is 512 bytes; four chunks fit on Volta, else two. A set is the
 /// warps with the same tokens.
-fn wide_work(family: &Family, (headdim, [block_rows, step], threads, _): DecodeTile) -> u32 {
+fn wide_loop_bytes(row: &Variant) -> u32 {
+    let Variant { family, headdim, block_rows, step, threads, .. } = *row;
     let shared_chunks = if family.shared_bytes > 65536 { 4 } else { 2 };
     let (warps, loads) = (threads / 32, if block_rows / step == 4 { 2 * 8 * 2 * headdim * 2 + 64 } else { 0 });
     let queries = if loads > 0 && step > 8 { shared_chunks * step / 8 * 512 } else { 0 };
@@ -296,18 +302,9 @@ pub type DecodeTile = (u32, [u32; 2], u32, u32);
 /// Returns a decode kernel over caches of one format.
 pub fn decode(family: Family, source: Source, cache: CacheFormat, tile: DecodeTile) -> Variant {
     let (headdim, [block_rows, step], threads, blocks_per_sm) = tile;
-    let work = if column_groups(headdim) > 1 { wide_work(&family, tile) } else { 0 };
-    Variant {
-        cache,
-        headdim,
-        headdim_v: headdim,
-        block_rows,
-        step,
-        threads,
-        shared_bytes: shared_bytes(&family, tile, work),
-        blocks_per_sm,
-        ..Variant::new(family, Pass::Decode, source)
-    }
+    let usual = Variant::new(family, Pass::Decode, source);
+    let row = Variant { cache, headdim, headdim_v: headdim, block_rows, step, threads, blocks_per_sm, ..usual };
+    Variant { shared_bytes: decode_shared_bytes(&row), ..row }
 }
 
 /// Returns these rows with a tree mask (csrc/decode/tree.cuh), which says which draft tokens of speculative decoding each query sees.

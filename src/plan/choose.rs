@@ -7,7 +7,7 @@ use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE};
 use super::kernel::{rows_and_heads, ChosenKernel, Reason};
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass, Variant};
-use crate::problem::Attention;
+use crate::problem::{Attention, Window};
 use crate::tuning::Shape;
 
 /// A kernel of each pass of a set.
@@ -186,70 +186,104 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
     if large.reason == Reason::Tuned {
         return large;
     }
-    let blocks = |v: &Variant| {
-        let (rows, heads) = rows_and_heads(v, a);
-        (rows as u64).div_ceil(v.block_rows as u64) * (heads * a.batch) as u64
-    };
-    // rows that the busiest SM computes in all waves
-    let rows = |v: &Variant| {
-        let at_once = u64::from(v.blocks_per_sm).min(blocks(v).div_ceil(d.sms.into()));
-        blocks(v).div_ceil(d.resident_blocks(v)) * at_once * u64::from(v.block_rows)
-    };
-    // keys that any of a block's rows sees under a window; in a backward pass, queries that see any of a block's keys
-    let width = a.window.left.and_then(|left| Some(left.saturating_add(a.window.right?).saturating_add(1)));
-    let seen = |v: &Variant| width.map_or(1, |width| width.saturating_add(v.block_rows.into()).min(a.seqlen_k.max(a.seqlen_q)) as u64);
-    // Four such blocks share an SM where two larger ones would, for the same rows: a grid that is resident at once is then no faster.
-    let shares_sm = |v: &Variant| v.blocks_per_sm >= 4;
-    // Percentage of the work, rows times seen keys, up to which smaller blocks pay under a window. At 75 (129 keys, blocks of 64 and 128
-    // rows) they take 0.65 to 0.86 of the time, simulated on a V100 and a T4. As many of them must be resident: with one block
-    // an SM in place of two (V100, forward, headdim 128), nothing hides a block's fixed part, and they take 1.03 to 1.11.
-    // Where four share an SM, they take 0.86 at 87, and 0.97 to 1.01 at 90.
-    let skips_keys = |v: &Variant, now: &Variant| {
-        let most = if shares_sm(v) { 88 } else { 80 };
-        let less = seen(v) < seen(now) && rows(v) * seen(v) * 100 <= rows(now) * seen(now) * most;
-        less && v.blocks_per_sm >= now.blocks_per_sm
-    };
-    // Whether a block sees at most 90% of the keys before the diagonal that a larger one sees. V100, forward, headdim 64: with 512 keys
-    // (90%) or fewer, four blocks an SM take 0.81 to 0.97 of the time. They take 1.04 to 1.07 with 577 keys, and up to 1.09 with 1024.
-    let skips_diagonal = |v: &Variant, now: &Variant| {
-        // twice the mean number of keys that a block sees
-        let twice_seen = |v: &Variant| a.seqlen_k + i64::from(v.block_rows);
-        is_uneven(a) && twice_seen(v) * 10 <= twice_seen(now) * 9
-    };
-    // Assumed speed of smaller blocks relative to larger ones. With 32 rows per warp instead of 48 they are 10% slower, with 16 rows
-    // 25 to 30%.
-    // Where four share an SM (V100, forward, headdim 64), they hide one another's fixed parts and take 1.05 to 1.2 of the time for the same
-    // rows. There the rows of all blocks count too: long sequences, which have no fewer, are faster on a stream-K grid.
-    let has_fewer_rows = |v: &Variant, now: &Variant| {
-        let all_rows = |v: &Variant| blocks(v) * u64::from(v.block_rows);
-        match shares_sm(v) {
-            true => rows(v) * 10 <= rows(now) * 8 && all_rows(v) * 10 <= all_rows(now) * 9,
-            false => rows(v) * 10 <= rows(now) * 7,
+    of_all_sizes(kernels, large.variant, d).fold(large, |best, variant| {
+        let [smaller, now] = [variant, best.variant].map(|v| OnGrid { v, a, d });
+        smaller.reason_over(&now).map_or(best, |reason| ChosenKernel { variant, reason })
+    })
+}
+
+/// A kernel on the usual grid of a problem, for [`sized`]. Percentages are limits from which on smaller blocks do not pay.
+struct OnGrid<'a> {
+    v: &'static Variant,
+    a: &'a Attention,
+    d: &'a DeviceLimits,
+}
+
+impl OnGrid<'_> {
+    fn blocks(&self) -> u64 {
+        let (rows, heads) = rows_and_heads(self.v, self.a);
+        (rows as u64).div_ceil(self.v.block_rows as u64) * (heads * self.a.batch) as u64
+    }
+
+    fn is_resident(&self) -> bool {
+        self.blocks() <= self.d.resident_blocks(self.v)
+    }
+
+    /// Returns the rows of all blocks, padding included.
+    fn rows(&self) -> u64 {
+        self.blocks() * u64::from(self.v.block_rows)
+    }
+
+    /// Returns the rows that the busiest SM computes in all waves.
+    fn rows_of_sm(&self) -> u64 {
+        let at_once = u64::from(self.v.blocks_per_sm).min(self.blocks().div_ceil(self.d.sms.into()));
+        self.blocks().div_ceil(self.d.resident_blocks(self.v)) * at_once * u64::from(self.v.block_rows)
+    }
+
+    /// Returns the keys that any row of a block sees under a window; in a backward pass, the queries that see any of its keys. 1: there is
+    /// no window.
+    fn seen(&self) -> u64 {
+        let Window { left: Some(left), right: Some(right) } = self.a.window else { return 1 };
+        let seen = left.saturating_add(right).saturating_add(1).saturating_add(self.v.block_rows.into());
+        seen.min(self.a.seqlen_k.max(self.a.seqlen_q)) as u64
+    }
+
+    /// Returns true if four blocks share an SM where two larger ones would, for the same rows. A grid that is resident is then no faster.
+    fn shares_sm(&self) -> bool {
+        self.v.blocks_per_sm >= 4
+    }
+
+    /// Smaller blocks compute a row slower: with 32 rows a warp instead of 48 by 10%, with 16 rows by 25 to 30%.
+    ///
+    /// Where four share an SM (V100, forward, headdim 64), they hide one another's fixed parts and take 1.05 to 1.2 of the time for the same
+    /// rows. There the rows of all blocks count too: long sequences, which have no fewer, are faster on a stream-K grid.
+    fn has_fewer_rows(&self, now: &OnGrid) -> bool {
+        if self.shares_sm() {
+            self.rows_of_sm() * 100 <= now.rows_of_sm() * 80 && self.rows() * 100 <= now.rows() * 90
+        } else {
+            self.rows_of_sm() * 100 <= now.rows_of_sm() * 70
         }
-    };
-    of_all_sizes(kernels, large.variant, d).fold(large, |best, v| {
-        let now = best.variant;
-        let is_smaller = v.block_rows < now.block_rows;
-        let has_more_warps = v.block_rows == now.block_rows && v.threads > now.threads;
-        let reason = if !is_smaller && !has_more_warps {
+    }
+
+    /// Compares the work, rows times seen keys. At 75% (129 keys, blocks of 64 and 128 rows) smaller blocks take 0.65 to 0.86 of the time,
+    /// simulated on a V100 and a T4. As many of them must be resident: with one block an SM in place of two (V100, forward, headdim 128),
+    /// nothing hides a block's fixed part, and they take 1.03 to 1.11. Where four share an SM, they take 0.86 at 87%, 0.97 to 1.01 at 90%.
+    fn skips_keys(&self, now: &OnGrid) -> bool {
+        let percent = if self.shares_sm() { 88 } else { 80 };
+        let has_less_work = self.rows_of_sm() * self.seen() * 100 <= now.rows_of_sm() * now.seen() * percent;
+        self.seen() < now.seen() && has_less_work && self.v.blocks_per_sm >= now.v.blocks_per_sm
+    }
+
+    /// Compares the keys before the diagonal. V100, forward, headdim 64: with 512 keys (90%) or fewer, four blocks an SM take 0.81 to 0.97
+    /// of the time. They take 1.04 to 1.07 with 577 keys, and up to 1.09 with 1024.
+    fn skips_diagonal(&self, now: &OnGrid) -> bool {
+        // twice the mean number of keys that a block sees
+        let twice_seen = |grid: &OnGrid| grid.a.seqlen_k + i64::from(grid.v.block_rows);
+        self.shares_sm() && is_uneven(self.a) && twice_seen(self) * 100 <= twice_seen(now) * 90
+    }
+
+    /// Returns why this kernel is faster than `now`. None: it is not, or has no smaller blocks.
+    fn reason_over(&self, now: &OnGrid) -> Option<Reason> {
+        let is_smaller = self.v.block_rows < now.v.block_rows;
+        let has_more_warps = self.v.threads > now.v.threads;
+        if !is_smaller && (self.v.block_rows > now.v.block_rows || !has_more_warps) {
             None
-        } else if blocks(v) <= d.resident_blocks(v) && !shares_sm(v) {
+        } else if self.is_resident() && !self.shares_sm() {
             Some(Reason::Resident)
-        } else if is_smaller && blocks(v) <= blocks(now) {
+        } else if is_smaller && self.blocks() <= now.blocks() {
             Some(Reason::NoMoreBlocks)
-        } else if is_smaller && has_fewer_rows(v, now) {
+        } else if is_smaller && self.has_fewer_rows(now) {
             Some(Reason::FewerRows)
-        } else if skips_keys(v, now) {
+        } else if self.skips_keys(now) {
             Some(Reason::ShortWindow)
-        } else if shares_sm(v) && skips_diagonal(v, now) {
+        } else if self.skips_diagonal(now) {
             Some(Reason::ShortDiagonal)
-        } else if is_uneven(a) && v.threads > now.threads && blocks(now) <= d.resident_blocks(now) {
+        } else if is_uneven(self.a) && has_more_warps && now.is_resident() {
             Some(Reason::ShorterLongest)
         } else {
             None
-        };
-        reason.map_or(best, |reason| ChosenKernel { variant: v, reason })
-    })
+        }
+    }
 }
 
 /// Returns true if rows see so different numbers of keys that blocks are uneven: the mean row sees at most three quarters of all keys. So

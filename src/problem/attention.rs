@@ -139,14 +139,9 @@ impl Attention {
         self.has_no_output() || self.seqlen_k == 0
     }
 
-    /// Returns true if kernels read the keys' lengths from memory.
-    pub fn has_key_lengths(&self) -> bool {
-        self.features.seqused_k || !matches!(self.keys, Keys::Dense)
-    }
-
     /// Returns true if kernels read any sequence lengths from memory.
     pub fn is_varlen(&self) -> bool {
-        self.has_key_lengths() || matches!(self.queries, Queries::Packed { .. })
+        self.features.seqused_k || self.keys != Keys::Dense || self.queries != Queries::Dense
     }
 
     /// Returns the rows of packed queries; None: they are not packed.

@@ -17,7 +17,13 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     let cu_seqlens = "cu_seqlens_q and cu_seqlens_k";
     let packing = if is_packed { Packing::Since(cu_seqlens) } else { Packing::Needs(cu_seqlens) };
     let qs = operands::check_operand("q", q, q, packing, backend)?;
-    let [ks, vs] = operands::check_keys([("k", k), ("v", v)], q, &qs, packing, backend)?;
+    let ks = operands::check_operand("k", k, q, packing, backend)?;
+    let vs = operands::check_operand("v", v, q, packing, backend)?;
+    check_same_size("k", "batch", ks.batch, "q", qs.batch)?;
+    check_same_size("v", "batch", vs.batch, "q", qs.batch)?;
+    check_same_size("v", packing.rows(), vs.rows, "k", ks.rows)?;
+    check_same_size("v", "nheads", vs.nheads, "k", ks.nheads)?;
+    check_same_size("k", "headdim", ks.headdim, "q", qs.headdim)?;
     operands::check_heads(qs.nheads, ks.nheads, "k and v")?;
     operands::check_headdim("q", qs.headdim)?;
     operands::check_headdim("v", vs.headdim)?;

@@ -20,6 +20,7 @@ use volta_fa::problem::{
 };
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
+/// Returns a problem of two batch entries, with eight query heads on two KV heads.
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
     Attention { batch: 2, seqlen_q, seqlen_k, nheads: 8, nheads_k: 2, headdim, headdim_v, softmax_scale: 0.125, ..Attention::default() }
 }
@@ -41,6 +42,7 @@ fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimi
     DeviceLimits { tuning: Some(Box::leak(Box::new(Tuning::parse(&text, kernels).unwrap()))), ..d }
 }
 
+/// Returns a V100 with a tuning, as tuned_with().
 fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
     tuned_with(*COMPILED, failed, choices, V100)
 }
@@ -58,7 +60,7 @@ fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
 
 /// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family. Its kernels lack what only some families have
 /// (volta_fa::kernels::Family explains the fields).
-const TURING: Family = Family {
+const MADE_UP: Family = Family {
     name: "made-up turing",
     sm: 75,
     native: &[75],
@@ -164,18 +166,12 @@ fn plans_least_padding_for_every_headdim() {
 }
 
 /// Passes over KV caches, whose variants decode.rs tests.
-const CACHED: [Pass; 9] = [
-    Pass::Append,
-    Pass::Dequantize,
-    Pass::Decode,
-    Pass::DecodeMla,
-    Pass::Prefill,
-    Pass::PrefillStreamK,
-    Pass::SparseSelect,
-    Pass::SparseMla,
-    Pass::Indexer,
-];
+const CACHED: [Pass; 9] = {
+    use Pass::*;
+    [Append, Dequantize, Decode, DecodeMla, Prefill, PrefillStreamK, SparseSelect, SparseMla, Indexer]
+};
 
+/// A kernel that no plan takes only makes the library larger.
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
     let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
@@ -207,10 +203,8 @@ fn every_variant_is_chosen_for_some_problem() {
             for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32), (20_000, 1)] {
                 let requests = feature_requests().into_iter().chain(block_mask_requests());
                 for ((features, packed, _), family) in requests.flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
-                    let a = on_packed_tensors(
-                        packed,
-                        Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
-                    );
+                    let a = Attention { nheads, nheads_k: nheads, batch: 1, ..attention(seqlen, seqlen, headdim, headdim_v) };
+                    let a = on_packed_tensors(packed, Attention { features, ..a });
                     let device = DeviceLimits { only: Some(family), ..own_device(family) };
                     // fp16 tensors; then fp32 tensors, cast to fp16 (fp32_output) or in full precision (SPLIT)
                     let invariant = Attention { features: RequestedFeatures { batch_invariant: true, ..features }, ..a };
@@ -344,6 +338,7 @@ fn fills_problem_parameters() {
     assert!(plan::problem_block(&a, 2).scale > 0.0);
 }
 
+/// Describes a contiguous tensor of a GPU.
 fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
     let strides = (1..=sizes.len()).map(|i| sizes[i..].iter().product()).collect::<Vec<i64>>().into();
     TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides }

@@ -107,7 +107,7 @@ fn skips_inapplicable_tuning_choices() {
 fn tuned_kernel_selects_its_family() {
     let named = |name, like: Variant| Variant { name, ..like };
     // rows of Volta under Turing's name, which need the scratch memory of their own family
-    let turing = Family { scratch: VOLTA.scratch, ..TURING };
+    let turing = Family { scratch: VOLTA.scratch, ..MADE_UP };
     let rows = [
         named("forward", like("volta_fwd_64x64", turing)),
         named("prepare", like("volta_bwd_varlen_preprocess", turing)),
@@ -131,7 +131,7 @@ fn tuned_kernel_selects_its_family() {
     assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_96", "volta_bwd_varlen_postprocess"]);
     assert_eq!(plan::forward_among(kernels, &a, &d).unwrap().variant.name, "volta_fwd_128x128");
     // not if the family is excluded or does not run on the device
-    let only = DeviceLimits { only: kernels.families().find(|f| f.name == TURING.name), ..d };
+    let only = DeviceLimits { only: kernels.families().find(|f| f.name == MADE_UP.name), ..d };
     assert_eq!(backward(&only), ["prepare", "main", "finish"]);
     let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], V100);
     assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);

@@ -36,15 +36,11 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
     let mut left_out = 0;
     let mut table = String::from("/// The machine code of every variant, in the order of the tables.\nstatic IMAGES: &[Image] = &[\n");
     for (variant, entry) in variants.iter().zip(&entries) {
-        let (code, facts) = match std::fs::read_to_string(entry.facts()) {
-            Ok(facts) => (["cubin.zst", "ptx.zst"].map(|file| format!("include_bytes!({:?})", entry.folder.join(file))), facts),
-            Err(_) => {
-                left_out += 1;
-                (["&[]", "&[]"].map(String::from), "registers: 0, spill_bytes: 0".into())
-            }
-        };
-        let [cubin, ptx] = code;
-        writeln!(table, "    Image {{ name: {:?}, cubin: {cubin}, ptx: {ptx}, {} }},", variant.name, facts.trim())?;
+        let image = entry.image().unwrap_or_else(|| {
+            left_out += 1;
+            "cubin: &[], ptx: &[], registers: 0, spill_bytes: 0".into()
+        });
+        writeln!(table, "    Image {{ name: {:?}, {image} }},", variant.name)?;
     }
     table.push_str("];\n");
     std::fs::write(out.join("embedded.rs"), table)?;
@@ -62,8 +58,8 @@ const ONLY: &str = "VOLTA_FA_COMPILE_ONLY";
 /// Environment variable with a file for progress, which tools/heartbeat.py sets. Cargo hides the output of build scripts.
 const PROGRESS: &str = "VOLTA_FA_PROGRESS";
 
-/// The cache folder of one variant, which may not exist yet: NAME-HASH with `cubin.zst`, `ptx.zst` and `facts`, which has the other fields
-/// of `Image` as Rust text: `registers: 128, spill_bytes: 0`.
+/// The cache folder of one variant, which may not exist yet: NAME-HASH with `cubin.zst`, `ptx.zst` and `facts`, which has the numbers of
+/// `Image` as Rust text: `registers: 128, spill_bytes: 0`.
 struct Entry {
     folder: PathBuf,
     /// Structs of src/params/ in C++ that the variant's sources name.
@@ -82,6 +78,13 @@ impl Entry {
     /// Returns the file that marks a complete entry.
     fn facts(&self) -> PathBuf {
         self.folder.join("facts")
+    }
+
+    /// Returns the fields of `Image` but the name, as Rust text; None: the kernel is not compiled.
+    fn image(&self) -> Option<String> {
+        let facts = std::fs::read_to_string(self.facts()).ok()?;
+        let bytes = |file| format!("include_bytes!({:?})", self.folder.join(file));
+        Some(format!("cubin: {}, ptx: {}, {}", bytes("cubin.zst"), bytes("ptx.zst"), facts.trim()))
     }
 
     fn compile(&self, compiler: &Compiler, variant: &Variant) -> Result<()> {
