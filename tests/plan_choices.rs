@@ -27,6 +27,7 @@ const TUNINGS: [&str; 3] = ["no tuning", "failed kernels", "tuned kernels"];
 struct Random(u64);
 
 impl Random {
+    /// Returns a number from 0 to n - 1.
     fn below(&mut self, n: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -77,6 +78,7 @@ impl Random {
         f
     }
 
+    /// Returns a problem that the call can have.
     fn problem(&mut self, call: &str) -> Attention {
         let (nheads_k, group) = (self.length(6), self.length(4));
         let headdim = self.headdim();
@@ -139,6 +141,7 @@ impl Random {
         Cache { layout: CacheLayout::Entries, entries: a.batch, rows: a.seqlen_k, format }
     }
 
+    /// Returns a V100, T4, RTX 2080 Ti, H200 or RTX 3090, some with other numbers of SMs, less shared memory, or one family alone.
     fn device(&mut self) -> DeviceLimits {
         let (capability, sms, kib) = self.of(&[((7, 0), 80, 96), ((7, 5), 40, 64), ((7, 5), 68, 64), ((9, 0), 132, 227), ((8, 6), 82, 99)]);
         let sms = if self.one_in(3) { 1 + self.below(140) as u32 } else { sms };

@@ -4,7 +4,7 @@
 //! kernel computes, and a feature an option that kernels need code for.
 
 use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE};
-use super::kernel::{rows_and_heads, ChosenKernel, Reason};
+use super::kernel::{usual_blocks, ChosenKernel, Reason};
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass, Variant};
 use crate::problem::{Attention, Window};
@@ -66,6 +66,7 @@ impl Search<'_> {
         Some(ChosenKernel { variant, reason: if is_usual { usual } else { Reason::FailedAvoided } })
     }
 
+    /// Returns the first applicable kernel of the tuning.
     fn tuned(&self, family: &Family, (pass, features): Requested) -> Option<&'static Variant> {
         let is_chosen = |v: &&Variant| v.family.name == family.name && is_applicable(v, self.shape, features, self.d);
         self.d.tuning?.kernels(pass, self.shape, features).find(is_chosen)
@@ -75,6 +76,7 @@ impl Search<'_> {
         self.applicable(family, (pass, features), d).min_by_key(|v| cost(v, features))
     }
 
+    /// Returns the kernels that compute the shape with these features, and that the device runs.
     fn applicable<'a>(
         &'a self,
         family: &'static Family,
@@ -201,8 +203,7 @@ struct OnGrid<'a> {
 
 impl OnGrid<'_> {
     fn blocks(&self) -> u64 {
-        let (rows, heads) = rows_and_heads(self.v, self.a);
-        (rows as u64).div_ceil(self.v.block_rows as u64) * (heads * self.a.batch) as u64
+        usual_blocks(self.v, self.a)
     }
 
     fn is_resident(&self) -> bool {

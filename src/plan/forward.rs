@@ -5,7 +5,7 @@
 use super::choose::{choose, is_uneven, sized};
 use super::device::{cached_plan, DeviceLimits, PlanCache};
 use super::features::{features, BackwardMode};
-use super::kernel::{planned, rows_and_heads, ChosenKernel, PlannedKernel, Reason};
+use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Kernels, Pass, Variant, COMPILED};
@@ -62,8 +62,7 @@ fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d:
     if !is_tuned && (!is_even || tile_of(variant) != tile_of(usual.variant)) {
         return None;
     }
-    let (rows, heads) = rows_and_heads(variant, a);
-    let row_tiles = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
+    let row_tiles = usual_blocks(variant, a);
     // with a window, the keys that a row tile sees
     let of_window = a.window.left.filter(|_| pass == Pass::Prefill).map(|left| left + i64::from(variant.block_rows));
     let keys = of_window.map_or(a.seqlen_k, |keys| keys.min(a.seqlen_k));

@@ -69,6 +69,7 @@ impl PlannedKernel {
     }
 }
 
+/// Rounds up to a multiple.
 pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
 }
@@ -81,6 +82,12 @@ pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
         RowKind::Keys => (a.seqlen_k, a.nheads_k),
         RowKind::PackedQueries | RowKind::StoredTiles => unreachable!("plan::decode and plan::backward plan these grids"),
     }
+}
+
+/// Returns the blocks of the usual grid: one for each row tile of all heads and batch entries.
+pub(super) fn usual_blocks(variant: &Variant, a: &Attention) -> u64 {
+    let (rows, heads) = rows_and_heads(variant, a);
+    (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64
 }
 
 /// Plans a kernel on a grid of all its rows. The pass defines the rows.

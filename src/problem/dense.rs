@@ -79,6 +79,7 @@ pub fn validate_backward(
     check_rng_state(rng_state, q, a)
 }
 
+/// Checks the gradient of softmax_lse.
 pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_per_row("dlse", dlse, q, a)
 }

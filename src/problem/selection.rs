@@ -47,6 +47,7 @@ pub fn check(o: &Options, q: &TensorDesc, [batch, seqlen_q, nheads_k]: [i64; 3],
     Ok(())
 }
 
+/// Checks the values of `kv_indices`: numbers of blocks, and -1 after the last of a list.
 pub fn validate_kv_indices(a: &Attention, blocks: &[i32], kv_block: i64) -> Result<()> {
     let count = (a.seqlen_k + kv_block - 1) / kv_block;
     match blocks.iter().find(|&&block| !(-1..count).contains(&i64::from(block))) {

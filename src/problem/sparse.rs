@@ -111,6 +111,7 @@ fn check_tokens(
     Ok((format, topk))
 }
 
+/// Checks a cache and returns the format of its elements.
 fn check_cache(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<CacheFormat> {
     let &[pages, page_size, heads, columns] = &d.sizes[..] else {
         return Err(Error::value(name, rank(d), "rank 4, (pages, page_size, 1, columns)"));

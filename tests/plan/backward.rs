@@ -94,7 +94,7 @@ fn deterministic_backward_takes_several_main_launches() {
         let kernels = |p: &plan::BackwardPlan| parts(p).map(|k| k.variant.name);
         assert_eq!(kernels(&p), kernels(&default), "the same bits of dk and dv");
         assert_eq!((p.headdim_rounded, default.main_launches, default.dq_accum_splits), (default.headdim_rounded, 1, 1));
-        let causal = planned(&Attention { window: Window { left: None, right: Some(0) }, ..a }, &V100);
+        let causal = planned(&Attention { window: Window::CAUSAL, ..a }, &V100);
         assert!(causal.main.blocks == [nheads as u32, causal.dq_accum_splits] || causal.dq_accum_splits == 0);
     }
     // few heads with many blocks would need more memory, or leave most of the GPU idle
@@ -138,7 +138,7 @@ fn plans_small_blocks_for_last_keys() {
         with(40, 2048, 64),  // 4 waves
         with(8, 1024, 64),   // one
         with(32, 2048, 256), // has no smaller blocks
-        Attention { window: Window { left: None, right: Some(0) }, ..with(32, 2048, 64) },
+        Attention { window: Window::CAUSAL, ..with(32, 2048, 64) },
     ] {
         assert_eq!(planned(&whole).tail, None);
     }

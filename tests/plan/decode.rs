@@ -10,6 +10,7 @@ use volta_fa::limits::MAX_DECODE_ROWS;
 use volta_fa::plan::DecodePlan;
 use volta_fa::problem::{Cache, CacheLayout, Indexer};
 
+/// Three entries of 800 tokens.
 const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
 /// Returns a problem of three sequences with up to 800 tokens.
@@ -18,7 +19,7 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
         batch: 3,
         nheads: 2 * group,
         softmax_scale: 1.0,
-        window: Window { left: None, right: Some(0) },
+        window: Window::CAUSAL,
         keys: Keys::Cache(CACHE),
         ..attention(seqlen_q, 800, headdim, headdim)
     }

@@ -67,6 +67,7 @@ struct Entry {
 }
 
 impl Entry {
+    /// Returns the entry of a variant, by the hash of its sources and options.
     fn of(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<Self> {
         let sources = include_closure(variant.source.headers.iter().chain(&[ENTRY]).map(PathBuf::from).collect())?;
         let code = sources.values().map(String::as_str).chain([variant.params().name()]).collect::<String>();

@@ -94,6 +94,7 @@ const PLAIN: [Variant; 15] = {
 /// The large kernels of four headdims. Where only these have variants, other headdims are padded to the next.
 const PADDED: [Variant; 4] = [PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]];
 
+/// Returns the kernel with this many warps, and rows of a warp.
 fn of_rows((warps, warp_rows): (u32, u32), size: Size, row: Variant) -> Variant {
     Variant { block_rows: warps * warp_rows, threads: 32 * warps, size, ..row }
 }

@@ -12,7 +12,7 @@ use crate::limits::MAX_GRID_YZ;
 use crate::plan::choose::{choose, of_all_sizes, sized, Chosen};
 use crate::plan::device::{cached_plan, DeviceLimits, PlanCache};
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::kernel::{of_rows, planned, rows_and_heads, ChosenKernel, PlannedKernel, Reason};
+use crate::plan::kernel::{of_rows, planned, rows_and_heads, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use crate::plan::stream_k::pays;
 use crate::problem::{Attention, Keys, Queries, Window};
 use crate::tuning::Shape;
@@ -73,6 +73,7 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
+    /// Returns kernels that add to dq by atomics.
     fn with_atomics(&self) -> Result<Chosen<3>> {
         choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, self.d)
     }
@@ -180,11 +181,11 @@ impl Planner<'_> {
     fn stream_k_pays(&self, plan: &BackwardStreamKPlan, time: u64, variant: &Variant, usual: &Variant, blocks: KeyBlocks) -> bool {
         let Some(undivided) = BackwardStreamKPlan::undivided_time(self.a, usual, self.d) else { return false };
         let undivided = match blocks.tail {
-            // waves of equal blocks, and a shorter one of TAIL waves
+            // waves of equal blocks, and a shorter one
             Some(_) => {
                 let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(self.d.resident_blocks(variant)) as f64;
                 let (before, all) = (waves(blocks.large), waves(plan.key_blocks.into()));
-                (undivided as f64 * (before + TAIL) / all) as u64
+                (undivided as f64 * (before + TAIL_TIME) / all) as u64
             }
             None => undivided,
         };
@@ -256,16 +257,15 @@ impl Planner<'_> {
 // ---- estimates, by which key blocks are divided among launches: a tail of smaller blocks, and those of a deterministic main kernel ----
 
 /// Time of a tail of one wave of small blocks, relative to a wave of large blocks: 0.4 to 0.66 (docs/design/volta-backward.md).
-const TAIL: f64 = 0.67;
+const TAIL_TIME: f64 = 0.67;
 
 /// Returns the key blocks of a head that fit one wave less than all blocks need, and a variant of smaller blocks for the rest.
 ///
 /// None if there is no such variant, and under a causal mask, because its last blocks are short.
 fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(u64, &'static Variant)> {
     let (rows, heads) = rows_and_heads(main, a);
-    let heads = (heads * a.batch) as u64;
-    let blocks = (rows as u64).div_ceil(main.block_rows.into());
-    let before = ((blocks * heads).div_ceil(d.resident_blocks(main)) - 1) * d.resident_blocks(main) / heads;
+    let (heads, resident_blocks) = ((heads * a.batch) as u64, d.resident_blocks(main));
+    let before = (usual_blocks(main, a).div_ceil(resident_blocks) - 1) * resident_blocks / heads;
     let left = (rows as u64).saturating_sub(before * u64::from(main.block_rows));
     let fits = |v: &Variant| v.block_rows < main.block_rows && left.div_ceil(v.block_rows.into()) * heads <= d.resident_blocks(v);
     if before == 0 || a.window.right.is_some() {
@@ -282,7 +282,7 @@ fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d
 /// `10 * block_rows` flops (five products) for each element of dq in its rows. On a V100 (docs/design/volta-backward.md) kernels compute
 /// 76 TFLOP/s, and memory transfers 0.83 TB/s.
 fn blocks_of_launch(main: &Variant, KeyBlocks { large: blocks, tail }: KeyBlocks, a: &Attention, d: &DeviceLimits) -> Option<(f64, u32)> {
-    const FLOPS_A_BYTE: f64 = 76.0 / 0.83;
+    const FLOPS_PER_BYTE: f64 = 76.0 / 0.83;
     // eight accumulators in fp32 are 16 times the memory of q
     const MAX_ACCUMULATORS: u64 = 8;
     let (_, heads) = rows_and_heads(main, a);
@@ -296,9 +296,9 @@ fn blocks_of_launch(main: &Variant, KeyBlocks { large: blocks, tail }: KeyBlocks
     };
     // Time of an accumulator: 8 bytes for each element of dq, of all heads, over 10 * block_rows flops for each of the elements that a
     // wave's blocks meet. 0.8 is 8 / 10.
-    let per_accumulator = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / resident_blocks as f64);
+    let per_accumulator = 0.8 * FLOPS_PER_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / resident_blocks as f64);
     let tail = tail.map_or(0, |(_, small_blocks)| small_blocks);
-    let of_tail = if tail > 0 { TAIL } else { 0.0 };
+    let of_tail = if tail > 0 { TAIL_TIME } else { 0.0 };
     // `sums`: accumulators, and key blocks of a head in a launch
     let cost =
         |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * per_accumulator;
@@ -312,7 +312,5 @@ fn blocks_of_launch(main: &Variant, KeyBlocks { large: blocks, tail }: KeyBlocks
 /// scores and dP again, in one launch, without accumulators.
 fn separate_time(main: &Variant, a: &Attention, d: &DeviceLimits) -> f64 {
     const PRODUCTS: f64 = 7.0 / 5.0;
-    let (rows, heads) = rows_and_heads(main, a);
-    let blocks = (rows as u64).div_ceil(main.block_rows.into()) * (heads * a.batch) as u64;
-    PRODUCTS * blocks.div_ceil(d.resident_blocks(main)) as f64
+    PRODUCTS * usual_blocks(main, a).div_ceil(d.resident_blocks(main)) as f64
 }

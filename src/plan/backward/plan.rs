@@ -135,6 +135,7 @@ fn even(n: i64, most: i64) -> i64 {
 }
 
 impl StoredPlan {
+    /// Returns the plan of a problem. `split`: its tensors are fp32, and launches may be larger to fill the GPU.
     pub(super) fn new(a: &Attention, split: bool) -> StoredPlan {
         let grown = |times| StoredPlan::with_tiles(a, split, times * MAX_TILES);
         if !split {
