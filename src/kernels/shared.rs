@@ -81,8 +81,8 @@ type SplitTile = (u32, u32, u32, u32);
 /// Returns the forward kernels of fp32 tensors (csrc/forward/split.cuh), whose numbers are split: a high part and a low part, both fp16. A
 /// step is 16 keys, and a warp has 16 rows. Shared memory has two slots of K and V, whose rows are both parts and 16 bytes of padding.
 ///
-/// Two sources: for headdims to 128, and above (wide). Above, a warp has 128 of the columns, a slot holds one part of K or of V, and sums of
-/// scores take a kilobyte of each warp. Both have versions with block masks, for headdims 64, 128 and 256, as generic kernels alone.
+/// Two sources: for headdims to 128, and above (wide). Above, a warp has 128 of the columns, a slot holds one part of K or of V, and sums
+/// of scores take a kilobyte of each warp. Both have versions with block masks, for headdims 64, 128 and 256, as generic kernels alone.
 pub fn split_forward(family: Family, tiles: &[SplitTile]) -> impl Iterator<Item = Variant> + '_ {
     let [narrow, wide] = ["split::Forward<FAMILY::Split>", "split::WideForward<FAMILY::Split>"]
         .map(|kernel| source(family, &["FAMILY/forward/split.cuh"], kernel, "p"));
@@ -197,8 +197,9 @@ fn gradients_source(family: Family, kernel: &str) -> Source {
     source(family, &["backward/stored_gradients.cuh", "FAMILY/backward/stored.cuh"], kernel, "p.backward, p.stored")
 }
 
-/// Returns the kernels for headdims above 256, which pass P and dS through memory (csrc/backward/stored_scores.cuh). Tiles are 128 by 128, four warps with 64 by 64 each, so that two blocks an SM have all registers. Two buffers of both operands,
-/// 128 rows of 32 fp16 numbers each, are 32 KB; two blocks have the 64 KB of Turing.
+/// Returns the kernels for headdims above 256, which pass P and dS through memory (csrc/backward/stored_scores.cuh). Tiles are 128 by 128,
+/// four warps with 64 by 64 each, so that two blocks an SM have all registers. Two buffers of both operands, 128 rows of 32 fp16 numbers
+/// each, are 32 KB; two blocks have the 64 KB of Turing.
 pub fn stored_backward(family: Family) -> [Variant; 5] {
     let row = |pass, source| Variant {
         headdim: 512,
@@ -283,10 +284,10 @@ fn decode_shared_bytes(row: &Variant) -> u32 {
     outputs.max(of_loop) + (parts * 2 + 2) * block_rows * 4 + 256
 }
 
-/// Returns the shared memory of the loop of a kernel with two column groups, bytes: buffers for the scores of each warp (64 bytes a row). Where
-/// four warps share what they load, also two steps of keys and values (8 tokens, fp16), 64 bytes of factors of bf16 steps, and some of each
-/// warp's eight chunks of queries (32 columns each). A chunk of eight rows is 512 bytes; four chunks fit on Volta, else two. A set is the
-/// warps with the same tokens.
+/// Returns the shared memory of the loop of a kernel with two column groups, bytes: buffers for the scores of each warp (64 bytes a row).
+/// Where four warps share what they load, also two steps of keys and values (8 tokens, fp16), 64 bytes of factors of bf16 steps, and some
+/// of each warp's eight chunks of queries (32 columns each). A chunk of eight rows is 512 bytes; four chunks fit on Volta, else two. A set
+/// is the warps with the same tokens.
 fn wide_loop_bytes(row: &Variant) -> u32 {
     let Variant { family, headdim, block_rows, step, threads, .. } = *row;
     let shared_chunks = if family.shared_bytes > 65536 { 4 } else { 2 };

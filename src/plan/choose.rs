@@ -236,8 +236,8 @@ impl OnGrid<'_> {
 
     /// Smaller blocks compute a row slower: with 32 rows a warp instead of 48 by 10%, with 16 rows by 25 to 30%.
     ///
-    /// Where four share an SM (V100, forward, headdim 64), they hide one another's fixed parts and take 1.05 to 1.2 of the time for the same
-    /// rows. There the rows of all blocks count too: long sequences, which have no fewer, are faster on a stream-K grid.
+    /// Where four share an SM (V100, forward, headdim 64), they hide one another's fixed parts and take 1.05 to 1.2 of the time for the
+    /// same rows. There the rows of all blocks count too: long sequences, which have no fewer, are faster on a stream-K grid.
     fn has_fewer_rows(&self, now: &OnGrid) -> bool {
         if self.shares_sm() {
             self.rows_of_sm() * 100 <= now.rows_of_sm() * 80 && self.rows() * 100 <= now.rows() * 90

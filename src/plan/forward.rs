@@ -40,8 +40,8 @@ fn forward_pass(kernels: Kernels, pass: Pass, a: &Attention, features: FeatureSe
 }
 
 /// Plans a stream-K grid of the same tiles as `usual`, if every row tile takes about the same time and the estimate is faster, or if it is
-/// tuned. Row tiles take the same time without a mask, and in a chunk of a prompt after many tokens. Over a KV cache, whose lengths the host
-/// does not know, the estimate assumes the longest sequence.
+/// tuned. Row tiles take the same time without a mask, and in a chunk of a prompt after many tokens. Over a KV cache, whose lengths the
+/// host does not know, the estimate assumes the longest sequence.
 fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
     let (stream_k, is_possible, is_even) = match pass {

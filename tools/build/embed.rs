@@ -1,6 +1,6 @@
 //! Compiles all kernel variants in parallel, for build.rs. A variant is a row of the tables in src/kernels: a kernel with its tile sizes
-//! and features. Compiled code is cached by the hash of all that it depends on, in target/volta-fa-kernels. Writes `embedded.rs` in OUT_DIR,
-//! which src/kernels/mod.rs includes: one `Image` per variant in the order of the tables, with machine code (cubin) and PTX.
+//! and features. Compiled code is cached by the hash of all that it depends on, in target/volta-fa-kernels. Writes `embedded.rs` in
+//! OUT_DIR, which src/kernels/mod.rs includes: one `Image` per variant in the order of the tables, with machine code (cubin) and PTX.
 
 use crate::nvrtc::{Binary, Compiler, ENTRY, PTX_VERSIONS};
 use crate::tables::variants::Variant;

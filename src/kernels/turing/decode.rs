@@ -37,7 +37,8 @@ const TILES: [DecodeTile; 13] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// Returns the one tile of each headdim for batch-invariant calls: 32 rows, whatever the number of rows, so a row's bits cannot depend on it.
+/// Returns the one tile of each headdim for batch-invariant calls. It has 32 rows whatever the number of rows, so a row's bits cannot
+/// depend on that.
 fn invariant_tiles() -> impl Iterator<Item = DecodeTile> {
     TILES.into_iter().filter(|&(_, [block_rows, _], ..)| block_rows == 32)
 }

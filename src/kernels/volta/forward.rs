@@ -102,8 +102,8 @@ const MEDIUM: (u32, u32, Size) = (64, 32, Size::Medium);
 /// rows, for grids that would leave SMs or their schedulers idle.
 const SMALL: (u32, u32, Size) = (64, 64, Size::Small);
 
-// Plain kernels, from which the others are made. A call of `shared_q` has headdims, tile, threads and blocks an SM. Comments count registers
-// of a thread, and shared memory of a block.
+// Plain kernels, from which the others are made. A call of `shared_q` has headdims, tile, threads and blocks an SM. Comments count
+// registers of a thread, and shared memory of a block.
 
 /// 64 registers of Q and 64 of output: two blocks.
 const PLAIN_64: Variant = register_q(64, 2);

@@ -133,8 +133,8 @@ impl Planner<'_> {
         Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false), stream_k: None }
     }
 
-    /// Plans launches of a main kernel that takes a part of the key blocks, with their time (see [`blocks_of_launch`]). None: there is no such kernel;
-    /// kernels of block masks take all key blocks in one launch.
+    /// Plans launches of a main kernel that takes a part of the key blocks, with their time (see [`blocks_of_launch`]). None: there is no
+    /// such kernel; kernels of block masks take all key blocks in one launch.
     fn by_launches(&self) -> Option<(f64, Parts)> {
         if self.a.features.block_mask {
             return None;
