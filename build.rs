@@ -20,26 +20,18 @@ use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use tables::variants::ParamBlock;
 
+/// Files of the types and functions that the library shares with its C++ shims.
+const ABI_SOURCES: [&str; 5] = ["src/ffi.rs", "src/info.rs", "src/operators.rs", "src/shim.rs", "src/value.rs"];
+
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
-    for path in [
-        "build.rs",
-        "tools/build",
-        "csrc",
-        "src/params",
-        "src/ffi.rs",
-        "src/info.rs",
-        "src/shim.rs",
-        "src/operators.rs",
-        "src/value.rs",
-        "src/kernels",
-    ] {
+    for path in ["build.rs", "tools/build", "csrc", "src/params", "src/kernels"].iter().chain(&ABI_SOURCES) {
         println!("cargo:rerun-if-changed={path}");
     }
     let target = target_folder(&out)?;
     let python = nvrtc::Environment::query()?;
 
-    // kernels include this header, so a change of it recompiles those that name a changed type
+    // the structs that kernels take as arguments; a change of one recompiles the kernels that name it
     let params = out.join("volta_fa_params.h");
     let blocks = ["shared", "cache", "forward", "decode", "backward", "small"].map(|name| format!("src/params/{name}.rs"));
     c_header(&blocks.each_ref().map(|path| path.as_str()), &params)?;
@@ -48,7 +40,7 @@ fn run() -> Result<()> {
 
     let headers = target.join("volta-fa-headers");
     std::fs::create_dir_all(&headers)?;
-    c_header(&["src/ffi.rs", "src/info.rs", "src/operators.rs", "src/shim.rs", "src/value.rs"], &headers.join("volta_fa_abi.h"))?;
+    c_header(&ABI_SOURCES, &headers.join("volta_fa_abi.h"))?;
 
     // Name under which the package installs the library, and shims link it. The library links no shim, because there is one per torch
     // release: the shim that the package opens defines the functions that are undefined here (src/shim.rs).

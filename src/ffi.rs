@@ -157,14 +157,14 @@ pub unsafe extern "C" fn volta_fa_device_sm(device: i64, sm: *mut i32) -> Status
 /// does where kernels in the device's own machine code run every call, with it also where the driver compiles their PTX.
 #[no_mangle]
 pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
-    u32::try_from(sm).is_ok_and(|sm| crate::kernels::serves(sm, newer_too))
+    u32::try_from(sm).is_ok_and(|sm| crate::kernels::COMPILED.serve(sm, newer_too))
 }
 
 /// Returns the largest headdim that devices of this architecture run (70 for sm_70; 0: fp16 tensors of the CPU).
 #[no_mangle]
 pub extern "C" fn volta_fa_max_headdim(sm: i32) -> i64 {
     match u32::try_from(sm) {
-        Ok(sm) if sm > 0 => crate::kernels::max_headdim(sm),
+        Ok(sm) if sm > 0 => crate::kernels::COMPILED.max_headdim(sm),
         _ => crate::ops::cpu_max_headdim(),
     }
 }

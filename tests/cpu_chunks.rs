@@ -5,31 +5,16 @@
 //! of one batch entry with its query heads. A chunk has about CHUNK_SCORES = 2^20 scores, but at least MIN_CHUNK_ROWS = 16 rows of a group.
 
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
-use volta_fa::problem::{Appended, Attention, DType, Keys, Queries, RequestedFeatures, Window};
+use volta_fa::problem::{Attention, Window};
 
+/// Returns a problem of two batch entries; chunks do not depend on the headdims.
 fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
-    Attention {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        nheads,
-        nheads_k,
-        headdim: 64,
-        headdim_v: 64,
-        softmax_scale: 0.125,
-        window,
-        dtype: DType::Half,
-        queries: Queries::Dense,
-        keys: Keys::Dense,
-        features: RequestedFeatures::default(),
-        appended: Appended::default(),
-        num_splits: 0,
-    }
+    Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, window, ..Attention::default() }
 }
 
 const WINDOWS: [Window; 6] = [
-    Window { left: None, right: None },
-    Window { left: None, right: Some(0) },
+    Window::FULL,
+    Window::CAUSAL,
     Window { left: Some(7), right: Some(0) },
     Window { left: Some(0), right: Some(33) },
     Window { left: Some(300), right: None },
@@ -69,7 +54,7 @@ fn chunk_memory_is_linear_in_seqlen() {
     for seqlen in [1 << 10, 1 << 14, 1 << 18, 1 << 22] {
         for (h, hk) in [(8, 8), (32, 8), (500, 1)] {
             let heads = h / hk; // of a group
-            let a = problem(seqlen, seqlen, h, hk, Window { left: None, right: None });
+            let a = problem(seqlen, seqlen, h, hk, Window::FULL);
             let most = chunks(&a).iter().map(|c| c.groups * c.rows * heads * c.keys).max().unwrap();
             assert!(most <= CHUNK_SCORES.max(seqlen * MIN_CHUNK_ROWS.max(heads)), "{seqlen} {h} {hk}: {most}");
         }

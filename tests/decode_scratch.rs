@@ -9,21 +9,23 @@ use volta_fa::kernels::{image, CacheFormat};
 use volta_fa::launch::bytes_of;
 use volta_fa::params::{DecodeParams, Operand, Output};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
-use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
+use volta_fa::problem::{Attention, Cache, CacheLayout, Keys};
 use volta_sim::{Extent, Launch, Module, Schedule};
 
 const TOKENS: i64 = 3000;
 const HEADS: i64 = 8;
 const HEADDIM: i64 = 64;
 
-/// Returns the bits of random fp16 numbers in [0.5, 1) and (-1, -0.5]: exponent bits of 0.5, random mantissa (10 bits) and sign.
+/// Returns the bits of random fp16 numbers in [0.5, 1) and (-1, -0.5]: exponent bits of 0.5, random mantissa (10 bits) and sign. The
+/// generator is Knuth's linear congruential one (MMIX).
 fn numbers(count: i64, seed: u64) -> Vec<u16> {
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        state >> 40
+        let x = (state >> 40) as u16;
+        0x3800 | (x & 0x3ff) | ((x & 0x400) << 5)
     };
-    (0..count).map(|_| next()).map(|x| 0x3800 | (x & 0x3ff) as u16 | ((x & 0x400) << 5) as u16).collect()
+    (0..count).map(|_| next()).collect()
 }
 
 /// One query of eight heads over a sequence of 3000 tokens, which many blocks share. Scratch memory stays from run to run.
@@ -92,29 +94,18 @@ impl Call {
 }
 
 fn attention() -> Attention {
-    Attention {
-        batch: 1,
-        seqlen_q: 1,
-        seqlen_k: TOKENS,
-        nheads: HEADS,
-        nheads_k: 1,
-        headdim: HEADDIM,
-        headdim_v: HEADDIM,
-        softmax_scale: 0.125,
-        window: Window { left: None, right: None },
-        dtype: DType::Half,
-        queries: Queries::Dense,
-        keys: Keys::Cache(Cache { layout: CacheLayout::Entries, entries: 1, rows: TOKENS, format: CacheFormat::Unquantized }),
-        features: RequestedFeatures::default(),
-        appended: Appended::default(),
-        num_splits: 0,
-    }
+    let cache = Cache { layout: CacheLayout::Entries, entries: 1, rows: TOKENS, format: CacheFormat::Unquantized };
+    let (keys, softmax_scale) = (Keys::Cache(cache), (HEADDIM as f64).powf(-0.5));
+    let sizes = Attention { batch: 1, seqlen_q: 1, seqlen_k: TOKENS, nheads: HEADS, nheads_k: 1, ..Attention::default() };
+    Attention { headdim: HEADDIM, headdim_v: HEADDIM, softmax_scale, keys, ..sizes }
 }
 
+/// Returns true if no fp16 number has all exponent bits set, as infinities and NaN have.
 fn is_finite(out: &[u16]) -> bool {
     out.iter().all(|x| x & 0x7c00 != 0x7c00)
 }
 
+/// A replay has the launch's memory and id. Each quantum lets other blocks arrive last.
 #[test]
 fn graph_replays_give_identical_results() {
     let mut call = Call::new();

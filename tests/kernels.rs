@@ -18,6 +18,7 @@ fn section(cubin: &[u8], name: &str) -> Option<(u32, usize)> {
     Some((number(header + 44, 4) as u32, number(header + 32, 8)))
 }
 
+/// Returns [`section`] of a kernel: `nv.constant0` has its parameters, `text` its code.
 fn sections_of(v: &Variant, kind: &str) -> (u32, usize) {
     let cubin = kernels::image(v).cubin().unwrap();
     section(&cubin, &format!(".{kind}.{}", v.name)).unwrap_or_else(|| panic!("{}: its cubin has no .{kind}", v.name))

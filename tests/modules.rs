@@ -1,7 +1,8 @@
-//! Tests that no modules import each other in a circle, in the library and in the simulator.
+//! Tests that no files, and no top-level modules (files or folders of `src`), import each other in a circle, in the library and in the
+//! simulator: each can then be read and changed without those that import it.
 //!
-//! The tests read source text. `imports_of_files` has all paths between single files: a `pub use` in a folder's `mod.rs` counts for the
-//! file that it names. `of_modules` joins these to the imports between top-level modules, which are files or folders of `src`.
+//! The tests read source text. `imports_of_files` has the imports between single files: one through a `pub use` of a folder's `mod.rs`
+//! counts for the file that defines the name. `of_modules` joins them to the imports between top-level modules.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
@@ -40,6 +41,7 @@ struct Source {
 /// Files by path below `src`: `plan/decode.rs` is ["plan", "decode"], `plan/mod.rs` is ["plan"].
 type Sources = BTreeMap<Vec<String>, Source>;
 
+/// Reads all files of a crate but lib.rs, which imports every module.
 fn sources(crate_folder: &str) -> Sources {
     let src = &Path::new(env!("CARGO_MANIFEST_DIR")).join(crate_folder);
     let mut files = vec![];
@@ -55,6 +57,7 @@ fn sources(crate_folder: &str) -> Sources {
     files.iter().filter(|file| !file.ends_with("lib.rs")).map(read).collect()
 }
 
+/// Separates a file's exports from its code.
 fn source(text: &str) -> Source {
     let mut code = code(text);
     let mut exports = BTreeMap::new();
@@ -86,7 +89,7 @@ fn expanded(import: &str) -> Vec<String> {
 }
 
 /// Returns the paths from `crate::`, `super::` or `self::` that a file's imports and its code name.
-fn named(code: &str) -> Vec<String> {
+fn paths_in(code: &str) -> Vec<String> {
     let is_word = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
     let starts = ["crate::", "super::", "self::"].into_iter().flat_map(|start| code.match_indices(start));
     let first = starts.filter(|(at, _)| !code[..*at].ends_with(is_word));
@@ -102,19 +105,22 @@ fn named(code: &str) -> Vec<String> {
 
 /// Returns the file that defines what `path`, in the file `module`, names: the deepest file of the path, or the one that `pub use` names.
 fn defining(files: &Sources, module: &[String], path: &str) -> Option<Vec<String>> {
+    let has = |file: &[String], child: &str| files.contains_key(&[file, &[child.to_string()]].concat());
     let mut words = path.split("::").map(str::trim).peekable();
     let mut at = module.to_vec();
     match words.peek() {
         Some(&"crate") => at.clear(),
         Some(&"super" | &"self") => {}
-        Some(child) if files.contains_key(&[&at[..], &[child.to_string()]].concat()) => {}
-        _ => return None,
+        Some(child) if has(&at, child) => {}
+        _ => return None, // of another crate
     }
     while words.next_if(|word| ["crate", "self"].contains(word)).is_some() {}
     while words.next_if_eq(&"super").is_some() {
         at.pop();
     }
-    while words.next_if(|word| files.contains_key(&[&at[..], &[word.to_string()]].concat())).map(|word| at.push(word.into())).is_some() {}
+    while let Some(child) = words.next_if(|word| has(&at, word)) {
+        at.push(child.into());
+    }
     let exported = words.peek().and_then(|word| files.get(&at)?.exports.get(*word));
     exported.and_then(|path| defining(files, &at, path)).or_else(|| files.contains_key(&at).then_some(at))
 }
@@ -129,7 +135,7 @@ fn imports_of_files(files: &Sources) -> Imports {
             calls.into_iter().any(|at| !source.code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':'))
         };
         let own = children.filter(uses).map(|child| format!("self::{child}"));
-        let found = named(&source.code).into_iter().chain(own).filter_map(|path| defining(files, module, &path));
+        let found = paths_in(&source.code).into_iter().chain(own).filter_map(|path| defining(files, module, &path));
         (module.join("/"), found.filter(|other| other != module).map(|other| other.join("/")).collect())
     };
     files.iter().map(of_file).collect()

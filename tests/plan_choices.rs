@@ -7,10 +7,11 @@
 use std::collections::BTreeMap;
 use volta_fa::kernels::{variants, CacheFormat, Pass, Variant, COMPILED};
 use volta_fa::plan::{self, BackwardMode, BackwardPlan, DeviceLimits, PlannedKernel};
-use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, ScoreFunction, Window};
+use volta_fa::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, ScoreFunction, Window};
 use volta_fa::tuning::Tuning;
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/plans.txt");
+/// 100 for each of the 8 calls and 3 kinds of tuning.
 const PROBLEMS: u64 = 2400;
 const HEADER: &str = "\
 # Plans of random problems, which tests/plan_choices.rs writes and compares. A group is a call with a kind of tuning. Its line has
@@ -19,8 +20,6 @@ const HEADER: &str = "\
 #   backward: main_launches dq_accum_splits scratch_rows headdim_rounded deterministic tail stored (BackwardPlan)
 #   decode: max_rows partials semaphores (DecodePlan)
 ";
-/// Plans of a group that the golden file shows.
-const SHOWN: usize = 1;
 const CALLS: [&str; 8] = ["forward", "forward fp32", "fast", "prefill", "decode", "backward", "backward fp32", "deterministic backward"];
 const TUNINGS: [&str; 3] = ["no tuning", "failed kernels", "tuned kernels"];
 
@@ -28,6 +27,7 @@ const TUNINGS: [&str; 3] = ["no tuning", "failed kernels", "tuned kernels"];
 struct Random(u64);
 
 impl Random {
+    /// Returns a number from 0 to n - 1.
     fn below(&mut self, n: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -39,6 +39,7 @@ impl Random {
         self.below(n) == 0
     }
 
+    /// Returns an element of the list.
     fn of<T: Copy>(&mut self, list: &[T]) -> T {
         list[self.below(list.len() as u64) as usize]
     }
@@ -77,6 +78,7 @@ impl Random {
         f
     }
 
+    /// Returns a problem that the call can have.
     fn problem(&mut self, call: &str) -> Attention {
         let (nheads_k, group) = (self.length(6), self.length(4));
         let headdim = self.headdim();
@@ -96,12 +98,8 @@ impl Random {
                 2 | 3 => Window::CAUSAL,
                 _ => Window { left: Some(self.length(12)), right: self.of(&[Some(0), Some(64)]) },
             },
-            dtype: DType::Half,
-            queries: Queries::Dense,
-            keys: Keys::Dense,
             features: self.features(),
-            appended: Appended::default(),
-            num_splits: 0,
+            ..Attention::default()
         };
         match call {
             "prefill" => {
@@ -143,6 +141,7 @@ impl Random {
         Cache { layout: CacheLayout::Entries, entries: a.batch, rows: a.seqlen_k, format }
     }
 
+    /// Returns a V100, T4, RTX 2080 Ti, H200 or RTX 3090, some with other numbers of SMs, less shared memory, or one family alone.
     fn device(&mut self) -> DeviceLimits {
         let (capability, sms, kib) = self.of(&[((7, 0), 80, 96), ((7, 5), 40, 64), ((7, 5), 68, 64), ((9, 0), 132, 227), ((8, 6), 82, 99)]);
         let sms = if self.one_in(3) { 1 + self.below(140) as u32 } else { sms };
@@ -154,26 +153,19 @@ impl Random {
 
     /// Returns a tuning in which some of the `planned` and of all kernels failed. "tuned kernels": fewer failed, and up to 5 choices.
     fn tuning(&mut self, kind: &str, planned: &[&'static Variant], a: &Attention) -> Option<&'static Tuning> {
-        let mut failed: Vec<_> = Vec::new();
-        let mut choices: Vec<String> = Vec::new();
         if kind == "no tuning" {
             return None;
         }
         let share = if kind == "failed kernels" { 2 } else { 12 };
-        failed.extend(planned.iter().filter(|_| self.one_in(share)).map(|v| v.name));
+        let mut failed: Vec<_> = planned.iter().filter(|_| self.one_in(share)).map(|v| v.name).collect();
         failed.extend(variants().filter(|_| self.one_in(12 * share)).map(|v| v.name));
+        let mut choices: Vec<String> = Vec::new();
         if kind == "tuned kernels" {
             for _ in 0..4 {
                 let mut passes: Vec<_> = planned.iter().map(|v| v.pass).collect();
                 passes.extend([Pass::ForwardStreamK, Pass::PrefillStreamK, Pass::FastForward]);
-                passes.extend([
-                    Pass::Backward,
-                    Pass::BackwardStreamK,
-                    Pass::BackwardFused,
-                    Pass::BackwardDkDv,
-                    Pass::BackwardDq,
-                    Pass::BackwardScores,
-                ]);
+                passes.extend([Pass::Backward, Pass::BackwardStreamK, Pass::BackwardFused]);
+                passes.extend([Pass::BackwardDkDv, Pass::BackwardDq, Pass::BackwardScores]);
                 let pass = self.of(&passes);
                 let fits = |v: &&Variant| v.pass == pass && i64::from(v.headdim) >= a.headdim && i64::from(v.headdim_v) >= a.headdim_v;
                 let fitting: Vec<_> = variants().filter(fits).collect();
@@ -230,9 +222,17 @@ fn planned(call: &str, a: &Attention, (has_dlse, fp32_gradients, flag): (bool, b
     (if text.is_empty() { "none".into() } else { text.join("; ") }, kernels)
 }
 
-/// Returns the FNV-1a hash of what `start` is the hash of, followed by `text`.
-fn hash(text: &str, start: u64) -> u64 {
-    text.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+/// Constants of the 64-bit FNV-1a hash.
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0100_0000_01b3;
+
+/// The plans of one call and one kind of tuning.
+struct Group {
+    plans: usize,
+    /// FNV-1a hash of all plans' texts.
+    hash: u64,
+    /// The first problem and its plan, as lines.
+    first: String,
 }
 
 fn described(a: &Attention, d: &DeviceLimits) -> String {
@@ -246,7 +246,7 @@ fn described(a: &Attention, d: &DeviceLimits) -> String {
 
 #[test]
 fn choices_match_golden_file() {
-    let mut groups: BTreeMap<(&str, &str), (u64, usize, String)> = BTreeMap::new();
+    let mut groups: BTreeMap<(&str, &str), Group> = BTreeMap::new();
     for seed in 0..PROBLEMS {
         let (call, kind) = (CALLS[seed as usize % CALLS.len()], TUNINGS[seed as usize / CALLS.len() % TUNINGS.len()]);
         let mut random = Random(seed);
@@ -256,16 +256,15 @@ fn choices_match_golden_file() {
         let variants: Vec<_> = usual.iter().map(|k| k.variant).collect();
         let d = DeviceLimits { tuning: random.tuning(kind, &variants, &a), ..d };
         let (text, _) = planned(call, &a, flags, &d);
-        let (sum, count, shown) = groups.entry((call, kind)).or_insert((0xcbf2_9ce4_8422_2325, 0, String::new()));
-        *sum = hash(&text, *sum);
-        *count += 1;
-        if *count <= SHOWN {
-            *shown += &format!("  {}\n    {text}\n", described(&a, &d));
-        }
+        let first = || Group { plans: 0, hash: FNV_OFFSET, first: format!("  {}\n    {text}\n", described(&a, &d)) };
+        let group = groups.entry((call, kind)).or_insert_with(first);
+        group.plans += 1;
+        group.hash = text.bytes().fold(group.hash, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME));
     }
-    let groups = groups.iter();
-    let groups = groups.map(|((call, kind), (sum, count, shown))| format!("{call}, {kind}: {count} plans, hash {sum:016x}\n{shown}"));
-    let found = HEADER.to_string() + &groups.collect::<String>();
+    let of_group = |((call, kind), Group { plans, hash, first }): (&(&str, &str), &Group)| {
+        format!("{call}, {kind}: {plans} plans, hash {hash:016x}\n{first}")
+    };
+    let found = HEADER.to_string() + &groups.iter().map(of_group).collect::<String>();
     if std::env::var_os("VOLTA_FA_WRITE_GOLDEN").is_some() {
         std::fs::write(GOLDEN, &found).unwrap();
     }

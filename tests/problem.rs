@@ -37,6 +37,7 @@ fn rejected_after(
     }
 }
 
+/// Checks that a dense call is rejected after `change`.
 fn rejected(words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut TensorDesc, &mut TensorDesc, &mut Options)) {
     rejected_after(change, (tensor([2, 10, 6, 64]), tensor([2, 12, 3, 64]), tensor([2, 12, 3, 32]), options()), words);
 }
@@ -89,6 +90,7 @@ fn accepts_symbolic_sizes_and_checks_known_ones() {
     assert!(message(&heads, &k, &Options { alibi_slopes: slopes, ..options() }).contains("here (?,) or (?, ?)"));
 }
 
+/// Describes a small tensor of a GPU.
 fn vector(dtype: DType, sizes: &[i64]) -> TensorDesc {
     TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides: vec![1; sizes.len()].into() }
 }
@@ -103,10 +105,12 @@ fn packed(sizes: [i64; 3]) -> TensorDesc {
     TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: Dims::from_slice(&sizes), strides }
 }
 
+/// Returns the options of three packed sequences.
 fn packed_options() -> Options {
     Options { cu_seqlens_q: ints(4), cu_seqlens_k: ints(4), max_seqlen_q: Some(7), max_seqlen_k: Some(9), ..options() }
 }
 
+/// As rejected(), for a packed call.
 fn packed_rejected(words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut TensorDesc, &mut TensorDesc, &mut Options)) {
     rejected_after(change, (packed([10, 6, 64]), packed([20, 3, 64]), packed([20, 3, 32]), packed_options()), words);
 }

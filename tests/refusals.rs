@@ -39,6 +39,7 @@ int cuLaunchKernel(void* function) { launches++; return 0; }
 int cuGetErrorName(int error, const char** name) { *name = error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_OF_ANOTHER_KIND"; return 0; }
 "#;
 
+/// The fake libcuda, loaded into this process.
 struct Pretended {
     library: *mut libc::c_void,
 }
@@ -61,6 +62,7 @@ impl Pretended {
         Self { library }
     }
 
+    /// Returns a global int of the library.
     fn number(&self, name: &str) -> &AtomicI32 {
         let name = CString::new(name).unwrap();
         // SAFETY: the library has these ints as long as the process lives.

@@ -19,7 +19,7 @@ macro_rules! named {
         }
     };
 }
-pub(super) use named;
+pub(crate) use named;
 
 named! {
     /// A feature of a problem beyond softmax(scale * QK^T)V inside a window with one length for all sequences. `_info()`, `_plan()` and
@@ -109,17 +109,13 @@ impl FeatureSet {
         FeatureSet(self.0 & !other.0)
     }
 
+    pub const fn has(self, feature: Feature) -> bool {
+        self.contains(FeatureSet::of(&[feature]))
+    }
+
     /// Returns true if all features of `other` are in this set.
     pub const fn contains(self, other: FeatureSet) -> bool {
         other.without(self).0 == 0
-    }
-
-    /// Returns the set, with `Fp32Bias` if it has `Bias`: of a kernel that reads a bias of either type.
-    pub const fn with_fp32_bias(self) -> FeatureSet {
-        match self.contains(FeatureSet::of(&[Feature::Bias])) {
-            true => self.union(FeatureSet::of(&[Feature::Fp32Bias])),
-            false => self,
-        }
     }
 
     pub const fn count(self) -> u32 {
@@ -128,7 +124,7 @@ impl FeatureSet {
 
     /// Returns the features in the order of [`Feature::ALL`].
     pub fn iter(self) -> impl Iterator<Item = Feature> {
-        Feature::ALL.into_iter().filter(move |&n| self.contains(FeatureSet::of(&[n])))
+        Feature::ALL.into_iter().filter(move |&n| self.has(n))
     }
 
     /// Returns the bits that device code sees: `-DFEATURES=<bits>`, and the constants `kFeature...` of one bit that build.rs generates.

@@ -109,6 +109,7 @@ impl CacheFormat {
         self.info().name
     }
 
+    /// Returns the formats of keys and of values.
     pub const fn parts(self) -> [CacheFormat; 2] {
         match self.info().pair {
             Some(pair) => pair,

@@ -6,11 +6,11 @@
 
 mod tables;
 
+pub(crate) use tables::features::named;
 pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
     CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
-    BACKWARD_STREAM_K, DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_SPLIT, FORWARD_SPLIT_STREAM_K, FORWARD_STREAM_K,
-    FUSED_BACKWARD, LARGE_PASS_SETS, PASSES, PASS_SETS, PREFILL_STREAM_K, SPLIT_BACKWARD, SPLIT_TOKENS, STORED_BACKWARD,
+    DETERMINISTIC_BACKWARD, LARGE_PASS_SETS, PASSES, PASS_SETS, SPLIT_BACKWARD, SPLIT_TOKENS, STORED_BACKWARD,
 };
 pub use tables::volta::VOLTA;
 
@@ -24,10 +24,12 @@ use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::LazyLock;
 
-/// The code of one variant, as build.rs compiled and compressed it. Empty: that build left the kernel out.
+/// The code of one variant, as build.rs compiled it. A build that left the kernel out (VOLTA_FA_COMPILE_ONLY) has no bytes of it.
 pub struct Image {
     pub name: &'static str,
+    /// compressed by zstd
     cubin: &'static [u8],
+    /// compressed by zstd
     ptx: &'static [u8],
     /// registers of a thread, in the family's cubin
     pub registers: u32,
@@ -35,9 +37,10 @@ pub struct Image {
     pub spill_bytes: u32,
 }
 
+// IMAGES, which tools/build/embed.rs writes: the image of each variant
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// Tables of variants. Each table is of one family. Tests make some of their own.
+/// Tables of variants, each of one family. Tests make some of their own.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernels(pub &'static [&'static [Variant]]);
 
@@ -74,8 +77,8 @@ impl Kernels {
         found
     }
 
-    /// Returns true if a family has kernels of these passes for this headdim, in this shared memory (bytes of a block), with every feature.
-    /// A block mask and batch invariance do not count, because they have kernels of their own, which run no other calls.
+    /// Returns true if a family has kernels of these passes for this headdim, in this shared memory (bytes of a block), with every feature
+    /// of the pass. Kernels of block masks and of batch-invariant calls do not count, because they run no other calls.
     fn covers_all_of(self, family: &'static Family, passes: &[Pass], headdim: i64, shared_bytes: u32) -> bool {
         passes.iter().all(|&pass| {
             self.of(family, pass).any(|v| {
@@ -87,25 +90,25 @@ impl Kernels {
         })
     }
 
-    /// Returns true if kernels in machine code for this architecture run every problem up to headdim [`COMMON_HEADDIM`]; with
-    /// `through_ptx_too`, if any kernel runs there at all.
+    /// Returns true if volta_fa can take over PyTorch's SDPA on this architecture (70 for sm_70). Its machine code must run every problem
+    /// up to headdim [`COMMON_HEADDIM`]. With `through_ptx_too`, one kernel suffices, also as PTX.
     pub fn serve(self, sm: u32, through_ptx_too: bool) -> bool {
         let families = self.families_for(sm);
         if through_ptx_too {
             return !families.is_empty();
         }
         let covers = |f: &'static Family, passes: &[Pass]| self.covers_all_of(f, passes, COMMON_HEADDIM, f.shared_bytes);
-        let native = |passes: &[Pass]| families.iter().any(|(f, code)| *code == Code::Cubin && covers(f, passes));
-        PASS_SETS.into_iter().all(native)
+        let is_native = |passes: &[Pass]| families.iter().any(|(f, code)| *code == Code::Cubin && covers(f, passes));
+        PASS_SETS.into_iter().all(is_native)
     }
 
     /// Returns the largest headdim for which kernels run every `fwd` and `bwd` on devices of this architecture, through PTX too.
     pub fn max_headdim(self, sm: u32) -> i64 {
         let families = self.families_for(sm);
         // a device that gets PTX alone is newer than Turing, and has at least the shared memory of an SM of Volta
-        let own = families.iter().find(|(_, code)| *code == Code::Cubin).map(|(f, _)| f.shared_bytes);
-        let covered =
-            |passes: &[Pass]| families.iter().any(|(f, _)| self.covers_all_of(f, passes, MAX_HEADDIM, own.unwrap_or(VOLTA.shared_bytes)));
+        let native = families.iter().find(|(_, code)| *code == Code::Cubin);
+        let bytes = native.map_or(VOLTA.shared_bytes, |(family, _)| family.shared_bytes);
+        let covered = |passes: &[Pass]| families.iter().any(|(f, _)| self.covers_all_of(f, passes, MAX_HEADDIM, bytes));
         if LARGE_PASS_SETS.into_iter().all(covered) {
             MAX_HEADDIM
         } else {
@@ -114,15 +117,12 @@ impl Kernels {
     }
 }
 
+/// Returns every compiled kernel.
 pub fn variants() -> impl Iterator<Item = &'static Variant> {
     COMPILED.variants()
 }
 
-/// Returns [`Kernels::serve`] of the compiled kernels.
-pub fn serves(sm: u32, through_ptx_too: bool) -> bool {
-    COMPILED.serve(sm, through_ptx_too)
-}
-
+/// Returns the size of a kernel argument, bytes.
 pub fn params_bytes(block: ParamBlock) -> usize {
     match block {
         ParamBlock::Forward => size_of::<FwdParams>(),
@@ -150,7 +150,7 @@ pub fn image(variant: &Variant) -> &'static Image {
 }
 
 impl Image {
-    /// Returns a hash of the (compressed) machine code, by which benchmarks tell whether a kernel changed.
+    /// Returns a hash of the (compressed) machine code, by which benchmarks/marks.py tells whether a published kernel changed.
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.cubin.hash(&mut hasher);
@@ -177,9 +177,4 @@ fn decompress(name: &str, data: &[u8]) -> Result<Vec<u8>> {
         return Err(Error::runtime(format!("this build of volta_fa is without the kernel {name}: `make build` compiles all")));
     }
     zstd::decode_all(data).map_err(|e| Error::runtime(format!("the embedded code of {name} is damaged: {e}")))
-}
-
-/// Returns [`Kernels::max_headdim`] of the compiled kernels.
-pub fn max_headdim(sm: u32) -> i64 {
-    COMPILED.max_headdim(sm)
 }

@@ -7,67 +7,6 @@
 
 use super::features::{named, Feature, FeatureSet};
 
-/// The computation of a kernel. An op runs one pass, or several one after the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pass {
-    /// out and softmax_lse
-    Forward,
-    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
-    ForwardStreamK,
-    /// out and softmax_lse of fp32 tensors, whose numbers are split
-    ForwardSplit,
-    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
-    ForwardSplitStreamK,
-    /// delta and the other row statistics, zeroing of dq's accumulator
-    BackwardPreprocess,
-    /// dk, dv, and dq added to its accumulator by atomics
-    Backward,
-    /// the same on a stream-K grid, if few blocks of many steps would leave much of the GPU idle
-    BackwardStreamK,
-    /// dk and dv alone, for the deterministic mode
-    BackwardDkDv,
-    /// dq alone, for the deterministic mode
-    BackwardDq,
-    /// dq's accumulator to fp16 or fp32
-    BackwardPostprocess,
-    /// all of a backward pass, if one block has all keys of its heads
-    BackwardFused,
-    /// P and dS to memory, for large headdims
-    BackwardScores,
-    /// dq, dk and dv from them
-    BackwardGradients,
-    /// P and dS to memory, of fp32 tensors, whose numbers are split
-    BackwardSplitScores,
-    /// dq, dk and dv from them
-    BackwardSplitGradients,
-    /// attention over two sets of keys, from the results over each
-    Merge,
-    /// out and softmax_lse of few queries a sequence, over a KV cache
-    Decode,
-    /// the same of many queries a sequence
-    Prefill,
-    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
-    PrefillStreamK,
-    /// the same as decode over a cache of latents, whose first columns are the values
-    DecodeMla,
-    /// keys and values into a KV cache, and rotary embeddings of keys and queries
-    Append,
-    /// a quantized KV cache as fp16 or bf16
-    Dequantize,
-    /// bf16 or fp32 q, k and v as fp16, scaled by powers of two
-    Cast,
-    /// int8 codes of K and largest magnitudes of V, for the fast forward
-    FastPrepare,
-    /// out and softmax_lse from int8 scores and fp16 sums
-    FastForward,
-    /// lists of the latents that queries chose, and bf16 queries as fp16
-    SparseSelect,
-    /// out and softmax_lse over these latents
-    SparseMla,
-    /// logits by which queries choose latents
-    Indexer,
-}
-
 named! {
     /// The argument of a pass's kernels: a struct of src/params/, by its name. build.rs writes all of them into the kernels' header.
     enum ParamBlock {
@@ -127,63 +66,94 @@ pub struct PassInfo {
 /// splits may leave SMs idle; shorter ones take time to begin and to join.
 pub const SPLIT_TOKENS: u32 = 512;
 
-/// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 28] = {
-    use {ParamBlock as P, RowKind::*};
-    type Words = (&'static str, &'static str);
-    const fn row(pass: Pass, words: Words, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
-        PassInfo { pass, words, params, rows, features }
-    }
-    let scores = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
-    let forward = scores.without(FeatureSet::of(&[Feature::Fp32Gradients]));
-    // their output is fp32 in any case
-    let split = forward.without(FeatureSet::of(&[Feature::Fp32Output]));
-    // the backward pass finds all that sinks did in softmax_lse
-    let gradients = scores.without(FeatureSet::of(&[Feature::Sinks, Feature::Fp32Output]));
-    // preprocess and postprocess kernels see no scores
-    let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Fp32Gradients]));
-    let finish_blocks = finish.union(FeatureSet::of(&[Feature::Blocks]));
-    let prefill = FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]));
-    [
-        row(Pass::Forward, ("fwd", ""), P::Forward, Queries, forward),
-        row(Pass::ForwardStreamK, ("fwd_streamk", ""), P::ForwardStreamK, Queries, forward),
-        row(Pass::ForwardSplit, ("fwd_split", ""), P::Forward, Queries, split),
-        row(Pass::ForwardSplitStreamK, ("fwd_split_streamk", ""), P::ForwardStreamK, Queries, split),
-        row(Pass::BackwardPreprocess, ("bwd", "preprocess"), P::Backward, ScratchQueries, prepare),
-        row(Pass::Backward, ("bwd", ""), P::Backward, Keys, gradients),
-        row(Pass::BackwardStreamK, ("bwd_streamk", ""), P::BackwardStreamK, Keys, gradients),
-        row(Pass::BackwardDkDv, ("bwd", "dkdv"), P::Backward, Keys, gradients),
-        row(Pass::BackwardDq, ("bwd", "dq"), P::Backward, Queries, gradients),
-        row(Pass::BackwardPostprocess, ("bwd", "postprocess"), P::Backward, Queries, finish),
-        row(Pass::BackwardFused, ("bwd", "fused"), P::Backward, Keys, gradients),
-        row(Pass::BackwardScores, ("bwd", "scores"), P::BackwardStored, StoredTiles, gradients),
-        row(Pass::BackwardGradients, ("bwd", "gradients"), P::BackwardStored, StoredTiles, finish),
-        row(Pass::BackwardSplitScores, ("bwd_split", "scores"), P::BackwardStored, StoredTiles, gradients),
-        row(Pass::BackwardSplitGradients, ("bwd_split", "gradients"), P::BackwardStored, StoredTiles, finish_blocks),
-        row(Pass::Merge, ("merge", ""), P::Merge, Queries, FeatureSet::NONE),
-        row(Pass::Decode, ("decode", ""), P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
-        row(Pass::Prefill, ("prefill", ""), P::Forward, Queries, prefill),
-        row(Pass::PrefillStreamK, ("prefill_streamk", ""), P::ForwardStreamK, Queries, FeatureSet::PAGED),
-        row(Pass::DecodeMla, ("mla_decode", ""), P::Decode, PackedQueries, FeatureSet::NONE),
-        row(Pass::Append, ("append", ""), P::Append, Keys, FeatureSet::NONE),
-        row(Pass::Dequantize, ("dequantize", ""), P::Dequantize, Keys, FeatureSet::NONE),
-        row(Pass::Cast, ("cast", ""), P::Cast, Queries, FeatureSet::NONE),
-        row(Pass::FastPrepare, ("fast_fwd", "prepare"), P::Fast, Keys, FeatureSet::of(&[Feature::Lengths])),
-        row(Pass::FastForward, ("fast_fwd", ""), P::Fast, Queries, FeatureSet::of(&[Feature::Lengths, Feature::Bias])),
-        row(Pass::SparseSelect, ("sparse_select", ""), P::SparseMla, Queries, FeatureSet::NONE),
-        row(Pass::SparseMla, ("sparse_mla", ""), P::SparseMla, PackedQueries, FeatureSet::NONE),
-        row(Pass::Indexer, ("indexer", ""), P::Indexer, PackedQueries, FeatureSet::NONE),
-    ]
-};
+/// Defines [`Pass`], and [`PASSES`] with a row for each: words in kernel names, parameters, kind of rows, features.
+macro_rules! passes {
+    ($($(#[$doc:meta])* $Pass:ident: $before:literal $after:literal, $Params:ident, $Rows:ident, $features:expr;)*) => {
+        /// The computation of a kernel. An op runs one pass, or several one after the other.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Pass { $($(#[$doc])* $Pass,)* }
 
-// `info` finds a pass's row by its number
-const _: () = {
-    let mut i = 0;
-    while i < PASSES.len() {
-        assert!(PASSES[i].pass as usize == i);
-        i += 1;
-    }
-};
+        /// The table of passes, in the order of the enum.
+        pub const PASSES: [PassInfo; [$(Pass::$Pass),*].len()] = [$(PassInfo {
+            pass: Pass::$Pass,
+            words: ($before, $after),
+            params: ParamBlock::$Params,
+            rows: RowKind::$Rows,
+            features: $features,
+        }),*];
+    };
+}
+
+/// Features of the passes that see scores.
+const SCORES: FeatureSet = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
+const FORWARD: FeatureSet = SCORES.without(FeatureSet::of(&[Feature::Fp32Gradients]));
+/// The output of fp32 tensors is fp32 in any case.
+const FORWARD_SPLIT: FeatureSet = FORWARD.without(FeatureSet::of(&[Feature::Fp32Output]));
+/// The backward pass finds all that sinks did in softmax_lse.
+const BACKWARD_MAIN: FeatureSet = SCORES.without(FeatureSet::of(&[Feature::Sinks, Feature::Fp32Output]));
+const PREPROCESS: FeatureSet = FeatureSet::of(&[Feature::Lengths]);
+const POSTPROCESS: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Fp32Gradients]);
+const POSTPROCESS_BLOCKS: FeatureSet = POSTPROCESS.union(FeatureSet::of(&[Feature::Blocks]));
+const PREFILL: FeatureSet = FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]));
+
+passes! {
+    /// out and softmax_lse
+    Forward: "fwd" "", Forward, Queries, FORWARD;
+    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
+    ForwardStreamK: "fwd_streamk" "", ForwardStreamK, Queries, FORWARD;
+    /// out and softmax_lse of fp32 tensors, whose numbers are split
+    ForwardSplit: "fwd_split" "", Forward, Queries, FORWARD_SPLIT;
+    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
+    ForwardSplitStreamK: "fwd_split_streamk" "", ForwardStreamK, Queries, FORWARD_SPLIT;
+    /// delta and the other row statistics, zeroing of dq's accumulator
+    BackwardPreprocess: "bwd" "preprocess", Backward, ScratchQueries, PREPROCESS;
+    /// dk, dv, and dq added to its accumulator by atomics
+    Backward: "bwd" "", Backward, Keys, BACKWARD_MAIN;
+    /// the same on a stream-K grid, if few blocks of many steps would leave much of the GPU idle
+    BackwardStreamK: "bwd_streamk" "", BackwardStreamK, Keys, BACKWARD_MAIN;
+    /// dk and dv alone, for the deterministic mode
+    BackwardDkDv: "bwd" "dkdv", Backward, Keys, BACKWARD_MAIN;
+    /// dq alone, for the deterministic mode
+    BackwardDq: "bwd" "dq", Backward, Queries, BACKWARD_MAIN;
+    /// dq's accumulator to fp16 or fp32
+    BackwardPostprocess: "bwd" "postprocess", Backward, Queries, POSTPROCESS;
+    /// all of a backward pass, if one block has all keys of its heads
+    BackwardFused: "bwd" "fused", Backward, Keys, BACKWARD_MAIN;
+    /// P and dS to memory, for large headdims
+    BackwardScores: "bwd" "scores", BackwardStored, StoredTiles, BACKWARD_MAIN;
+    /// dq, dk and dv from them
+    BackwardGradients: "bwd" "gradients", BackwardStored, StoredTiles, POSTPROCESS;
+    /// P and dS to memory, of fp32 tensors, whose numbers are split
+    BackwardSplitScores: "bwd_split" "scores", BackwardStored, StoredTiles, BACKWARD_MAIN;
+    /// dq, dk and dv from them
+    BackwardSplitGradients: "bwd_split" "gradients", BackwardStored, StoredTiles, POSTPROCESS_BLOCKS;
+    /// attention over two sets of keys, from the results over each
+    Merge: "merge" "", Merge, Queries, FeatureSet::NONE;
+    /// out and softmax_lse of few queries a sequence, over a KV cache
+    Decode: "decode" "", Decode, PackedQueries, FeatureSet::of(&[Feature::Tree]);
+    /// the same of many queries a sequence
+    Prefill: "prefill" "", Forward, Queries, PREFILL;
+    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
+    PrefillStreamK: "prefill_streamk" "", ForwardStreamK, Queries, FeatureSet::PAGED;
+    /// the same as decode over a cache of latents, whose first columns are the values
+    DecodeMla: "mla_decode" "", Decode, PackedQueries, FeatureSet::NONE;
+    /// keys and values into a KV cache, and rotary embeddings of keys and queries
+    Append: "append" "", Append, Keys, FeatureSet::NONE;
+    /// a quantized KV cache as fp16 or bf16
+    Dequantize: "dequantize" "", Dequantize, Keys, FeatureSet::NONE;
+    /// bf16 or fp32 q, k and v as fp16, scaled by powers of two
+    Cast: "cast" "", Cast, Queries, FeatureSet::NONE;
+    /// int8 codes of K and largest magnitudes of V, for the fast forward
+    FastPrepare: "fast_fwd" "prepare", Fast, Keys, FeatureSet::of(&[Feature::Lengths]);
+    /// out and softmax_lse from int8 scores and fp16 sums
+    FastForward: "fast_fwd" "", Fast, Queries, FeatureSet::of(&[Feature::Lengths, Feature::Bias]);
+    /// lists of the latents that queries chose, and bf16 queries as fp16
+    SparseSelect: "sparse_select" "", SparseMla, Queries, FeatureSet::NONE;
+    /// out and softmax_lse over these latents
+    SparseMla: "sparse_mla" "", SparseMla, PackedQueries, FeatureSet::NONE;
+    /// logits by which queries choose latents
+    Indexer: "indexer" "", Indexer, PackedQueries, FeatureSet::NONE;
+}
 
 impl Pass {
     pub const fn info(self) -> PassInfo {
@@ -204,33 +174,17 @@ impl Pass {
 
 // Sets of passes whose kernels run one after the other and share scratch memory: a plan takes all of a set from one family.
 
-/// The set of `volta_fa::fwd`.
-pub const FORWARD: [Pass; 1] = [Pass::Forward];
-/// The set of `volta_fa::fwd` of fp32 tensors.
-pub const FORWARD_SPLIT: [Pass; 1] = [Pass::ForwardSplit];
-/// The set of `volta_fa::fwd` where a stream-K grid is faster.
-pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
-/// The set of `volta_fa::fwd` of fp32 tensors where a stream-K grid is faster.
-pub const FORWARD_SPLIT_STREAM_K: [Pass; 1] = [Pass::ForwardSplitStreamK];
-/// The set for a KV cache where a stream-K grid is faster.
-pub const PREFILL_STREAM_K: [Pass; 1] = [Pass::PrefillStreamK];
 /// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family with
 /// `has_key_block_offset` may run it too: several launches of the main kernel then fix the order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
-/// The main kernel of the same set where a stream-K grid is faster.
-pub const BACKWARD_STREAM_K: [Pass; 1] = [Pass::BackwardStreamK];
-/// The set of `volta_fa::bwd` where one block has all keys of a head.
-pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 /// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];
 /// The set of `volta_fa::bwd` for large headdims: P and dS travel through memory. It is deterministic.
 pub const STORED_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardScores, Pass::BackwardGradients];
 /// The set of `volta_fa::bwd` of fp32 tensors. It is deterministic.
 pub const SPLIT_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardSplitScores, Pass::BackwardSplitGradients];
-/// The set of `volta_fa::fwd_fast`. Its prepare kernel is not in it: it is the one of the same headdim.
-pub const FAST_FORWARD: [Pass; 1] = [Pass::FastForward];
 /// The sets that run every fp16 problem of `fwd` and `bwd` up to headdim `COMMON_HEADDIM` (256), for `Kernels::serve`. For each set, some
 /// family must have all passes. Stream-K and fused kernels only save time.
-pub const PASS_SETS: [&[Pass]; 3] = [&FORWARD, &BACKWARD, &DETERMINISTIC_BACKWARD];
+pub const PASS_SETS: [&[Pass]; 3] = [&[Pass::Forward], &BACKWARD, &DETERMINISTIC_BACKWARD];
 /// The same for headdims above.
-pub const LARGE_PASS_SETS: [&[Pass]; 2] = [&FORWARD, &STORED_BACKWARD];
+pub const LARGE_PASS_SETS: [&[Pass]; 2] = [&[Pass::Forward], &STORED_BACKWARD];

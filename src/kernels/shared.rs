@@ -13,6 +13,13 @@ const CAST: Source = Source::new(&["shared/cast/cast.cuh"], "cast::Kernel");
 const SELECT: Source = Source::new(&["shared/select/select.cuh"], "select::Kernel");
 const MERGE: Source = Source::new(&["shared/merge/merge.cuh"], "merge::Kernel");
 
+/// Returns a source of a family. In its texts `FAMILY` stands for the family's folder below csrc/ and for its C++ namespace.
+fn source(family: Family, headers: &[&str], kernel: &str, arguments: &str) -> Source {
+    let named = |text: &str| -> &'static str { text.replace("FAMILY", family.name).leak() };
+    let headers = headers.iter().map(|header| named(header)).collect::<Vec<_>>();
+    Source { headers: headers.leak(), kernel: named(kernel), arguments: named(arguments) }
+}
+
 /// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters. In a decoding step
 /// a block has one token of a KV head and of its query heads, about 400 words of 4 bytes: two for each of 256 threads, all in flight at
 /// once. Quantizing takes more registers than four blocks an SM would leave.
@@ -67,52 +74,23 @@ pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> 
 
 // ---- fp32 -----------------------------------------------------------------------------------------
 
-/// A tile of the forward kernels of fp32 tensors: headdim, warps, blocks that an SM must hold, and bytes of a row of Q in shared memory.
+/// A tile of the forward kernels of fp32 tensors: headdim, warps of a block, blocks that an SM must hold, and bytes of a row of Q in shared
+/// memory.
 type SplitTile = (u32, u32, u32, u32);
-
-/// Returns sources of [`split_forward`], whose kernels are in the folder and namespace of a family: without and with block masks.
-macro_rules! split_sources {
-    ($family:literal) => {{
-        const fn source(kernel: &'static str) -> Source {
-            Source::new(&[concat!($family, "/forward/split.cuh")], kernel)
-        }
-        const fn listed(kernel: &'static str) -> Source {
-            Source::new(&[concat!($family, "/forward/split.cuh"), "forward/split_block_mask.cuh"], kernel)
-                .with_arguments("p.forward, split::ListedKeys(p.blocks)")
-        }
-        [
-            [source(concat!("split::Forward<", $family, "::Split>")), source(concat!("split::WideForward<", $family, "::Split>"))],
-            [
-                listed(concat!("split::Forward<", $family, "::Split, split::ListedKeys>")),
-                listed(concat!("split::WideForward<", $family, "::Split, split::ListedKeys>")),
-            ],
-        ]
-    }};
-}
-pub(crate) use split_sources;
-
-/// Returns the source of [`split_stream_k`].
-macro_rules! split_stream_k_source {
-    ($family:literal) => {
-        Source::new(
-            &[concat!($family, "/forward/split.cuh"), "forward/split_stream_k.cuh"],
-            concat!("split::WideForward<", $family, "::Split, split::StreamKKeys<", $family, "::Split>>"),
-        )
-        .with_arguments(concat!("p.forward, split::StreamKKeys<", $family, "::Split>(p.stream_k)"))
-    };
-}
-pub(crate) use split_stream_k_source;
 
 /// Returns the forward kernels of fp32 tensors (csrc/forward/split.cuh), whose numbers are split: a high part and a low part, both fp16. A
 /// step is 16 keys, and a warp has 16 rows. Shared memory has two slots of K and V, whose rows are both parts and 16 bytes of padding.
 ///
-/// Two sources: for headdims to 128, and above. Above, a warp has 128 of the columns, a slot holds one part of K or of V, and sums of
-/// scores take a kilobyte of each warp. `listed`: the two with block masks, for headdims 64, 128 and 256, as generic kernels alone.
-pub fn split_forward(
-    family: Family,
-    [[narrow, wide], listed]: [[Source; 2]; 2],
-    tiles: &[SplitTile],
-) -> impl Iterator<Item = Variant> + '_ {
+/// Two sources: for headdims to 128, and above (wide). Above, a warp has 128 of the columns, a slot holds one part of K or of V, and sums
+/// of scores take a kilobyte of each warp. Both have versions with block masks, for headdims 64, 128 and 256, as generic kernels alone.
+pub fn split_forward(family: Family, tiles: &[SplitTile]) -> impl Iterator<Item = Variant> + '_ {
+    let [narrow, wide] = ["split::Forward<FAMILY::Split>", "split::WideForward<FAMILY::Split>"]
+        .map(|kernel| source(family, &["FAMILY/forward/split.cuh"], kernel, "p"));
+    let [listed_narrow, listed_wide] =
+        ["split::Forward<FAMILY::Split, split::ListedKeys>", "split::WideForward<FAMILY::Split, split::ListedKeys>"].map(|kernel| {
+            let headers = ["FAMILY/forward/split.cuh", "forward/split_block_mask.cuh"];
+            source(family, &headers, kernel, "p.forward, split::ListedKeys(p.blocks)")
+        });
     let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &SplitTile| {
         let is_wide = headdim > 128;
         // two slots of 16 rows: wide, of one part of K or V; else of K and V with both parts
@@ -134,11 +112,12 @@ pub fn split_forward(
     let features_of = move |headdim: u32| features.into_iter().take(if headdim > 128 { 2 } else { 3 });
     let with = |row: Variant, features: FeatureSet| {
         // a third block would leave dropout too few registers
-        let max_blocks = if features.contains(FeatureSet::of(&[Feature::Dropout])) { 2 } else { row.blocks_per_sm };
+        let max_blocks = if features.has(Feature::Dropout) { 2 } else { row.blocks_per_sm };
         Variant { blocks_per_sm: row.blocks_per_sm.min(max_blocks), ..row.with_features(features) }
     };
     let with_blocks = move |row: Variant| {
-        with(row, FeatureSet::GENERIC).with_blocks(FeatureSet::GENERIC_BLOCKS, if row.source == wide { listed[1] } else { listed[0] })
+        let listed = if row.source == wide { listed_wide } else { listed_narrow };
+        with(row, FeatureSet::GENERIC).with_blocks(FeatureSet::GENERIC_BLOCKS, listed)
     };
     let rows = move || tiles.iter().map(row);
     let listed_rows = rows().filter(|row| row.headdim <= 256).map(with_blocks);
@@ -147,9 +126,15 @@ pub fn split_forward(
 
 /// Returns these kernels of fp32 tensors on stream-K grids (csrc/forward/split_stream_k.cuh). Only headdim 512 has them: that of VAEs,
 /// whose one head has few row tiles. Their one feature is sinks, which only the epilogue needs: of each tile's rows, that without softcap.
-pub fn split_stream_k(rows: impl Iterator<Item = Variant>, source: Source) -> impl Iterator<Item = Variant> {
+pub fn split_stream_k(family: Family, rows: impl Iterator<Item = Variant>) -> impl Iterator<Item = Variant> {
+    let source = source(
+        family,
+        &["FAMILY/forward/split.cuh", "forward/split_stream_k.cuh"],
+        "split::WideForward<FAMILY::Split, split::StreamKKeys<FAMILY::Split>>",
+        "p.forward, split::StreamKKeys<FAMILY::Split>(p.stream_k)",
+    );
     let features = FeatureSet::of(&[Feature::Sinks]);
-    let plain = rows.filter(|row| row.headdim == 512 && !row.features.contains(FeatureSet::of(&[Feature::Softcap])));
+    let plain = rows.filter(|row| row.headdim == 512 && !row.features.has(Feature::Softcap));
     plain.map(move |row| Variant { pass: Pass::ForwardSplitStreamK, source, ..row }.with_features(features))
 }
 
@@ -170,65 +155,12 @@ pub fn invariant_forward<const N: usize>(plain: [Variant; N], generic: [Variant;
 /// other features, so its loop fits the instruction cache. Where it can, it carries values of the feature from tile to tile.
 pub fn with(feature: Feature, tile: Variant) -> Variant {
     let required_features = FeatureSet::of(&[feature]);
-    Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
+    // kernels of a bias read both types
+    let fp32_bias = if feature == Feature::Bias { FeatureSet::of(&[Feature::Fp32Bias]) } else { FeatureSet::NONE };
+    Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).union(fp32_bias))
 }
 
 // ---- the backward pass ----------------------------------------------------------------------------
-
-/// Sources around the main kernels of a family, and those of kernels that store P (probabilities) and dS (gradients of scores) in memory.
-pub struct BackwardSources {
-    /// before main kernels
-    pub preprocess: Source,
-    /// after main kernels with atomics
-    pub postprocess: Source,
-    /// P and dS, and the gradients from them, for large headdims
-    pub stored: [Source; 2],
-    /// P and dS of fp32 tensors, without and with block masks
-    pub split_scores: [Source; 2],
-    /// their gradients, without and with block masks
-    pub split_gradients: [Source; 2],
-}
-
-/// Returns the sources of a family, whose folder below csrc/ and C++ namespace have its name.
-macro_rules! backward_sources {
-    ($family:literal) => {{
-        const ROW_STATS: &str = concat!($family, "/backward/row_stats.cuh");
-        const STORED: &str = concat!($family, "/backward/stored.cuh");
-        const SCORES: &[&str] = &["backward/store_scores.cuh", STORED];
-        const GRADIENTS: &[&str] = &["backward/stored_gradients.cuh", STORED];
-        const fn stored(headers: &'static [&'static str], kernel: &'static str) -> Source {
-            Source::new(headers, kernel).with_arguments("p.backward, p.stored")
-        }
-        BackwardSources {
-            preprocess: Source::new(
-                &["backward/preprocess.cuh", ROW_STATS],
-                concat!("BackwardPreprocess<", $family, "::RowStats, BLOCK_ROWS, THREADS>"),
-            ),
-            postprocess: Source::new(
-                &["backward/postprocess.cuh", concat!($family, "/backward/dq_accumulator.cuh"), ROW_STATS],
-                concat!("BackwardPostprocess<", $family, "::RowStats, ", $family, "::DqAccumulator, BLOCK_ROWS, THREADS>"),
-            ),
-            stored: [
-                stored(SCORES, concat!("BackwardScores<", $family, "::StoredFamily>")),
-                stored(GRADIENTS, concat!("BackwardGradients<", $family, "::StoredFamily>")),
-            ],
-            // the kernels' arguments: the first true for split numbers, the second for a block mask
-            split_scores: [
-                stored(SCORES, concat!("BackwardScores<", $family, "::StoredFamily, true>")),
-                Source::new(
-                    &["backward/store_scores.cuh", STORED, "backward/stored_block_mask.cuh"],
-                    concat!("BackwardScores<", $family, "::StoredFamily, true, ListedScores>"),
-                )
-                .with_arguments("p.backward, p.stored, ListedScores(p.blocks)"),
-            ],
-            split_gradients: [
-                stored(GRADIENTS, concat!("BackwardGradients<", $family, "::StoredFamily, true>")),
-                stored(GRADIENTS, concat!("BackwardGradients<", $family, "::StoredFamily, true, true>")),
-            ],
-        }
-    }};
-}
-pub(super) use backward_sources;
 
 /// Returns the main kernel without its dQ product.
 pub fn dkdv(main: Variant) -> Variant {
@@ -242,19 +174,33 @@ pub fn fused(main: Variant) -> Variant {
 
 /// Returns the kernel before main kernels, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have
 /// 1024 threads with two or more 16-byte loads each in flight.
-pub const fn preprocess(family: Family, source: Source) -> Variant {
+pub fn preprocess(family: Family) -> Variant {
+    let headers = ["backward/preprocess.cuh", "FAMILY/backward/row_stats.cuh"];
+    let source = source(family, &headers, "BackwardPreprocess<FAMILY::RowStats, BLOCK_ROWS, THREADS>", "p");
     Variant { headdim: 512, headdim_v: 512, block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPreprocess, source) }
 }
 
 /// Returns the kernel after main kernels with atomics, like [`preprocess`] but to headdim 256: above, `stored_backward` sums dq.
-pub const fn postprocess(family: Family, source: Source) -> Variant {
+pub fn postprocess(family: Family) -> Variant {
+    let headers = ["backward/postprocess.cuh", "FAMILY/backward/dq_accumulator.cuh", "FAMILY/backward/row_stats.cuh"];
+    let source = source(family, &headers, "BackwardPostprocess<FAMILY::RowStats, FAMILY::DqAccumulator, BLOCK_ROWS, THREADS>", "p");
     Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPostprocess, source) }
 }
 
-/// Returns the kernels for headdims above 256, which pass P and dS through memory (csrc/backward/stored_scores.cuh), from a family's
-/// sources. Tiles are 128 by 128, four warps with 64 by 64 each, so that two blocks an SM have all registers. Two buffers of both operands,
-/// 128 rows of 32 fp16 numbers each, are 32 KB; two blocks have the 64 KB of Turing.
-pub fn stored_backward(family: Family, [scores, gradients]: [Source; 2]) -> [Variant; 5] {
+/// Returns the source of a kernel that stores P (probabilities) and dS (gradients of scores) in memory.
+fn scores_source(family: Family, kernel: &str) -> Source {
+    source(family, &["backward/store_scores.cuh", "FAMILY/backward/stored.cuh"], kernel, "p.backward, p.stored")
+}
+
+/// Returns the source of a kernel that computes gradients from stored P and dS.
+fn gradients_source(family: Family, kernel: &str) -> Source {
+    source(family, &["backward/stored_gradients.cuh", "FAMILY/backward/stored.cuh"], kernel, "p.backward, p.stored")
+}
+
+/// Returns the kernels for headdims above 256, which pass P and dS through memory (csrc/backward/stored_scores.cuh). Tiles are 128 by 128,
+/// four warps with 64 by 64 each, so that two blocks an SM have all registers. Two buffers of both operands, 128 rows of 32 fp16 numbers
+/// each, are 32 KB; two blocks have the 64 KB of Turing.
+pub fn stored_backward(family: Family) -> [Variant; 5] {
     let row = |pass, source| Variant {
         headdim: 512,
         headdim_v: 512,
@@ -265,19 +211,30 @@ pub fn stored_backward(family: Family, [scores, gradients]: [Source; 2]) -> [Var
         blocks_per_sm: 2,
         ..Variant::new(family, pass, source)
     };
-    let (scores, gradients) = (row(Pass::BackwardScores, scores), row(Pass::BackwardGradients, gradients));
+    let scores = row(Pass::BackwardScores, scores_source(family, "BackwardScores<FAMILY::StoredFamily>"));
+    let gradients = row(Pass::BackwardGradients, gradients_source(family, "BackwardGradients<FAMILY::StoredFamily>"));
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     [scores, gradients, varlen(scores), varlen(gradients), scores.with_features(FeatureSet::GENERIC)]
 }
 
-/// Returns the backward kernels of fp32 tensors, of all headdims, with the same tiles. Gradients are fp32. Of each pair of sources the
-/// second is for block masks, which have forward kernels up to headdim 256.
+/// Returns the backward kernels of fp32 tensors, of all headdims, with the same tiles. Gradients are fp32. Those with block masks go up to
+/// headdim 256, as their forward kernels do.
 ///
 /// Blocks of gradients have 64 columns where these suffice: a block of 128 would multiply padding half of its time.
-pub fn split_backward(family: Family, [scores, listed]: [Source; 2], [gradients, listed_gradients]: [Source; 2]) -> [Variant; 7] {
-    let [of_scores, of_gradients, ..] = stored_backward(family, [scores, gradients]);
-    let scores = Variant { pass: Pass::BackwardSplitScores, ..of_scores };
-    let gradients = Variant { pass: Pass::BackwardSplitGradients, ..of_gradients };
+pub fn split_backward(family: Family) -> [Variant; 7] {
+    let [scores, gradients, ..] = stored_backward(family);
+    // the kernels' template arguments: the first true for split numbers, then the block mask
+    let source_of_scores = scores_source(family, "BackwardScores<FAMILY::StoredFamily, true>");
+    let source_of_gradients = gradients_source(family, "BackwardGradients<FAMILY::StoredFamily, true>");
+    let listed = source(
+        family,
+        &["backward/store_scores.cuh", "FAMILY/backward/stored.cuh", "backward/stored_block_mask.cuh"],
+        "BackwardScores<FAMILY::StoredFamily, true, ListedScores>",
+        "p.backward, p.stored, ListedScores(p.blocks)",
+    );
+    let listed_gradients = gradients_source(family, "BackwardGradients<FAMILY::StoredFamily, true, true>");
+    let scores = Variant { pass: Pass::BackwardSplitScores, source: source_of_scores, ..scores };
+    let gradients = Variant { pass: Pass::BackwardSplitGradients, source: source_of_gradients, ..gradients };
     let up_to_256 = |row: Variant| Variant { headdim: 256, headdim_v: 256, ..row };
     // Two buffers of 128 + 64 rows of 32 fp16 numbers. Four blocks have all registers; Turing has shared memory for two.
     let narrow = |row: Variant| {
@@ -314,22 +271,25 @@ pub const fn column_groups(headdim: u32) -> u32 {
 
 /// Returns the shared memory of csrc/decode/block.cuh, bytes: a part for each set of warps with tokens of its own. A part has fp32 outputs,
 /// which the block merges after its loop, in rows padded by four floats. An SM without room for all of them holds half at a time, or a
-/// quarter. `work`: bytes that the loop takes in their place. Besides these, two floats of state for each part of a row, two for the row,
-/// and 256 bytes for the block's position.
-fn shared_bytes(family: &Family, (headdim, [block_rows, step], threads, blocks_per_sm): DecodeTile, work: u32) -> u32 {
+/// quarter. In their place the loop has its own bytes. Besides these, two floats of state for each part of a row, two for the row, and 256
+/// bytes for the block's position.
+fn decode_shared_bytes(row: &Variant) -> u32 {
+    let Variant { family, headdim, block_rows, step, threads, blocks_per_sm, .. } = *row;
+    let of_loop = if column_groups(headdim) > 1 { wide_loop_bytes(row) } else { 0 };
     let parts = threads / 32 * step / block_rows / column_groups(headdim);
     let mut outputs = parts * (headdim + 4) * block_rows * 4;
     while outputs * blocks_per_sm > family.shared_bytes {
         outputs /= 2;
     }
-    outputs.max(work) + (parts * 2 + 2) * block_rows * 4 + 256
+    outputs.max(of_loop) + (parts * 2 + 2) * block_rows * 4 + 256
 }
 
-/// Returns the shared memory of the loop of a kernel with column groups, bytes: buffers for the scores of each warp (64 bytes a row). Where
-/// four warps share what they load, also two steps of keys and values (8 tokens, fp16), 64 bytes of factors of bf16 steps, and some of each
-/// warp's eight chunks of queries (32 columns each). A chunk of eight rows is 512 bytes; four chunks fit on Volta, else two. A set is the
-/// warps with the same tokens.
-fn wide_work(family: &Family, (headdim, [block_rows, step], threads, _): DecodeTile) -> u32 {
+/// Returns the shared memory of the loop of a kernel with two column groups, bytes: buffers for the scores of each warp (64 bytes a row).
+/// Where four warps share what they load, also two steps of keys and values (8 tokens, fp16), 64 bytes of factors of bf16 steps, and some
+/// of each warp's eight chunks of queries (32 columns each). A chunk of eight rows is 512 bytes; four chunks fit on Volta, else two. A set
+/// is the warps with the same tokens.
+fn wide_loop_bytes(row: &Variant) -> u32 {
+    let Variant { family, headdim, block_rows, step, threads, .. } = *row;
     let shared_chunks = if family.shared_bytes > 65536 { 4 } else { 2 };
     let (warps, loads) = (threads / 32, if block_rows / step == 4 { 2 * 8 * 2 * headdim * 2 + 64 } else { 0 });
     let queries = if loads > 0 && step > 8 { shared_chunks * step / 8 * 512 } else { 0 };
@@ -343,18 +303,9 @@ pub type DecodeTile = (u32, [u32; 2], u32, u32);
 /// Returns a decode kernel over caches of one format.
 pub fn decode(family: Family, source: Source, cache: CacheFormat, tile: DecodeTile) -> Variant {
     let (headdim, [block_rows, step], threads, blocks_per_sm) = tile;
-    let work = if column_groups(headdim) > 1 { wide_work(&family, tile) } else { 0 };
-    Variant {
-        cache,
-        headdim,
-        headdim_v: headdim,
-        block_rows,
-        step,
-        threads,
-        shared_bytes: shared_bytes(&family, tile, work),
-        blocks_per_sm,
-        ..Variant::new(family, Pass::Decode, source)
-    }
+    let usual = Variant::new(family, Pass::Decode, source);
+    let row = Variant { cache, headdim, headdim_v: headdim, block_rows, step, threads, blocks_per_sm, ..usual };
+    Variant { shared_bytes: decode_shared_bytes(&row), ..row }
 }
 
 /// Returns these rows with a tree mask (csrc/decode/tree.cuh), which says which draft tokens of speculative decoding each query sees.

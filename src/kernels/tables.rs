@@ -3,7 +3,7 @@
 
 // with their paths, because this file is a module of build.rs too
 #[path = "features.rs"]
-mod features;
+pub mod features;
 #[path = "formats.rs"]
 pub mod formats;
 #[path = "passes.rs"]

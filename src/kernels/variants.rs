@@ -65,9 +65,10 @@ pub enum Code {
 impl Family {
     /// Returns the code that GPUs of this architecture load; None if they cannot run the family.
     pub fn code_for(&self, sm: u32) -> Option<Code> {
-        match self.native.contains(&sm) {
-            true => Some(Code::Cubin),
-            false => (sm > self.sm).then_some(Code::Ptx),
+        if self.native.contains(&sm) {
+            Some(Code::Cubin)
+        } else {
+            (sm > self.sm).then_some(Code::Ptx)
         }
     }
 }
@@ -185,7 +186,7 @@ impl Variant {
 
     /// Returns the kernel's argument: its pass's, or with `Feature::Blocks` the block that contains that and the lists.
     pub const fn params(&self) -> ParamBlock {
-        match (self.pass.info().params, self.features.contains(FeatureSet::of(&[Feature::Blocks]))) {
+        match (self.pass.info().params, self.features.has(Feature::Blocks)) {
             (ParamBlock::Forward, true) => ParamBlock::ForwardBlocks,
             (ParamBlock::Backward, true) => ParamBlock::BackwardBlocks,
             (ParamBlock::BackwardStored, true) => ParamBlock::BackwardStoredBlocks,
@@ -195,23 +196,16 @@ impl Variant {
 
     /// Returns the kernel's name, from the data of its row: `family_pass[_format][_invariant][_features][_stage][_headdim][_size]`.
     fn derived_name(&self) -> String {
+        use Pass::*;
         let (pass, stage) = self.pass.info().words;
         let features = self.feature_words();
         let Variant { headdim, headdim_v, block_rows, .. } = self;
         let tile = match self.pass {
-            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill | Pass::PrefillStreamK | Pass::FastForward => {
-                format!("{headdim}x{headdim_v}")
-            }
-            Pass::Decode | Pass::SparseMla => format!("{headdim}x{block_rows}"),
-            Pass::DecodeMla | Pass::Indexer => block_rows.to_string(),
+            Forward | ForwardStreamK | Prefill | PrefillStreamK | FastForward => format!("{headdim}x{headdim_v}"),
+            Decode | SparseMla => format!("{headdim}x{block_rows}"),
+            DecodeMla | Indexer => block_rows.to_string(),
             // these read the headdim from their parameters
-            Pass::BackwardPreprocess
-            | Pass::BackwardPostprocess
-            | Pass::Merge
-            | Pass::Append
-            | Pass::Dequantize
-            | Pass::Cast
-            | Pass::SparseSelect => String::new(),
+            BackwardPreprocess | BackwardPostprocess | Merge | Append | Dequantize | Cast | SparseSelect => String::new(),
             _ if headdim == headdim_v => headdim.to_string(),
             _ => format!("{headdim}x{headdim_v}"),
         };
@@ -249,7 +243,7 @@ impl Variant {
                 if is_fp32 { "fp32_output" } else { "varlen" }.into()
             }
             // beside generic kernels without dropout
-            beyond if self.pass == Pass::ForwardSplit && beyond.contains(FeatureSet::of(&[Feature::Dropout])) => "generic_dropout".into(),
+            beyond if self.pass == Pass::ForwardSplit && beyond.has(Feature::Dropout) => "generic_dropout".into(),
             _ => "generic".into(),
         }
     }

@@ -193,7 +193,7 @@ fn simulated() -> Result<Target> {
 #[cfg(feature = "sim")]
 pub(crate) fn cpu_max_headdim() -> i64 {
     let simulated = crate::launch::simulator::Simulator::from_env().ok().flatten().and_then(|simulator| simulator.limits().ok());
-    simulated.map_or(MAX_HEADDIM, |limits| crate::kernels::max_headdim(limits.sm()))
+    simulated.map_or(MAX_HEADDIM, |limits| crate::kernels::COMPILED.max_headdim(limits.sm()))
 }
 
 /// Returns the largest headdim of CPU tensors.

@@ -4,10 +4,10 @@
 //! kernel computes, and a feature an option that kernels need code for.
 
 use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE};
-use super::kernel::{rows_and_heads, ChosenKernel, Reason};
+use super::kernel::{usual_blocks, ChosenKernel, Reason};
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass, Variant};
-use crate::problem::Attention;
+use crate::problem::{Attention, Window};
 use crate::tuning::Shape;
 
 /// A kernel of each pass of a set.
@@ -44,9 +44,7 @@ pub(super) fn choose<const N: usize>(
         }
         is_fallback |= requested.iter().all(|&wanted| search.applicable(family, wanted, &d.untuned()).next().is_some());
     }
-    let of_families = |wanted: &Requested| families.iter().flat_map(|(family, _)| search.failed(family, *wanted)).collect::<Vec<_>>();
-    let failed = requested.iter().flat_map(of_families).collect();
-    Err(Missing { kernels, families, passes: &passes, shape, features, failed, d }.error())
+    Err(search.missing(&families, &requested))
 }
 
 /// Looks for kernels of a shape on a device.
@@ -60,23 +58,25 @@ impl Search<'_> {
     /// Returns the kernel of a pass from a family, and why. `usual`: the reason if no tuning changes the choice. `is_fallback`: a family
     /// before this one has kernels, but some failed.
     fn kernel(&self, family: &'static Family, wanted: Requested, usual: Reason, is_fallback: bool) -> Option<ChosenKernel> {
-        if let Some(v) = self.tuned(family, wanted) {
-            return Some((v, Reason::Tuned));
+        if let Some(variant) = self.tuned(family, wanted) {
+            return Some(ChosenKernel { variant, reason: Reason::Tuned });
         }
-        let v = self.cheapest(family, wanted, self.d)?;
-        let is_usual = self.d.tuning.is_none() || !is_fallback && self.cheapest(family, wanted, &self.d.untuned()) == Some(v);
-        Some((v, if is_usual { usual } else { Reason::FailedAvoided }))
+        let variant = self.cheapest(family, wanted, self.d)?;
+        let is_usual = self.d.tuning.is_none() || !is_fallback && self.cheapest(family, wanted, &self.d.untuned()) == Some(variant);
+        Some(ChosenKernel { variant, reason: if is_usual { usual } else { Reason::FailedAvoided } })
     }
 
+    /// Returns the first applicable kernel of the tuning.
     fn tuned(&self, family: &Family, (pass, features): Requested) -> Option<&'static Variant> {
         let is_chosen = |v: &&Variant| v.family.name == family.name && is_applicable(v, self.shape, features, self.d);
         self.d.tuning?.kernels(pass, self.shape, features).find(is_chosen)
     }
 
-    fn cheapest(&self, family: &'static Family, wanted: Requested, d: &DeviceLimits) -> Option<&'static Variant> {
-        self.applicable(family, wanted, d).min_by_key(|v| cost(v, wanted.1))
+    fn cheapest(&self, family: &'static Family, (pass, features): Requested, d: &DeviceLimits) -> Option<&'static Variant> {
+        self.applicable(family, (pass, features), d).min_by_key(|v| cost(v, features))
     }
 
+    /// Returns the kernels that compute the shape with these features, and that the device runs.
     fn applicable<'a>(
         &'a self,
         family: &'static Family,
@@ -86,9 +86,46 @@ impl Search<'_> {
         self.kernels.of(family, pass).filter(move |v| is_applicable(v, self.shape, features, d))
     }
 
-    /// Returns the names of kernels that would be applicable, but failed.
-    fn failed(&self, family: &'static Family, wanted: Requested) -> Vec<&'static str> {
-        self.applicable(family, wanted, &self.d.untuned()).filter(|v| !self.d.runs(v)).map(|v| v.name).collect()
+    /// Returns the error that says which kernels none of the families has, and which failed. No families: the device is too old.
+    fn missing(&self, families: &[(&'static Family, Code)], requested: &[Requested]) -> Error {
+        let (d, (major, minor)) = (self.d, self.d.capability);
+        if let (Some(oldest), true) = (self.kernels.families().map(|f| f.sm).min(), families.is_empty()) {
+            let needed = format!("{}.{}", oldest / 10, oldest % 10);
+            return Error::unsupported(format!(
+                "this GPU has compute capability {major}.{minor}; volta_fa's kernels need {needed} or newer"
+            ));
+        }
+        let kind = if requested.len() == 1 { "kernel" } else { "set of kernels" };
+        let passes = requested.iter().map(|(pass, _)| format!("{pass:?}")).collect::<Vec<_>>().join(", ");
+        let all = requested.iter().fold(FeatureSet::NONE, |set, (_, features)| set.union(*features));
+        let features = all.iter().map(Feature::name).collect::<Vec<_>>().join(", ");
+        let with_features = if features.is_empty() { features } else { format!(" with {features}") };
+        let headdims = match *self.shape {
+            Shape { headdim: 0, .. } => String::new(), // any
+            Shape { headdim, headdim_v, cache: CacheFormat::Unquantized, .. } => {
+                format!(" for headdim {headdim} and headdim_v {headdim_v}")
+            }
+            Shape { headdim, headdim_v, cache, .. } => {
+                format!(" for headdim {headdim} and headdim_v {headdim_v}, {} cache", cache.name())
+            }
+        };
+        let family_note = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
+        // applicable kernels, but for a failure
+        let failed_in = |&wanted: &Requested| {
+            let of_family = move |&(family, _): &(&'static Family, Code)| self.applicable(family, wanted, &d.untuned()).collect::<Vec<_>>();
+            families.iter().flat_map(of_family).filter(|v| !d.runs(v)).map(|v| v.name)
+        };
+        let failed = requested.iter().flat_map(failed_in).collect::<Vec<_>>().join(", ");
+        let failures = match failed.as_str() {
+            "" => failed,
+            names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {names}"),
+        };
+        Error::unsupported(format!(
+            "there is no {} {kind} ({passes}){with_features}{headdims} in this sm_{major}{minor} GPU's {} bytes of shared memory a \
+             block{family_note}{failures}",
+            names(families),
+            d.shared_bytes_per_block
+        ))
     }
 }
 
@@ -111,7 +148,7 @@ fn cost(v: &Variant, features: FeatureSet) -> (u32, u32, u32) {
 /// with a last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
 ///
 /// The host does not know the lengths of packed sequences. For them the maximum lengths count.
-const FAR: i64 = 512;
+const MAX_ALIBI_DISTANCE: i64 = 512;
 
 /// Returns true if a kernel computes this shape with these features, and the device runs it.
 pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d: &DeviceLimits) -> bool {
@@ -122,7 +159,7 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
         && v.is_batch_invariant == shape.is_batch_invariant
         && v.features.contains(features)
         && features.contains(v.required_features)
-        && (shape.rows_before_keys <= FAR || !v.required_features.contains(FeatureSet::of(&[Feature::Alibi])))
+        && (shape.rows_before_keys <= MAX_ALIBI_DISTANCE || !v.required_features.has(Feature::Alibi))
         && d.runs(v)
 }
 
@@ -148,73 +185,106 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
 ///
 /// Figures: `docs/design/volta-forward.md`, `docs/design/volta-backward.md`, `docs/design/turing-forward.md`.
 pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &DeviceLimits) -> ChosenKernel {
-    if large.1 == Reason::Tuned {
+    if large.reason == Reason::Tuned {
         return large;
     }
-    let blocks = |v: &Variant| {
-        let (rows, heads) = rows_and_heads(v, a);
-        (rows as u64).div_ceil(v.block_rows as u64) * (heads * a.batch) as u64
-    };
-    // rows that the busiest SM computes in all waves
-    let rows = |v: &Variant| {
-        let at_once = u64::from(v.blocks_per_sm).min(blocks(v).div_ceil(d.sms.into()));
-        blocks(v).div_ceil(d.resident_blocks(v)) * at_once * u64::from(v.block_rows)
-    };
-    // keys that any of a block's rows sees under a window; in a backward pass, queries that see any of a block's keys
-    let width = a.window.left.and_then(|left| Some(left.saturating_add(a.window.right?).saturating_add(1)));
-    let seen = |v: &Variant| width.map_or(1, |width| width.saturating_add(v.block_rows.into()).min(a.seqlen_k.max(a.seqlen_q)) as u64);
-    // Four such blocks share an SM where two larger ones would, for the same rows: a grid that is resident at once is then no faster.
-    let shares_sm = |v: &Variant| v.blocks_per_sm >= 4;
-    // Percentage of the work, rows times seen keys, up to which smaller blocks pay under a window. At 75 (129 keys, blocks of 64 and 128
-    // rows) they take 0.65 to 0.86 of the time, simulated on a V100 and a T4. As many of them must be resident: with one block
-    // an SM in place of two (V100, forward, headdim 128), nothing hides a block's fixed part, and they take 1.03 to 1.11.
-    // Where four share an SM, they take 0.86 at 87, and 0.97 to 1.01 at 90.
-    let skips_keys = |v: &Variant, now: &Variant| {
-        let most = if shares_sm(v) { 88 } else { 80 };
-        let less = seen(v) < seen(now) && rows(v) * seen(v) * 100 <= rows(now) * seen(now) * most;
-        less && v.blocks_per_sm >= now.blocks_per_sm
-    };
-    // Whether a block sees at most 90% of the keys before the diagonal that a larger one sees. V100, forward, headdim 64: with 512 keys
-    // (90%) or fewer, four blocks an SM take 0.81 to 0.97 of the time. They take 1.04 to 1.07 with 577 keys, and up to 1.09 with 1024.
-    let skips_diagonal = |v: &Variant, now: &Variant| {
-        // twice the mean number of keys that a block sees
-        let twice_seen = |v: &Variant| a.seqlen_k + i64::from(v.block_rows);
-        is_uneven(a) && twice_seen(v) * 10 <= twice_seen(now) * 9
-    };
-    // Assumed speed of smaller blocks relative to larger ones. With 32 rows per warp instead of 48 they are 10% slower, with 16 rows
-    // 25 to 30%.
-    // Where four share an SM (V100, forward, headdim 64), they hide one another's fixed parts and take 1.05 to 1.2 of the time for the same
-    // rows. There the rows of all blocks count too: long sequences, which have no fewer, are faster on a stream-K grid.
-    let has_fewer_rows = |v: &Variant, now: &Variant| {
-        let all_rows = |v: &Variant| blocks(v) * u64::from(v.block_rows);
-        match shares_sm(v) {
-            true => rows(v) * 10 <= rows(now) * 8 && all_rows(v) * 10 <= all_rows(now) * 9,
-            false => rows(v) * 10 <= rows(now) * 7,
+    of_all_sizes(kernels, large.variant, d).fold(large, |best, variant| {
+        let [smaller, now] = [variant, best.variant].map(|v| OnGrid { v, a, d });
+        smaller.reason_over(&now).map_or(best, |reason| ChosenKernel { variant, reason })
+    })
+}
+
+/// A kernel on the usual grid of a problem, for [`sized`]. Percentages are limits from which on smaller blocks do not pay.
+struct OnGrid<'a> {
+    v: &'static Variant,
+    a: &'a Attention,
+    d: &'a DeviceLimits,
+}
+
+impl OnGrid<'_> {
+    fn blocks(&self) -> u64 {
+        usual_blocks(self.v, self.a)
+    }
+
+    fn is_resident(&self) -> bool {
+        self.blocks() <= self.d.resident_blocks(self.v)
+    }
+
+    /// Returns the rows of all blocks, padding included.
+    fn rows(&self) -> u64 {
+        self.blocks() * u64::from(self.v.block_rows)
+    }
+
+    /// Returns the rows that the busiest SM computes in all waves.
+    fn rows_of_sm(&self) -> u64 {
+        let at_once = u64::from(self.v.blocks_per_sm).min(self.blocks().div_ceil(self.d.sms.into()));
+        self.blocks().div_ceil(self.d.resident_blocks(self.v)) * at_once * u64::from(self.v.block_rows)
+    }
+
+    /// Returns the keys that any row of a block sees under a window; in a backward pass, the queries that see any of its keys. 1: there is
+    /// no window.
+    fn seen(&self) -> u64 {
+        let Window { left: Some(left), right: Some(right) } = self.a.window else { return 1 };
+        let seen = left.saturating_add(right).saturating_add(1).saturating_add(self.v.block_rows.into());
+        seen.min(self.a.seqlen_k.max(self.a.seqlen_q)) as u64
+    }
+
+    /// Returns true if four blocks share an SM where two larger ones would, for the same rows. A grid that is resident is then no faster.
+    fn shares_sm(&self) -> bool {
+        self.v.blocks_per_sm >= 4
+    }
+
+    /// Smaller blocks compute a row slower: with 32 rows a warp instead of 48 by 10%, with 16 rows by 25 to 30%.
+    ///
+    /// Where four share an SM (V100, forward, headdim 64), they hide one another's fixed parts and take 1.05 to 1.2 of the time for the
+    /// same rows. There the rows of all blocks count too: long sequences, which have no fewer, are faster on a stream-K grid.
+    fn has_fewer_rows(&self, now: &OnGrid) -> bool {
+        if self.shares_sm() {
+            self.rows_of_sm() * 100 <= now.rows_of_sm() * 80 && self.rows() * 100 <= now.rows() * 90
+        } else {
+            self.rows_of_sm() * 100 <= now.rows_of_sm() * 70
         }
-    };
-    of_all_sizes(kernels, large.0, d).fold(large, |best, v| {
-        let now = best.0;
-        let is_smaller = v.block_rows < now.block_rows;
-        let has_more_warps = v.block_rows == now.block_rows && v.threads > now.threads;
-        let reason = if !is_smaller && !has_more_warps {
+    }
+
+    /// Compares the work, rows times seen keys. At 75% (129 keys, blocks of 64 and 128 rows) smaller blocks take 0.65 to 0.86 of the time,
+    /// simulated on a V100 and a T4. As many of them must be resident: with one block an SM in place of two (V100, forward, headdim 128),
+    /// nothing hides a block's fixed part, and they take 1.03 to 1.11. Where four share an SM, they take 0.86 at 87%, 0.97 to 1.01 at 90%.
+    fn skips_keys(&self, now: &OnGrid) -> bool {
+        let percent = if self.shares_sm() { 88 } else { 80 };
+        let has_less_work = self.rows_of_sm() * self.seen() * 100 <= now.rows_of_sm() * now.seen() * percent;
+        self.seen() < now.seen() && has_less_work && self.v.blocks_per_sm >= now.v.blocks_per_sm
+    }
+
+    /// Compares the keys before the diagonal. V100, forward, headdim 64: with 512 keys (90%) or fewer, four blocks an SM take 0.81 to 0.97
+    /// of the time. They take 1.04 to 1.07 with 577 keys, and up to 1.09 with 1024.
+    fn skips_diagonal(&self, now: &OnGrid) -> bool {
+        // twice the mean number of keys that a block sees
+        let twice_seen = |grid: &OnGrid| grid.a.seqlen_k + i64::from(grid.v.block_rows);
+        self.shares_sm() && is_uneven(self.a) && twice_seen(self) * 100 <= twice_seen(now) * 90
+    }
+
+    /// Returns why this kernel is faster than `now`. None: it is not, or has no smaller blocks.
+    fn reason_over(&self, now: &OnGrid) -> Option<Reason> {
+        let is_smaller = self.v.block_rows < now.v.block_rows;
+        let has_more_warps = self.v.threads > now.v.threads;
+        if !is_smaller && (self.v.block_rows > now.v.block_rows || !has_more_warps) {
             None
-        } else if blocks(v) <= d.resident_blocks(v) && !shares_sm(v) {
+        } else if self.is_resident() && !self.shares_sm() {
             Some(Reason::Resident)
-        } else if is_smaller && blocks(v) <= blocks(now) {
+        } else if is_smaller && self.blocks() <= now.blocks() {
             Some(Reason::NoMoreBlocks)
-        } else if is_smaller && has_fewer_rows(v, now) {
+        } else if is_smaller && self.has_fewer_rows(now) {
             Some(Reason::FewerRows)
-        } else if skips_keys(v, now) {
+        } else if self.skips_keys(now) {
             Some(Reason::ShortWindow)
-        } else if shares_sm(v) && skips_diagonal(v, now) {
+        } else if self.skips_diagonal(now) {
             Some(Reason::ShortDiagonal)
-        } else if is_uneven(a) && v.threads > now.threads && blocks(now) <= d.resident_blocks(now) {
+        } else if is_uneven(self.a) && has_more_warps && now.is_resident() {
             Some(Reason::ShorterLongest)
         } else {
             None
-        };
-        reason.map_or(best, |reason| (v, reason))
-    })
+        }
+    }
 }
 
 /// Returns true if rows see so different numbers of keys that blocks are uneven: the mean row sees at most three quarters of all keys. So
@@ -225,73 +295,4 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
 pub(super) fn is_uneven(a: &Attention) -> bool {
     let is_window = a.window.left.is_some_and(|left| left < a.seqlen_k);
     !is_window && a.window.right.is_some_and(|right| right.saturating_mul(4).saturating_add(a.seqlen_k) <= 2 * a.seqlen_q)
-}
-
-/// The kernels that the planner looked for and did not find, for an error that says why.
-pub(super) struct Missing<'a> {
-    pub kernels: Kernels,
-    /// Families that the device runs, limited to [`DeviceLimits::only`]. Empty: the device is too old.
-    pub families: Vec<(&'static Family, Code)>,
-    pub passes: &'a [Pass],
-    pub shape: &'a Shape,
-    pub features: FeatureSet,
-    /// Names of applicable kernels that failed in the tuning.
-    pub failed: Vec<&'static str>,
-    pub d: &'a DeviceLimits,
-}
-
-impl Missing<'_> {
-    pub fn error(&self) -> Error {
-        Error::unsupported(match self.kernels.families().map(|f| f.sm).min() {
-            Some(oldest) if self.families.is_empty() => self.old_device(oldest),
-            _ => self.no_kernel(),
-        })
-    }
-
-    fn old_device(&self, oldest: u32) -> String {
-        let (major, minor) = self.d.capability;
-        let needed = format!("{}.{}", oldest / 10, oldest % 10);
-        format!("this GPU has compute capability {major}.{minor}; volta_fa's kernels need {needed} or newer")
-    }
-
-    fn no_kernel(&self) -> String {
-        let kind = if self.passes.len() == 1 { "kernel" } else { "set of kernels" };
-        let passes = self.passes.iter().map(|pass| format!("{pass:?}")).collect::<Vec<_>>().join(", ");
-        let family_note = if self.d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
-        let failed = match self.failed.as_slice() {
-            [] => String::new(),
-            names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {}", names.join(", ")),
-        };
-        let (major, minor) = self.d.capability;
-        format!(
-            "there is no {} {kind} ({passes}){}{} in this sm_{major}{minor} GPU's {} bytes of shared memory a block{family_note}{failed}",
-            names(&self.families),
-            self.requested(),
-            self.headdims(),
-            self.d.shared_bytes_per_block
-        )
-    }
-
-    /// Lists the features that the passes can have and the problem requests.
-    fn requested(&self) -> String {
-        let possible = self.passes.iter().fold(FeatureSet::NONE, |set, pass| set.union(pass.info().features));
-        let requested: Vec<_> = possible.intersection(self.features).iter().map(Feature::name).collect();
-        if requested.is_empty() {
-            String::new()
-        } else {
-            format!(" with {}", requested.join(", "))
-        }
-    }
-
-    fn headdims(&self) -> String {
-        let Shape { headdim, headdim_v, cache, .. } = self.shape;
-        let cache = match cache {
-            CacheFormat::Unquantized => String::new(),
-            quantized => format!(", {} cache", quantized.name()),
-        };
-        match headdim {
-            0 => String::new(), // any
-            _ => format!(" for headdim {headdim} and headdim_v {headdim_v}{cache}"),
-        }
-    }
 }

@@ -8,7 +8,7 @@
 use super::choose::{choose, is_applicable};
 use super::device::{cached_plan, DeviceLimits, PlanCache};
 use super::features::{features, BackwardMode};
-use super::kernel::{PlannedKernel, Reason};
+use super::kernel::{ChosenKernel, PlannedKernel, Reason};
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Pass, Variant, COMPILED, SPLIT_TOKENS};
 use crate::limits::MAX_DECODE_ROWS;
@@ -39,10 +39,7 @@ pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodeP
     let features = features(a, BackwardMode::default()).intersection(pass.info().features);
     let rows = [a.rows_per_kv_head(), a.nheads / a.nheads_k.max(1)];
     let plan = cached_plan(&LAST, (shape, pass, features, rows, has_long), d, || decode_shape(&shape, pass, features, rows, has_long, d))?;
-    Ok(match a.features.batch_invariant {
-        true => of_fixed_splits(plan, a),
-        false => DecodePlan { num_splits: a.num_splits, ..plan },
-    })
+    Ok(if a.features.batch_invariant { of_fixed_splits(plan, a) } else { DecodePlan { num_splits: a.num_splits, ..plan } })
 }
 
 /// Most memory for partial results of batch-invariant kernels, bytes. If those of all splits need more, each row tile has one block,
@@ -53,7 +50,7 @@ const MAX_SPLIT_BYTES: i64 = 256 << 20;
 fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     let variant = plan.kernel.variant;
     let tile_rows = i64::from(variant.block_rows);
-    // of a partial result: of each row and eight columns, eight outputs and a chunk of state (SplitSlots in csrc/decode/split_partials.cuh)
+    // of a partial result: for each row and eight columns eight outputs, and four of state (SplitSlots in csrc/decode/split_partials.cuh)
     let floats = a.rows_per_kv_head().min(tile_rows) * i64::from(variant.headdim_v) / 8 * 12;
     // Each sequence counts as the longest one, also if packed: wrong cu_seqlens_q may say so, and kernels must stay inside the memory.
     let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64);
@@ -83,8 +80,6 @@ fn decode_shape(
     has_long: bool,
     d: &DeviceLimits,
 ) -> Result<DecodePlan> {
-    let kernels = *COMPILED;
-    let [(chosen, reason)] = choose(kernels, [pass], shape, features, d)?;
     /// Most rows to fit in a batch with long sequences: prefill computes those, and most others have one query.
     const MIXED_ROWS: i64 = 32;
     // batch-invariant calls take the tile that fits the rows of one query, whatever the number of queries
@@ -93,26 +88,38 @@ fn decode_shape(
         true => rows.min(MIXED_ROWS),
         false => rows,
     };
-    // takes the smallest row tile of these headdims that fits the wanted rows, else the largest
-    let fits =
-        |v: &&'static Variant| (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v) && is_applicable(v, shape, features, d);
-    let rank = |rows: u32| (i64::from(rows) < wanted, i64::from(rows).abs_diff(wanted));
-    let variant = match reason {
-        Reason::Tuned => chosen,
-        _ => kernels.of(&chosen.family, pass).filter(fits).min_by_key(|v| rank(v.block_rows)).unwrap_or(chosen),
-    };
-    let blocks = d.sms * variant.blocks_per_sm;
+    // takes the smallest row tile that fits the wanted rows, else the largest
+    let kernel = on_resident_grid(pass, shape, features, d, |rows| (rows < wanted, rows.abs_diff(wanted)))?;
+    let (variant, [blocks, _]) = (kernel.variant, kernel.blocks);
     // csrc/decode/partials.cuh: two partial results per block; each level of the combine tree has row states (two floats) of its own
     let splits = 2 * i64::from(blocks);
     let levels = i64::from(combine_levels(blocks));
     let rows_of_split = i64::from(variant.block_rows);
     Ok(DecodePlan {
-        kernel: PlannedKernel::new((variant, reason), [blocks, 1]),
+        kernel,
         max_rows: if has_long { MAX_DECODE_ROWS } else { i64::MAX },
         partials: splits * rows_of_split * (i64::from(variant.headdim_v) + 2 * levels),
         semaphores: splits * levels,
         num_splits: 0,
     })
+}
+
+/// Plans a kernel on a grid of as many blocks as the GPU holds. Of the kernels that differ from the cheapest in rows of a tile alone, it
+/// takes the one whose rows have the least `rank`, unless the tuning chose one.
+fn on_resident_grid<Rank: Ord>(
+    pass: Pass,
+    shape: &Shape,
+    features: FeatureSet,
+    d: &DeviceLimits,
+    rank: impl Fn(i64) -> Rank,
+) -> Result<PlannedKernel> {
+    let [chosen] = choose(*COMPILED, [pass], shape, features, d)?;
+    let headdims = |v: &Variant| (v.headdim, v.headdim_v);
+    let fits = |v: &&'static Variant| headdims(v) == headdims(chosen.variant) && is_applicable(v, shape, features, d);
+    let sizes = COMPILED.of(&chosen.variant.family, pass).filter(fits);
+    let best = sizes.min_by_key(|v| rank(i64::from(v.block_rows))).filter(|_| chosen.reason != Reason::Tuned);
+    let variant = best.unwrap_or(chosen.variant);
+    Ok(PlannedKernel::new(ChosenKernel { variant, ..chosen }, [d.sms * variant.blocks_per_sm, 1]))
 }
 
 /// Returns the levels of the tree in which blocks combine a row tile's partial results, if all blocks compute it. The device's tree joins
@@ -129,14 +136,16 @@ fn combine_levels(blocks: u32) -> u32 {
 
 // ---- the indexer: scores by which queries of sparse attention choose tokens (csrc/indexer/schedule.cuh) ----
 
-/// Base-2 logarithms of the rows that a query can have in a tile, one row per head: 32, a warp's, or 64, two warps'.
-const HEAD_SHIFTS: [i32; 2] = [5, 6];
 /// Rows of a sequence from which the largest tile (256 rows) is faster. Smaller ones convert keys more often, larger ones compute padding.
-const MIN_ROWS: i64 = 192;
+const LARGE_TILE_MIN_ROWS: i64 = 192;
 
-/// Returns the base-2 logarithm of the rows that a query of this many heads has in a tile.
+/// Returns the base-2 logarithm of the rows that a query has in a tile, one for each head: 32 are a warp's, 64 those of two.
 pub fn indexer_head_shift(nheads: i64) -> i32 {
-    HEAD_SHIFTS.into_iter().find(|&shift| nheads <= 1 << shift).unwrap_or(HEAD_SHIFTS[1])
+    if nheads <= 32 {
+        5
+    } else {
+        6
+    }
 }
 
 /// Plans `volta_fa::indexer_logits`. The caller returns without a launch if the result is empty.
@@ -151,12 +160,7 @@ pub fn indexer(x: &Indexer, d: &DeviceLimits) -> Result<PlannedKernel> {
             rows: x.batch * x.seqlen_q * x.nheads,
             ..Shape::ANY
         };
-        let [(chosen, reason)] = choose(*COMPILED, [Pass::Indexer], &shape, FeatureSet::NONE, d)?;
-        let is_large = x.seqlen_q << indexer_head_shift(x.nheads) >= MIN_ROWS;
-        let rows = |v: &&Variant| if is_large { -i64::from(v.block_rows) } else { i64::from(v.block_rows) };
-        let own = COMPILED.of(&chosen.family, Pass::Indexer).filter(|v| is_applicable(v, &shape, FeatureSet::NONE, d));
-        let variant = if reason == Reason::Tuned { chosen } else { own.min_by_key(rows).unwrap_or(chosen) };
-        let blocks = d.sms * variant.blocks_per_sm;
-        Ok(PlannedKernel::new((variant, reason), [blocks, 1]))
+        let is_large = x.seqlen_q << indexer_head_shift(x.nheads) >= LARGE_TILE_MIN_ROWS;
+        on_resident_grid(Pass::Indexer, &shape, FeatureSet::NONE, d, |rows| if is_large { -rows } else { rows })
     })
 }

@@ -35,6 +35,7 @@ impl DeviceLimits {
         (10 * self.capability.0 + self.capability.1).max(0) as u32
     }
 
+    /// Returns the device without its tuning.
     pub(super) fn untuned(&self) -> DeviceLimits {
         DeviceLimits { tuning: None, ..*self }
     }
@@ -66,6 +67,7 @@ pub fn families(kernels: Kernels, d: &DeviceLimits) -> Result<Vec<(&'static Fami
     Ok(found)
 }
 
+/// Lists families for an error: `turing or volta`.
 pub(super) fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }

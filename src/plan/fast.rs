@@ -4,9 +4,9 @@
 use super::choose::choose;
 use super::device::{families, DeviceLimits};
 use super::features::{features, BackwardMode};
-use super::kernel::{planned, PlannedKernel, Reason};
+use super::kernel::{planned, ChosenKernel, PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{self, Pass, COMPILED};
+use crate::kernels::{Pass, COMPILED};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
@@ -38,17 +38,17 @@ pub struct FastPlan {
 /// fast kernel for the problem that works, or because the sequences are too short to pay. A tuning that names a fast kernel overrides the
 /// length. A boolean mask is the feature `attn_bias`. `is_prepared`: keys and values need no preparation, a mask still does.
 pub fn fast(a: &Attention, is_prepared: bool, d: &DeviceLimits) -> Result<Option<FastPlan>> {
-    let Ok([forward]) = choose(*COMPILED, kernels::FAST_FORWARD, &Shape::of(a), features(a, BackwardMode::default()), d) else {
+    let Ok([forward]) = choose(*COMPILED, [Pass::FastForward], &Shape::of(a), features(a, BackwardMode::default()), d) else {
         // also after an error of the families: the exact forward's plan finds the same and reports it
         return Ok(None);
     };
     let pays = a.seqlen_k >= FAST_MIN_KEYS && (is_prepared || a.seqlen_q * (a.nheads / a.nheads_k) >= FAST_MIN_ROWS);
-    if !pays && forward.1 != Reason::Tuned {
+    if !pays && forward.reason != Reason::Tuned {
         return Ok(None);
     }
-    let mut prepares = COMPILED.of(&forward.0.family, Pass::FastPrepare);
-    let prepare = prepares.find(|v| v.headdim == forward.0.headdim).expect("each fast forward kernel has a prepare kernel");
-    let mut prepare = planned((prepare, forward.1), a);
+    let mut prepares = COMPILED.of(&forward.variant.family, Pass::FastPrepare);
+    let prepare = prepares.find(|v| v.headdim == forward.variant.headdim).expect("each fast forward kernel has a prepare kernel");
+    let mut prepare = planned(ChosenKernel { variant: prepare, reason: forward.reason }, a);
     if a.features.attn_bias {
         // all blocks of the grid share the packing, so more of them than K needs
         let [of_keys, heads] = prepare.blocks;
@@ -63,5 +63,5 @@ pub fn fast_prepare(a: &Attention, d: &DeviceLimits) -> Result<Option<PlannedKer
     let needed = a.headdim.max(a.headdim_v); // a fast kernel has one headdim for both
     let of_family = |family| COMPILED.of(family, Pass::FastPrepare).filter(|v| i64::from(v.headdim) >= needed).min_by_key(|v| v.headdim);
     let found = families(*COMPILED, d)?.into_iter().find_map(|(family, _)| of_family(family));
-    Ok(found.map(|v| planned((v, Reason::Cheapest), a)))
+    Ok(found.map(|variant| planned(ChosenKernel { variant, reason: Reason::Cheapest }, a)))
 }

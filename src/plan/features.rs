@@ -42,21 +42,20 @@ pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
 /// that they stand for; the cap and the dropout probability stand for any. An fp32 bias is a bias, so `Fp32Bias` also requests `Bias`.
 /// `Pages` is ignored: no request has it.
 pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
-    let has = |feature| features.contains(FeatureSet::of(&[feature]));
     let requested = RequestedFeatures {
-        seqused_k: has(Feature::Lengths),
-        sinks: has(Feature::Sinks),
-        score_function: has(Feature::Softcap).then_some(ScoreFunction::Softcap(1.0)),
-        alibi: has(Feature::Alibi),
-        attn_bias: has(Feature::Bias) || has(Feature::Fp32Bias),
-        fp32_bias: has(Feature::Fp32Bias),
-        block_mask: has(Feature::Blocks),
-        dropout_p: if has(Feature::Dropout) { 0.5 } else { 0.0 },
-        tree: has(Feature::Tree),
+        seqused_k: features.has(Feature::Lengths),
+        sinks: features.has(Feature::Sinks),
+        score_function: features.has(Feature::Softcap).then_some(ScoreFunction::Softcap(1.0)),
+        alibi: features.has(Feature::Alibi),
+        attn_bias: features.has(Feature::Bias) || features.has(Feature::Fp32Bias),
+        fp32_bias: features.has(Feature::Fp32Bias),
+        block_mask: features.has(Feature::Blocks),
+        dropout_p: if features.has(Feature::Dropout) { 0.5 } else { 0.0 },
+        tree: features.has(Feature::Tree),
         batch_invariant: false,
-        fp32_output: has(Feature::Fp32Output),
+        fp32_output: features.has(Feature::Fp32Output),
     };
-    (requested, BackwardMode { fp32_gradients: has(Feature::Fp32Gradients), ..BackwardMode::default() })
+    (requested, BackwardMode { fp32_gradients: features.has(Feature::Fp32Gradients), ..BackwardMode::default() })
 }
 
 /// Returns the parameters that all attention kernels share ([`params::Problem`]), of a launch of `batches` batch entries.

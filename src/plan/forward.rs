@@ -5,10 +5,10 @@
 use super::choose::{choose, is_uneven, sized};
 use super::device::{cached_plan, DeviceLimits, PlanCache};
 use super::features::{features, BackwardMode};
-use super::kernel::{planned, rows_and_heads, ChosenKernel, PlannedKernel, Reason};
+use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
-use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant, COMPILED};
+use crate::kernels::{FeatureSet, Kernels, Pass, Variant, COMPILED};
 use crate::limits::MAX_GRID_YZ;
 use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
@@ -21,65 +21,64 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 /// Plans the forward pass with these kernels to choose from. Tests give kernels of their own.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_pass(kernels, kernels::FORWARD, a, features(a, BackwardMode::default()), d)
+    forward_pass(kernels, Pass::Forward, a, features(a, BackwardMode::default()), d)
 }
 
 /// Plans the forward pass of fp32 tensors in full precision.
 pub fn forward_split(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [kernel] = choose(*COMPILED, kernels::FORWARD_SPLIT, &Shape::of(a), features(a, BackwardMode::default()), d)?;
+    let [kernel] = choose(*COMPILED, [Pass::ForwardSplit], &Shape::of(a), features(a, BackwardMode::default()), d)?;
     Ok(stream_k(*COMPILED, Pass::ForwardSplit, kernel, a, d).unwrap_or_else(|| planned(kernel, a)))
 }
 
 /// Plans a pass with the block size, or the stream-K grid, that suits the problem.
-fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, features: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [large] = choose(kernels, pass, &Shape::of(a), features, d)?;
+fn forward_pass(kernels: Kernels, pass: Pass, a: &Attention, features: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [large] = choose(kernels, [pass], &Shape::of(a), features, d)?;
     let kernel = sized(kernels, large, a, d);
     // A stream-K grid has large blocks. Where smaller ones are faster, it is taken only if the tuning chooses it.
     let replaces = |k: &PlannedKernel| kernel == large || k.reason == Reason::Tuned;
-    Ok(stream_k(kernels, pass[0], large, a, d).filter(replaces).unwrap_or_else(|| planned(kernel, a)))
+    Ok(stream_k(kernels, pass, large, a, d).filter(replaces).unwrap_or_else(|| planned(kernel, a)))
 }
 
-/// Plans a stream-K grid of the same tiles if every row tile takes about the same time and the estimate is faster, or if it is tuned.
-///
-/// So it is without a mask, and for a chunk of a prompt after many tokens. Over a KV cache the estimate assumes the longest.
+/// Plans a stream-K grid of the same tiles as `usual`, if every row tile takes about the same time and the estimate is faster, or if it is
+/// tuned. Row tiles take the same time without a mask, and in a chunk of a prompt after many tokens. Over a KV cache, whose lengths the
+/// host does not know, the estimate assumes the longest sequence.
 fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
-    let (passes, is_possible, is_even) = match pass {
+    let (stream_k, is_possible, is_even) = match pass {
         // a larger batch takes several launches
         Pass::Forward | Pass::ForwardSplit => {
             let is_dense = (a.queries, a.keys) == (Queries::Dense, Keys::Dense);
-            let passes = if pass == Pass::Forward { kernels::FORWARD_STREAM_K } else { kernels::FORWARD_SPLIT_STREAM_K };
-            (passes, is_dense && a.batch <= MAX_GRID_YZ, shape.is_causal.is_some() && !is_uneven(a))
+            let stream_k = if pass == Pass::Forward { Pass::ForwardStreamK } else { Pass::ForwardSplitStreamK };
+            (stream_k, is_dense && a.batch <= MAX_GRID_YZ, shape.is_causal.is_some() && !is_uneven(a))
         }
-        _ => (kernels::PREFILL_STREAM_K, a.batch == 1, !is_uneven(a)),
+        _ => (Pass::PrefillStreamK, a.batch == 1, !is_uneven(a)),
     };
-    if !is_possible || usual.1 == Reason::Tuned {
+    if !is_possible || usual.reason == Reason::Tuned {
         return None;
     }
-    let [(variant, reason)] = choose(kernels, passes, &shape, features(a, BackwardMode::default()), d).ok()?;
+    let [ChosenKernel { variant, reason }] = choose(kernels, [stream_k], &shape, features(a, BackwardMode::default()), d).ok()?;
     let tile_of = |v: &Variant| (v.family.name, v.required_features, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
-    if !is_tuned && (!is_even || tile_of(variant) != tile_of(usual.0)) {
+    if !is_tuned && (!is_even || tile_of(variant) != tile_of(usual.variant)) {
         return None;
     }
-    let (rows, heads) = rows_and_heads(variant, a);
-    let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
+    let row_tiles = usual_blocks(variant, a);
     // with a window, the keys that a row tile sees
     let of_window = a.window.left.filter(|_| pass == Pass::Prefill).map(|left| left + i64::from(variant.block_rows));
     let keys = of_window.map_or(a.seqlen_k, |keys| keys.min(a.seqlen_k));
-    let key = (row_blocks, keys as u32, variant.step, d.sms, variant.blocks_per_sm);
-    type Key = (u64, u32, u32, u32, u32);
+    let (keys, step, blocks_per_sm) = (keys as u32, variant.step, variant.blocks_per_sm);
+    type Key = (u64, u32, u32, u32);
     thread_local!(static LAST: PlanCache<Key, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
-    let (row_blocks, keys, step, sms, blocks_per_sm) = key;
-    let (plan, pays) = cached_plan(&LAST, key, d, || Ok(StreamKPlan::of(row_blocks, keys, step, sms, blocks_per_sm))).ok()??;
+    let of_grid = || Ok(StreamKPlan::of(row_tiles, keys, step, d.sms, blocks_per_sm));
+    let (plan, pays) = cached_plan(&LAST, (row_tiles, keys, step, blocks_per_sm), d, of_grid).ok()??;
     if !is_tuned && !pays {
         return None;
     }
     let reason = if is_tuned { reason } else { Reason::StreamK };
-    Some(PlannedKernel { stream_k: Some(plan), ..PlannedKernel::new((variant, reason), [plan.blocks(), 1]) })
+    Some(PlannedKernel { stream_k: Some(plan), ..PlannedKernel::new(ChosenKernel { variant, reason }, [plan.blocks(), 1]) })
 }
 
 /// Plans the forward kernel over a KV cache for a call that is not empty. The headdims of `a` are multiples of 8.
 pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_pass(*COMPILED, [Pass::Prefill], a, features(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
+    forward_pass(*COMPILED, Pass::Prefill, a, features(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
 }

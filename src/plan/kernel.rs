@@ -4,51 +4,42 @@
 
 use super::backward::BackwardStreamKPlan;
 use super::stream_k::StreamKPlan;
-use crate::kernels::{RowKind, Scratch, Variant};
+use crate::kernels::{named, RowKind, Scratch, Variant};
 use crate::limits::MAX_GRID_YZ;
 use crate::problem::Attention;
 use std::fmt;
 
-/// Why a plan has a kernel: the text below says what each stands for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    Cheapest,
-    LaterFamily,
-    Resident,
-    NoMoreBlocks,
-    Tail,
-    FewerRows,
-    ShortWindow,
-    ShortDiagonal,
-    ShorterLongest,
-    StreamK,
-    Tuned,
-    TunedMode,
-    FailedAvoided,
+named! {
+    /// Why a plan has a kernel, and the text of it in `_plan()`. Blocks are those of the kernel's grid.
+    enum Reason {
+        Cheapest = "the cheapest that covers it",
+        LaterFamily = "the cheapest that covers it, where the preferred family does not",
+        Resident = "smaller blocks, since all run at once",
+        NoMoreBlocks = "smaller blocks, since there are no more of them",
+        Tail = "smaller blocks for the last rows, since all run at once",
+        FewerRows = "smaller blocks, since an SM gets fewer rows",
+        ShortWindow = "smaller blocks, since the window is short",
+        ShortDiagonal = "smaller blocks, since a causal mask hides much",
+        ShorterLongest = "smaller blocks, since the longest one decides",
+        StreamK = "stream-K, since the last wave would leave SMs idle",
+        Tuned = "tuned",
+        TunedMode = "tuned: faster without atomics",
+        FailedAvoided = "another one failed on this card",
+    }
 }
 
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Reason::Cheapest => "the cheapest that covers it",
-            Reason::LaterFamily => "the cheapest that covers it, where the preferred family does not",
-            Reason::Resident => "smaller blocks, since all run at once",
-            Reason::Tail => "smaller blocks for the last rows, since all run at once",
-            Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
-            Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
-            Reason::ShortWindow => "smaller blocks, since the window is short",
-            Reason::ShortDiagonal => "smaller blocks, since a causal mask hides much",
-            Reason::ShorterLongest => "smaller blocks, since the longest one decides",
-            Reason::StreamK => "stream-K, since the last wave would leave SMs idle",
-            Reason::Tuned => "tuned",
-            Reason::TunedMode => "tuned: faster without atomics",
-            Reason::FailedAvoided => "another one failed on this card",
-        })
+        f.write_str(self.name())
     }
 }
 
 /// A chosen kernel, and why.
-pub(super) type ChosenKernel = (&'static Variant, Reason);
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ChosenKernel {
+    pub variant: &'static Variant,
+    pub reason: Reason,
+}
 
 /// A kernel and the grid it runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +57,7 @@ pub struct PlannedKernel {
 
 impl PlannedKernel {
     /// Returns a kernel on a grid that is no stream-K grid.
-    pub(super) fn new((variant, reason): ChosenKernel, blocks: [u32; 2]) -> PlannedKernel {
+    pub(super) fn new(ChosenKernel { variant, reason }: ChosenKernel, blocks: [u32; 2]) -> PlannedKernel {
         PlannedKernel { variant, blocks, reason, stream_k: None, backward_stream_k: None }
     }
 
@@ -78,6 +69,7 @@ impl PlannedKernel {
     }
 }
 
+/// Rounds up to a multiple.
 pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
 }
@@ -92,22 +84,28 @@ pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
     }
 }
 
+/// Returns the blocks of the usual grid: one for each row tile of all heads and batch entries.
+pub(super) fn usual_blocks(variant: &Variant, a: &Attention) -> u64 {
+    let (rows, heads) = rows_and_heads(variant, a);
+    (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64
+}
+
 /// Plans a kernel on a grid of all its rows. The pass defines the rows.
 pub(super) fn planned(kernel: ChosenKernel, a: &Attention) -> PlannedKernel {
-    let (rows, heads) = rows_and_heads(kernel.0, a);
+    let (rows, heads) = rows_and_heads(kernel.variant, a);
     of_rows(kernel, rows, heads, a)
 }
 
 /// Plans a kernel on a grid of this many rows.
-pub(super) fn of_rows((variant, reason): ChosenKernel, rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
-    let mut planned = on_grid((variant, reason), rows, heads);
+pub(super) fn of_rows(kernel: ChosenKernel, rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
+    let mut planned = on_grid(kernel, rows, heads);
     // Blocks start in the order of the grid, the first axis fastest. If a long block starts late, the other SMs idle until it ends. Under a
     // causal mask, blocks of late queries are long, and so are blocks of early keys (backward). A block mask's lists say which row tiles
     // are long. Kernels start with their long row tiles. With row tiles as the second axis, the long blocks of all heads start first. The
     // GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     let is_uneven = a.window.right.is_some() || a.features.block_mask;
-    if variant.family.either_order.contains(&variant.pass) && is_uneven && fits {
+    if kernel.variant.family.either_order.contains(&kernel.variant.pass) && is_uneven && fits {
         planned.blocks.reverse();
     }
     planned
@@ -115,7 +113,7 @@ pub(super) fn of_rows((variant, reason): ChosenKernel, rows: i64, heads: i64, a:
 
 /// Plans a kernel with one block per row tile and head, row tiles first.
 pub(super) fn on_grid(kernel: ChosenKernel, rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel::new(kernel, [(rows as u64).div_ceil(kernel.0.block_rows as u64) as u32, heads as u32])
+    PlannedKernel::new(kernel, [(rows as u64).div_ceil(kernel.variant.block_rows as u64) as u32, heads as u32])
 }
 
 /// Returns the layout of row statistics that the backward kernels of a kernel's family keep in scratch memory.

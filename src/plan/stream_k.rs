@@ -17,17 +17,17 @@ use std::cmp::Reverse;
 const FIXED_KEYS: u32 = 160;
 /// Time that the combining block needs per split, in keys: 2 to 5 thousand cycles.
 const COMBINE_KEYS: u32 = 30;
-/// Run time of a block alone on its SM, relative to one of two co-resident blocks: 3/4 per iteration at headdims 64 and 128, 4/5 overall.
-const ALONE: (u64, u64) = (4, 5);
+/// Time of a block alone on its SM, percent of that of one of two co-resident blocks. Per iteration it is 75 at headdims 64 and 128.
+const ALONE_PERCENT: u64 = 80;
 /// Maximum splits of a tile, because one block reads the results of all.
 const MAX_SPLITS_PER_TILE: u32 = 16;
 const _: () = assert!(size_of::<FwdStreamKParams>() <= 4096, "kernel parameters have at most 4096 bytes");
-/// Maximum ratio of the estimated times of a stream-K grid and of one block per tile, because estimates are inexact.
-const WORTH_IT: (u64, u64) = (24, 25);
+/// Estimated time of a stream-K grid, percent of that of one block per tile, from which it is not taken, because estimates are inexact.
+const PAYING_PERCENT: u64 = 96;
 
 /// Returns true if a stream-K grid, which takes `time`, is enough faster than one block per tile, which takes `undivided`.
 pub(super) fn pays(time: u64, undivided: u64) -> bool {
-    time * WORTH_IT.1 < undivided * WORTH_IT.0
+    time * 100 < undivided * PAYING_PERCENT
 }
 
 /// How a grid of row tiles with equal iterations is divided.
@@ -39,19 +39,22 @@ pub struct StreamKPlan {
     pub data_parallel_tiles: u32,
     /// Tiles that several blocks compute.
     pub stream_k_tiles: u32,
+    /// Iterations of a tile.
     pub iterations: u32,
     /// Keys of an iteration.
     pub step: u32,
     /// Equal shares of the stream-K tiles: one per resident block, or fewer, if then no share spans two tiles.
     pub shares: u32,
+    /// Splits of all stream-K tiles, a block each.
     pub splits: u32,
 }
 
-/// Some iterations of a stream-K tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Some iterations of a stream-K tile, of one block.
+#[derive(Clone, Copy)]
 struct Split {
     tile: u32,
     first: u32,
+    /// The iteration after the last.
     end: u32,
 }
 
@@ -66,13 +69,13 @@ impl Split {
 pub struct StreamKSchedule {
     /// In the order of the grid.
     pub splits: Vec<StreamKSplit>,
-    /// of a tile
+    /// Maximum splits of a tile.
     pub max_splits: u32,
 }
 
 impl StreamKPlan {
-    /// Returns the best division of this grid and whether it should be faster than one block per tile; None: nothing to divide, or
-    /// numbers too large for a split.
+    /// Returns the best division of a grid of `tiles` with `keys` each, and whether it should be faster than one block per tile. None:
+    /// there is nothing to divide, or numbers are too large for a split.
     pub fn of(tiles: u64, keys: u32, step: u32, sms: u32, blocks_per_sm: u32) -> Option<(StreamKPlan, bool)> {
         let (iterations, resident_blocks) = (keys.div_ceil(step), sms * blocks_per_sm);
         let resident = u64::from(resident_blocks);
@@ -89,7 +92,7 @@ impl StreamKPlan {
         let (time, best) = evenly.chain([resident_blocks]).filter_map(with).min_by_key(|&(time, plan)| (time, plan.shares))?;
         let undivided = tiles.div_ceil(resident) * u64::from(keys + FIXED_KEYS);
         let are_alone = blocks_per_sm > 1 && tiles <= u64::from(sms);
-        let undivided = if are_alone { undivided * ALONE.0 / ALONE.1 } else { undivided };
+        let undivided = if are_alone { undivided * ALONE_PERCENT / 100 } else { undivided };
         Some((best, pays(time, undivided)))
     }
 
@@ -102,7 +105,7 @@ impl StreamKPlan {
     ///
     /// Lays all stream-K tiles on a line of iterations and cuts it into equal lengths. A share that continues in the next tile has the
     /// fixed time twice, so there each tile begins with the length of that time.
-    fn line(&self) -> Vec<Vec<Split>> {
+    fn splits_of_shares(&self) -> Vec<Vec<Split>> {
         let fixed = if self.is_even() { 0 } else { u64::from(FIXED_KEYS.div_ceil(self.step)) };
         let of_tile = u64::from(self.iterations) + fixed;
         let cut = |share: u32| u64::from(share) * u64::from(self.stream_k_tiles) * of_tile / u64::from(self.shares);
@@ -125,9 +128,10 @@ impl StreamKPlan {
         shares
     }
 
-    fn splits_of_tiles(&self, line: &[Vec<Split>]) -> Vec<u32> {
+    /// Returns the number of splits of each stream-K tile.
+    fn splits_of_tiles(&self, shares: &[Vec<Split>]) -> Vec<u32> {
         let mut splits = vec![0; self.stream_k_tiles as usize];
-        line.iter().flatten().for_each(|split| splits[split.tile as usize] += 1);
+        shares.iter().flatten().for_each(|split| splits[split.tile as usize] += 1);
         splits
     }
 
@@ -140,9 +144,9 @@ impl StreamKPlan {
             let all = self.shares.min(self.stream_k_tiles * self.iterations);
             (keys_of(1, self.iterations.div_ceil(splits)), splits.min(self.iterations), all)
         } else {
-            let line = self.line();
-            let longest = line.iter().map(|share| keys_of(share.len(), share.iter().map(Split::iterations).sum())).max()?;
-            (longest, *self.splits_of_tiles(&line).iter().max()?, line.iter().map(Vec::len).sum::<usize>() as u32)
+            let shares = self.splits_of_shares();
+            let longest = shares.iter().map(|share| keys_of(share.len(), share.iter().map(Split::iterations).sum())).max()?;
+            (longest, *self.splits_of_tiles(&shares).iter().max()?, shares.iter().map(Vec::len).sum::<usize>() as u32)
         };
         if splits as usize > MAX_STREAM_K_SPLITS || max_of_tile > MAX_SPLITS_PER_TILE {
             return None;
@@ -153,22 +157,23 @@ impl StreamKPlan {
         Some((waves * u64::from(keys_of(1, self.iterations)) + u64::from(longest + max_of_tile * COMBINE_KEYS), splits))
     }
 
+    /// Returns the blocks of the grid.
     pub fn blocks(&self) -> u32 {
         self.data_parallel_tiles + self.splits
     }
 
     /// Returns the splits in the order in which they should start.
     pub fn schedule(&self) -> StreamKSchedule {
-        let line = self.line();
-        let splits_of_tiles = self.splits_of_tiles(&line);
-        let mut splits: Vec<_> = (line.iter())
+        let shares = self.splits_of_shares();
+        let splits_of_tiles = self.splits_of_tiles(&shares);
+        let mut splits: Vec<_> = (shares.iter())
             .flat_map(|share| {
                 let begin = |i: usize| if i == 0 { 0 } else { FIXED_KEYS + share[i - 1].iterations() * self.step };
                 share.iter().enumerate().map(move |(i, split)| (begin(i), split))
             })
             .collect();
         splits.sort_by_key(|&(begins, split)| (begins, Reverse(split.iterations())));
-        let number = |split: &Split| line.iter().flatten().filter(|x| x.tile == split.tile && x.first < split.first).count();
+        let number = |split: &Split| shares.iter().flatten().filter(|x| x.tile == split.tile && x.first < split.first).count();
         let encoded = |split: &Split| StreamKSplit {
             tile: split.tile as u16,
             first: split.first as u16,

@@ -41,7 +41,7 @@ pub fn cast(rows: i64, heads: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
 pub fn sparse_select(a: &Attention, queries: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, [Pass::SparseSelect], &of_tokens(queries, 1), FeatureSet::NONE, d)?;
     // a warp for each head
-    let blocks_of_heads = if a.dtype == DType::BFloat16 { (a.nheads as u64).div_ceil(u64::from(kernel.0.threads / 32)) } else { 0 };
+    let blocks_of_heads = if a.dtype == DType::BFloat16 { (a.nheads as u64).div_ceil(u64::from(kernel.variant.threads / 32)) } else { 0 };
     Ok(on_grid(kernel, queries, 1 + blocks_of_heads as i64))
 }
 

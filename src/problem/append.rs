@@ -48,9 +48,7 @@ pub fn check(
         check_same_size(name, "nheads", sizes.nheads, cache, to.cache.nheads_k)?;
         check_same_size(name, "headdim", sizes.headdim, cache, headdim)?;
     }
-    if o.cache_seqlens.is_none() {
-        return Err(Error::value("cache_seqlens", "None", "a tensor: k and v are appended after these lengths"));
-    }
+    reject_if!(o.cache_seqlens.is_none(), "cache_seqlens", "None", "a tensor: k and v are appended after these lengths");
     let (seqlen, total) = check_lengths(o, q, &ks, to, packing)?;
     Ok(Appended { seqlen, total, rotary })
 }
@@ -82,9 +80,7 @@ fn check_rotary(o: &Options, q: &TensorDesc, headdim: i64, appends: bool) -> Res
         (Some(_), None) => return Err(Error::value("rotary_sin", "None", "a tensor, since rotary_cos is given")),
         (None, Some(_)) => return Err(Error::value("rotary_cos", "None", "a tensor, since rotary_sin is given")),
     };
-    if !appends {
-        return Err(Error::value("rotary_cos", "a tensor", "None: there are no k and v to append, by whose positions q is rotated"));
-    }
+    reject_if!(!appends, "rotary_cos", "a tensor", "None: there are no k and v to append, by whose positions q is rotated");
     for (name, d) in [("rotary_cos", cos), ("rotary_sin", sin)] {
         check_dtype_of_q_or_fp32(name, d, q)?;
         check_device(name, d, q)?;
@@ -97,12 +93,8 @@ fn check_rotary(o: &Options, q: &TensorDesc, headdim: i64, appends: bool) -> Res
             return Err(Error::value("rotary_cos", shape(cos), allowed));
         }
     };
-    if sin.dtype != cos.dtype {
-        return Err(Error::value("rotary_sin", format!("dtype {}", sin.dtype), format!("{}, that of rotary_cos", cos.dtype)));
-    }
-    if !same_sizes(&sin.sizes, &cos.sizes) {
-        return Err(Error::value("rotary_sin", shape(sin), format!("{}, that of rotary_cos", shape(cos))));
-    }
+    reject_if!(sin.dtype != cos.dtype, "rotary_sin", format!("dtype {}", sin.dtype), format!("{}, that of rotary_cos", cos.dtype));
+    reject_if!(!same_sizes(&sin.sizes, &cos.sizes), "rotary_sin", shape(sin), format!("{}, that of rotary_cos", shape(cos)));
     check_contiguous_last("rotary_cos", cos)?;
     check_contiguous_last("rotary_sin", sin)?;
     Ok(Rotary { dim: if half == UNKNOWN { UNKNOWN } else { 2 * half }, rows })

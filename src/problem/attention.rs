@@ -7,8 +7,9 @@ use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS};
 use crate::params::CacheFormat;
 
 /// Storage of queries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Queries {
+    #[default]
     /// (batch, seqlen_q, nheads, headdim)
     Dense,
     /// (total, nheads, headdim), sequences one after the other.
@@ -18,8 +19,10 @@ pub enum Queries {
     },
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Storage of keys and values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keys {
+    #[default]
     /// (batch, seqlen_k, nheads_k, headdim)
     Dense,
     /// (total, nheads_k, headdim), sequences one after the other.
@@ -57,7 +60,7 @@ pub struct Cache {
 
 /// Which keys a query row sees: row `i` sees `j` with `i + offset - left <= j <= i + offset + right` and
 /// `offset = seqlen_k - seqlen_q`. `None` is no bound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Window {
     /// Visible keys before position `i + offset`, 0 or more.
     pub left: Option<i64>,
@@ -93,7 +96,8 @@ pub struct Rotary {
 }
 
 /// A validated attention problem. Planner and backends need no more. Sizes of tensors without data may be [`crate::options::UNKNOWN`].
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// The default has dense fp16 tensors of size 0, and no mask or other option.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Attention {
     /// Batch entries, or packed sequences.
     pub batch: i64,
@@ -103,6 +107,7 @@ pub struct Attention {
     pub seqlen_k: i64,
     /// Query heads, a multiple of nheads_k.
     pub nheads: i64,
+    /// KV heads.
     pub nheads_k: i64,
     /// Columns of q and k.
     pub headdim: i64,
@@ -134,14 +139,9 @@ impl Attention {
         self.has_no_output() || self.seqlen_k == 0
     }
 
-    /// Returns true if kernels read the keys' lengths from memory.
-    pub fn has_key_lengths(&self) -> bool {
-        self.features.seqused_k || !matches!(self.keys, Keys::Dense)
-    }
-
     /// Returns true if kernels read any sequence lengths from memory.
     pub fn is_varlen(&self) -> bool {
-        self.has_key_lengths() || matches!(self.queries, Queries::Packed { .. })
+        self.features.seqused_k || self.keys != Keys::Dense || self.queries != Queries::Dense
     }
 
     /// Returns the rows of packed queries; None: they are not packed.
@@ -160,7 +160,7 @@ impl Attention {
         }
     }
 
-    /// The cache that holds the keys.
+    /// Returns the cache that holds the keys.
     pub fn cache(&self) -> Option<&Cache> {
         match &self.keys {
             Keys::Cache(cache) | Keys::Latents(cache) => Some(cache),
@@ -168,7 +168,7 @@ impl Attention {
         }
     }
 
-    /// Format of the cache; `Unquantized` without one.
+    /// Returns the format of the cache; `Unquantized` without one.
     pub fn cache_format(&self) -> CacheFormat {
         self.cache().map_or(CacheFormat::Unquantized, |cache| cache.format)
     }
@@ -178,7 +178,7 @@ impl Attention {
         matches!(self.keys, Keys::Latents(_))
     }
 
-    /// The arguments that hold keys and values.
+    /// Returns the names of the arguments that hold keys and values.
     pub fn key_names(&self) -> [&'static str; 2] {
         match self.keys {
             Keys::Dense | Keys::Packed { .. } => ["k", "v"],
@@ -187,7 +187,7 @@ impl Attention {
         }
     }
 
-    /// Rows of the longest sequence as decode kernels count them: queries times query heads per KV head.
+    /// Returns the rows of the longest sequence as decode kernels count them: queries times query heads per KV head.
     pub fn rows_per_kv_head(&self) -> i64 {
         self.seqlen_q * (self.nheads / self.nheads_k.max(1))
     }
@@ -208,7 +208,7 @@ impl Attention {
         Attention { headdim: padded_headdim(self.headdim), headdim_v: padded_headdim(self.headdim_v), ..*self }
     }
 
-    /// Shape of q (of `headdim` columns) or out (of `headdim_v`).
+    /// Returns the shape of q (with `headdim` columns) or of out (with `headdim_v`).
     pub fn query_shape(&self, headdim: i64) -> Vec<i64> {
         match self.queries {
             Queries::Packed { total } => vec![total, self.nheads, headdim],
@@ -216,6 +216,7 @@ impl Attention {
         }
     }
 
+    /// Returns the shape of softmax_lse.
     pub fn lse_shape(&self) -> Vec<i64> {
         match self.queries {
             Queries::Packed { total } => vec![self.nheads, total],

@@ -55,6 +55,7 @@ pub fn check_backward(o: &Options) -> Result<()> {
     Ok(())
 }
 
+/// Checks dtype, shape and device of the lists and bits of one direction.
 fn check_side(side: &Side, q: &TensorDesc) -> Result<()> {
     let ((name, lists), (bits_name, bits)) = (side.lists, side.bits);
     let Some(lists) = lists else {
@@ -120,6 +121,7 @@ pub fn validate_block_lists(lists: &ListValues<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Checks one list: its counts, tiles and column blocks. `place`: which list, for errors.
 fn check_list(lists: &ListValues<'_>, list: &[i32], place: &str) -> Result<()> {
     let room = list.len() as i64 - LIST_HEADER;
     let column_blocks = (lists.columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;

@@ -56,7 +56,7 @@ impl CacheTensors<'_> {
     pub fn check(&self, q: &TensorDesc, headdim_q: i64, o: &Options, backend: Backend) -> Result<CacheShape> {
         let paged = o.block_table.is_some();
         let format = key_format(self.name(), self.keys, q, self.values.is_none())?;
-        let [entries, rows, nheads_k, elements] = check_tensor(self.name(), self.keys, q, paged, backend)?;
+        let [entries, rows, nheads_k, elements] = check_cache_tensor(self.name(), self.keys, q, paged, backend)?;
         let headdim = format.columns(elements);
         // the last is that of latents; a cache of values sets its own
         let mut shape = CacheShape { entries, rows, format, nheads_k, headdim, headdim_v: LATENT_HEADDIMS[0] };
@@ -64,35 +64,35 @@ impl CacheTensors<'_> {
             None => check_latents(&shape, headdim_q)?,
             Some(v_cache) => {
                 shape.format = cache_format(format, self.keys, v_cache)?;
-                shape.headdim_v = self.check_values(v_cache, q, &shape, headdim_q, (paged, backend))?;
+                shape.headdim_v = check_values(v_cache, q, &shape, headdim_q, paged, backend)?;
             }
         }
         Ok(shape)
     }
-
-    /// Checks a cache of values beside the keys' and returns its headdim. `how`: whether it is paged, and the backend.
-    fn check_values(&self, v_cache: &TensorDesc, q: &TensorDesc, keys: &CacheShape, headdim_q: i64, how: (bool, Backend)) -> Result<i64> {
-        let values = check_tensor("v_cache", v_cache, q, how.0, how.1)?;
-        let expected = [keys.entries, keys.rows, keys.nheads_k];
-        if !same_sizes(&values[..3], &expected) {
-            let [entries, rows, nheads_k] = expected.map(number);
-            return Err(Error::value("v_cache", shape(v_cache), format!("shape ({entries}, {rows}, {nheads_k}, headdim_v), as k_cache")));
-        }
-        check_same_size("k_cache", "headdim", keys.headdim, "q", headdim_q)?;
-        if keys.headdim == LATENT_HEADDIMS.iter().sum::<i64>() {
-            let given = format!("a cache of values beside keys of headdim {}", keys.headdim);
-            return Err(Error::value("v_cache", given, "volta_fa::fwd_mla for latents, whose first columns are the values"));
-        }
-        let [_, of_values] = keys.format.parts();
-        let headdim_v = of_values.columns(values[3]);
-        check_headdim("q", headdim_q)?;
-        check_headdim("v_cache", headdim_v)?;
-        Ok(headdim_v)
-    }
 }
 
-/// Checks a (entries or pages, rows, nheads_k, elements) tensor.
-fn check_tensor(name: &str, d: &TensorDesc, q: &TensorDesc, paged: bool, backend: Backend) -> Result<[i64; 4]> {
+/// Checks a cache of values beside the keys' and returns its headdim.
+fn check_values(v_cache: &TensorDesc, q: &TensorDesc, keys: &CacheShape, headdim_q: i64, paged: bool, backend: Backend) -> Result<i64> {
+    let values @ [.., elements] = check_cache_tensor("v_cache", v_cache, q, paged, backend)?;
+    let expected = [keys.entries, keys.rows, keys.nheads_k];
+    if !same_sizes(&values[..3], &expected) {
+        let [entries, rows, nheads_k] = expected.map(number);
+        return Err(Error::value("v_cache", shape(v_cache), format!("shape ({entries}, {rows}, {nheads_k}, headdim_v), as k_cache")));
+    }
+    check_same_size("k_cache", "headdim", keys.headdim, "q", headdim_q)?;
+    if keys.headdim == LATENT_HEADDIMS.iter().sum::<i64>() {
+        let given = format!("a cache of values beside keys of headdim {}", keys.headdim);
+        return Err(Error::value("v_cache", given, "volta_fa::fwd_mla for latents, whose first columns are the values"));
+    }
+    let [_, of_values] = keys.format.parts();
+    let headdim_v = of_values.columns(elements);
+    check_headdim("q", headdim_q)?;
+    check_headdim("v_cache", headdim_v)?;
+    Ok(headdim_v)
+}
+
+/// Checks a (entries or pages, rows, nheads_k, elements) tensor and returns its sizes.
+fn check_cache_tensor(name: &str, d: &TensorDesc, q: &TensorDesc, paged: bool, backend: Backend) -> Result<[i64; 4]> {
     let Ok(sizes) = <[i64; 4]>::try_from(&d.sizes[..]) else {
         let layout = match paged {
             true => "(pages, page_size, nheads_k, headdim), since block_table is given",
@@ -148,9 +148,7 @@ fn check_pages(shape: &CacheShape, table: &TensorDesc, o: &Options, q: &TensorDe
     let (max_pages, page_size) = (table.sizes.get(1).copied().unwrap_or(UNKNOWN), shape.rows);
     check_int32("block_table", table, q, &[batch, max_pages], "(batch, max_pages)")?;
     for (name, t) in [("cache_batch_idx", &o.cache_batch_idx), ("leftpad_k", &o.leftpad_k)] {
-        if t.is_some() {
-            return Err(Error::value(name, "a tensor", "None, since block_table is given"));
-        }
+        reject_if!(t.is_some(), name, "a tensor", "None, since block_table is given");
     }
     let is_known = max_pages != UNKNOWN && page_size != UNKNOWN;
     let seqlen_k = if is_known { max_pages.saturating_mul(page_size) } else { UNKNOWN };

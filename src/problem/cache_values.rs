@@ -72,6 +72,7 @@ fn value_at(t: &Option<Vec<i32>>, b: usize, default: i64) -> i64 {
     t.as_ref().map_or(default, |t| i64::from(t[b]))
 }
 
+/// Checks and returns the lengths of sequence `b`.
 fn lengths(a: &Attention, values: &CacheValues, b: usize) -> Result<CachedSequence> {
     let length = |cu: &Option<Vec<i32>>, dense: i64| cu.as_ref().map_or(dense, |cu| i64::from(cu[b + 1] - cu[b]));
     let is_packed_as_q = a.appended.total.is_some() && values.cu_seqlens_k_new.is_none();

@@ -7,6 +7,16 @@ use crate::limits::MAX_ROW_STRIDE;
 use crate::options::UNKNOWN;
 use std::fmt;
 
+/// Returns the error `argument: got {found}, expected {allowed}` from the function if the condition holds.
+macro_rules! reject_if {
+    ($condition:expr, $argument:expr, $found:expr, $allowed:expr) => {
+        if $condition {
+            return Err(Error::value($argument, $found, $allowed));
+        }
+    };
+}
+pub(super) use reject_if;
+
 /// Formats a number that may be unknown.
 pub fn number(n: i64) -> String {
     if n == UNKNOWN {
@@ -16,15 +26,18 @@ pub fn number(n: i64) -> String {
     }
 }
 
+/// Formats sizes: `(2, 128, ?)`.
 pub fn listed(sizes: &[i64]) -> String {
     let dims: Vec<String> = sizes.iter().map(|&n| number(n)).collect();
     format!("({})", dims.join(", "))
 }
 
+/// Formats a shape: `shape (2, 128)`.
 pub fn shape(d: &TensorDesc) -> String {
     format!("shape {}", listed(&d.sizes))
 }
 
+/// Formats a tensor whose rank is wrong: `a tensor of rank 2 with shape (2, 128)`.
 pub fn rank(d: &TensorDesc) -> String {
     format!("a tensor of rank {} with {}", d.sizes.len(), shape(d))
 }
@@ -34,15 +47,14 @@ pub fn same_size(a: i64, b: i64) -> bool {
     a == b || a == UNKNOWN || b == UNKNOWN
 }
 
+/// Returns true if all sizes are equal or may be.
 pub fn same_sizes(a: &[i64], b: &[i64]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(&a, &b)| same_size(a, b))
 }
 
 /// Rejects a property that differs from that of another argument.
 pub fn check_same<T: PartialEq + fmt::Display>(name: &str, what: &str, found: T, other: &str, expected: T) -> Result<()> {
-    if found != expected {
-        return Err(Error::value(name, format!("{what} {found}"), format!("{what} {expected}, that of {other}")));
-    }
+    reject_if!(found != expected, name, format!("{what} {found}"), format!("{what} {expected}, that of {other}"));
     Ok(())
 }
 
@@ -54,20 +66,18 @@ pub fn check_same_size(name: &str, what: &str, found: i64, other: &str, expected
     check_same(name, what, found, other, expected)
 }
 
+/// Rejects a number above `most`, whose name is `what`.
 pub fn check_at_most(name: &str, what: &str, n: i64, most: i64) -> Result<()> {
-    if n > most {
-        return Err(Error::value(name, format!("{what} {n}"), format!("at most {most}")));
-    }
+    reject_if!(n > most, name, format!("{what} {n}"), format!("at most {most}"));
     Ok(())
 }
 
 pub fn check_dtype(name: &str, d: &TensorDesc, expected: DType) -> Result<()> {
-    if d.dtype != expected {
-        return Err(Error::value(name, format!("dtype {}", d.dtype), expected));
-    }
+    reject_if!(d.dtype != expected, name, format!("dtype {}", d.dtype), expected);
     Ok(())
 }
 
+/// Rejects dtypes other than q's and fp32.
 pub fn check_dtype_of_q_or_fp32(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     if d.dtype != q.dtype && d.dtype != DType::Float {
         return Err(Error::value(name, format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
@@ -87,9 +97,7 @@ pub fn check_compute_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Resu
             "torch.float16, torch.bfloat16, torch.float32 or torch.float64",
         ),
     };
-    if !ok {
-        return Err(Error::value(name, format!("dtype {}", d.dtype), allowed));
-    }
+    reject_if!(!ok, name, format!("dtype {}", d.dtype), allowed);
     Ok(())
 }
 
@@ -102,6 +110,7 @@ pub fn check_device(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     check_same(name, "device", d.device, "q", q.device)
 }
 
+/// Rejects a last dimension of two elements or more with a stride other than 1.
 pub fn check_contiguous_last(name: &str, d: &TensorDesc) -> Result<()> {
     let last = d.sizes.len() - 1;
     if d.sizes[last] > 1 && !same_size(d.strides[last], 1) {
@@ -129,12 +138,10 @@ pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> 
     Ok(())
 }
 
-/// Checks dtype, device and shape of a tensor of any strides. `what`: names of its sizes.
+/// Checks dtype, shape and device of a tensor of any strides. `what`: names of its sizes, `(batch, seqlen_q)`.
 pub fn check_tensor(name: &str, d: &TensorDesc, dtype: DType, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
     check_dtype(name, d, dtype)?;
-    if !same_sizes(&d.sizes, expected) {
-        return Err(Error::value(name, shape(d), format!("shape {what}, here {}", listed(expected))));
-    }
+    reject_if!(!same_sizes(&d.sizes, expected), name, shape(d), format!("shape {what}, here {}", listed(expected)));
     check_device(name, d, q)
 }
 
@@ -144,10 +151,8 @@ pub fn check_int32(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64],
     check_contiguous_last(name, d)
 }
 
-/// Rejects a vector of another length, whose name is `what`.
+/// Rejects another shape than `(expected,)`. `what`: name of the length.
 pub fn check_length(name: &str, d: &TensorDesc, expected: i64, what: &str) -> Result<()> {
-    if !same_sizes(&d.sizes, &[expected]) {
-        return Err(Error::value(name, shape(d), format!("shape ({what},), here ({},)", number(expected))));
-    }
+    reject_if!(!same_sizes(&d.sizes, &[expected]), name, shape(d), format!("shape ({what},), here ({},)", number(expected)));
     Ok(())
 }

@@ -17,7 +17,13 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     let cu_seqlens = "cu_seqlens_q and cu_seqlens_k";
     let packing = if is_packed { Packing::Since(cu_seqlens) } else { Packing::Needs(cu_seqlens) };
     let qs = operands::check_operand("q", q, q, packing, backend)?;
-    let [ks, vs] = operands::check_keys([("k", k), ("v", v)], q, &qs, packing, backend)?;
+    let ks = operands::check_operand("k", k, q, packing, backend)?;
+    let vs = operands::check_operand("v", v, q, packing, backend)?;
+    check_same_size("k", "batch", ks.batch, "q", qs.batch)?;
+    check_same_size("v", "batch", vs.batch, "q", qs.batch)?;
+    check_same_size("v", packing.rows(), vs.rows, "k", ks.rows)?;
+    check_same_size("v", "nheads", vs.nheads, "k", ks.nheads)?;
+    check_same_size("k", "headdim", ks.headdim, "q", qs.headdim)?;
     operands::check_heads(qs.nheads, ks.nheads, "k and v")?;
     operands::check_headdim("q", qs.headdim)?;
     operands::check_headdim("v", vs.headdim)?;
@@ -67,14 +73,13 @@ pub fn validate_backward(
         if !(name == "dout" && backend == Backend::Meta) {
             check_layout(name, d, backend)?;
         }
-        if !same_sizes(&d.sizes, &expected) {
-            return Err(Error::value(name, shape(d), format!("shape {}, that of the forward's out", listed(&expected))));
-        }
+        reject_if!(!same_sizes(&d.sizes, &expected), name, shape(d), format!("shape {}, that of the forward's out", listed(&expected)));
     }
     check_per_row("softmax_lse", softmax_lse, q, a)?;
     check_rng_state(rng_state, q, a)
 }
 
+/// Checks the gradient of softmax_lse.
 pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_per_row("dlse", dlse, q, a)
 }
@@ -83,9 +88,7 @@ pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result
 fn check_per_row(name: &str, d: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_dtype(name, d, DType::Float)?;
     check_device(name, d, q)?;
-    if !same_sizes(&d.sizes, &a.lse_shape()) {
-        return Err(Error::value(name, shape(d), format!("shape {}", listed(&a.lse_shape()))));
-    }
+    reject_if!(!same_sizes(&d.sizes, &a.lse_shape()), name, shape(d), format!("shape {}", listed(&a.lse_shape())));
     Ok(())
 }
 

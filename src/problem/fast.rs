@@ -11,15 +11,10 @@ use crate::limits::MAX_FAST_HEADDIM;
 
 /// Checks q, k, v and the options of `fwd_fast`. A mask counts as the feature `attn_bias`.
 pub fn validate_fast(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
-    if !matches!(q.dtype, DType::Half | DType::BFloat16) {
-        return Err(Error::value("q", format!("dtype {}", q.dtype), "torch.float16 or torch.bfloat16"));
-    }
+    reject_if!(!matches!(q.dtype, DType::Half | DType::BFloat16), "q", format!("dtype {}", q.dtype), "torch.float16 or torch.bfloat16");
     let mut a = dense::validate(q, k, v, o, backend)?;
     if let Some(mask) = &o.attn_mask {
-        if mask.dtype != DType::Bool {
-            let expected = "torch.bool. Use volta_fa::fwd for a bias";
-            return Err(Error::value("attn_mask", format!("dtype {}", mask.dtype), expected));
-        }
+        reject_if!(mask.dtype != DType::Bool, "attn_mask", format!("dtype {}", mask.dtype), "torch.bool. Use volta_fa::fwd for a bias");
         // packed: as long as max_seqlen, which may exceed the rows
         let [seqlen_q, seqlen_k] = [o.max_seqlen_q.unwrap_or(a.seqlen_q), o.max_seqlen_k.unwrap_or(a.seqlen_k)];
         scores::check_broadcast("attn_mask", mask, q, [a.batch, a.nheads, seqlen_q, seqlen_k])?;
@@ -27,9 +22,7 @@ pub fn validate_fast(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options
     }
     if let Some(prepared) = &o.prepared {
         check_dtype("prepared", prepared, DType::Uint8)?;
-        if prepared.sizes.len() != 1 {
-            return Err(Error::value("prepared", rank(prepared), "rank 1, what volta_fa::prepare_fast returns"));
-        }
+        reject_if!(prepared.sizes.len() != 1, "prepared", rank(prepared), "rank 1, what volta_fa::prepare_fast returns");
         check_device("prepared", prepared, q)?;
     }
     Ok(a)

@@ -1,6 +1,7 @@
 //! Features that a problem requests beyond scale and window, and the rules of their numbers. A feature is an option that kernels need code
 //! for; src/plan/features.rs turns these into the planner's set. The validators of each operator call [`RequestedFeatures::of`].
 
+use super::checks::reject_if;
 use super::tensor::{DType, Options};
 use crate::error::{Error, Result};
 use crate::limits::SOFTCAPS;
@@ -29,9 +30,7 @@ pub struct RequestedFeatures {
 impl RequestedFeatures {
     /// Checks the numbers of a call and returns its features.
     pub(super) fn of(o: &Options) -> Result<RequestedFeatures> {
-        if !(0.0..1.0).contains(&o.dropout_p) {
-            return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
-        }
+        reject_if!(!(0.0..1.0).contains(&o.dropout_p), "dropout_p", o.dropout_p, "a probability in [0, 1)");
         check_batch_invariant(o)?;
         Ok(RequestedFeatures {
             score_function: ScoreFunction::of(o)?,
@@ -56,13 +55,9 @@ fn check_batch_invariant(o: &Options) -> Result<()> {
     }
     let expected = "None with batch_invariant, which has no kernels for it";
     for (name, t) in [("block_lists", &o.block_lists), ("tree_mask", &o.tree_mask)] {
-        if t.is_some() {
-            return Err(Error::value(name, "a tensor", expected));
-        }
+        reject_if!(t.is_some(), name, "a tensor", expected);
     }
-    if o.dropout_p > 0.0 {
-        return Err(Error::value("dropout_p", o.dropout_p, "0 with batch_invariant: a row's random numbers depend on its batch entry"));
-    }
+    reject_if!(o.dropout_p > 0.0, "dropout_p", o.dropout_p, "0 with batch_invariant: a row's random numbers depend on its batch entry");
     Ok(())
 }
 

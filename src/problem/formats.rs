@@ -66,11 +66,6 @@ impl CacheFormat {
     pub fn has_scales(self) -> bool {
         self.info().scale == ScaleGranularity::Token
     }
-
-    /// Returns true if the caller gives a scale for each head.
-    fn has_descales(self) -> bool {
-        self.info().scale == ScaleGranularity::Head
-    }
 }
 
 /// Checks all scales and zero points of a cache. With `has_latents` (`fwd_mla`), latent_scale and latent_descale have the places of k_scale
@@ -103,9 +98,7 @@ fn check_token_scale(name: &str, given: Option<&TensorDesc>, format: CacheFormat
         let (sizes, caches) = (listed(&sizes), described(format));
         return Err(Error::value(name, "None", format!("a tensor of shape {sizes}, one for each token and head: the caches are {caches}")));
     };
-    if !is_wanted {
-        return Err(Error::value(name, "a tensor", format!("None: the caches are {}", described(format))));
-    }
+    reject_if!(!is_wanted, name, "a tensor", format!("None: the caches are {}", described(format)));
     check_dtype(name, d, DType::Float)?;
     check_device(name, d, q)?;
     if !same_sizes(&d.sizes, &sizes) {
@@ -116,9 +109,8 @@ fn check_token_scale(name: &str, given: Option<&TensorDesc>, format: CacheFormat
 
 /// Checks a scale per head, or one for all, of an fp8 cache.
 fn check_descale(name: &str, d: &TensorDesc, format: CacheFormat, [batch, nheads_k]: [i64; 2], q: &TensorDesc) -> Result<()> {
-    if !format.has_descales() {
-        return Err(Error::value(name, "a tensor", format!("None: the caches are {}", described(format))));
-    }
+    let has_descales = format.info().scale == ScaleGranularity::Head;
+    reject_if!(!has_descales, name, "a tensor", format!("None: the caches are {}", described(format)));
     check_dtype(name, d, DType::Float)?;
     check_device(name, d, q)?;
     let fits = match d.sizes[..] {

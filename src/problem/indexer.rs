@@ -22,7 +22,8 @@ pub struct IndexerArgs<T> {
     pub k: T,
     /// float32 (batch, seqlen_q, nheads)
     pub weights: T,
-    /// Number of the key after the last that a query sees: int32 (batch, seqlen_q), or (batch): of the last query, with a causal mask.
+    /// Number of the key after the last that a query sees: int32 (batch, seqlen_q). Or int32 (batch): that of the last query, and each
+    /// query before sees one key less.
     pub k_end: T,
     /// The first key that a query sees: int32 (batch, seqlen_q).
     pub k_start: Option<T>,
@@ -56,20 +57,16 @@ impl Indexer {
     }
 }
 
+/// Checks a call. Returns its problem.
 pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Result<Indexer> {
-    let IndexerArgs { q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k } = args;
-    let (k_scales, block_table) = (k_scales.as_ref(), block_table.as_ref());
+    let IndexerArgs { q, k, weights, k_end, k_start, .. } = args;
     check_query_dtype(q, backend)?;
     let &[batch, seqlen_q, nheads, headdim] = &q.sizes[..] else {
         return Err(Error::value("q", rank(q), "rank 4, (batch, seqlen_q, nheads, 128)"));
     };
     check_contiguous_last("q", q)?;
-    if !same_size(headdim, INDEXER_HEADDIM) {
-        return Err(Error::value("q", format!("headdim {headdim}"), INDEXER_HEADDIM));
-    }
-    if nheads == 0 || nheads > MAX_INDEXER_HEADS {
-        return Err(Error::value("q", format!("nheads {nheads}"), format!("1 to {MAX_INDEXER_HEADS}")));
-    }
+    reject_if!(!same_size(headdim, INDEXER_HEADDIM), "q", format!("headdim {headdim}"), INDEXER_HEADDIM);
+    reject_if!(nheads == 0 || nheads > MAX_INDEXER_HEADS, "q", format!("nheads {nheads}"), format!("1 to {MAX_INDEXER_HEADS}"));
     if batch != UNKNOWN && seqlen_q != UNKNOWN {
         check_at_most("q", "rows", batch.saturating_mul(seqlen_q), MAX_SEQLEN)?;
     }
@@ -83,11 +80,8 @@ pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Res
     check_contiguous_last("k", k)?;
     let found = Indexer { batch, seqlen_q, nheads, columns: 0, keys: 0, page_size: None, is_causal };
     match k.sizes.len() {
-        2 => check_rows(k, k_scales, block_table, *max_seqlen_k, q).map(|columns| Indexer { columns, keys: columns, ..found }),
-        4 => {
-            let (columns, keys, page_size) = check_pages(k, k_scales, block_table, *max_seqlen_k, q)?;
-            Ok(Indexer { columns, keys, page_size: Some(page_size), ..found })
-        }
+        2 => check_rows(args).map(|columns| Indexer { columns, keys: columns, ..found }),
+        4 => check_pages(args, found),
         _ => Err(Error::value("k", rank(k), "(total_k, 128), or pages (pages, page_size, 1, 132)")),
     }
 }
@@ -109,6 +103,7 @@ fn check_ends(d: &TensorDesc, q: &TensorDesc, sizes: [i64; 2]) -> Result<bool> {
     Ok(d.sizes.len() == 1)
 }
 
+/// Checks that k has one byte an element: fp8 codes, or the same as integers.
 fn check_bytes(name: &str, d: &TensorDesc) -> Result<()> {
     if !matches!(d.dtype, DType::Float8E4m3 | DType::Uint8 | DType::Int8) {
         return Err(Error::value(name, format!("dtype {}", d.dtype), "torch.float8_e4m3fn, or torch.uint8 for its bytes"));
@@ -117,26 +112,14 @@ fn check_bytes(name: &str, d: &TensorDesc) -> Result<()> {
 }
 
 /// Checks k as one tensor of all keys. Returns their number.
-fn check_rows(
-    k: &TensorDesc,
-    k_scales: Option<&TensorDesc>,
-    block_table: Option<&TensorDesc>,
-    max_seqlen_k: Option<i64>,
-    q: &TensorDesc,
-) -> Result<i64> {
+fn check_rows(IndexerArgs { q, k, k_scales, block_table, max_seqlen_k, .. }: &IndexerArgs<TensorDesc>) -> Result<i64> {
     check_bytes("k", k)?;
     let [total_k, columns] = [k.sizes[0], k.sizes[1]];
-    if !same_size(columns, INDEXER_HEADDIM) {
-        return Err(Error::value("k", shape(k), format!("shape (total_k, {INDEXER_HEADDIM})")));
-    }
+    reject_if!(!same_size(columns, INDEXER_HEADDIM), "k", shape(k), format!("shape (total_k, {INDEXER_HEADDIM})"));
     for (name, is_given) in [("block_table", block_table.is_some()), ("max_seqlen_k", max_seqlen_k.is_some())] {
-        if is_given {
-            return Err(Error::value(name, "a value", "None beside k of rank 2, which has all keys in order"));
-        }
+        reject_if!(is_given, name, "a value", "None beside k of rank 2, which has all keys in order");
     }
-    let Some(d) = k_scales else {
-        return Err(Error::value("k_scales", "None", "float32 (total_k,) beside k of rank 2"));
-    };
+    let d = k_scales.as_ref().ok_or_else(|| Error::value("k_scales", "None", "float32 (total_k,) beside k of rank 2"))?;
     check_dtype("k_scales", d, DType::Float)?;
     check_device("k_scales", d, q)?;
     check_length("k_scales", d, total_k, "total_k")?;
@@ -144,14 +127,9 @@ fn check_rows(
     Ok(total_k)
 }
 
-/// Checks k as pages. Returns the columns of the output, the keys that can exist, and the rows of a page.
-fn check_pages(
-    k: &TensorDesc,
-    k_scales: Option<&TensorDesc>,
-    block_table: Option<&TensorDesc>,
-    max_seqlen_k: Option<i64>,
-    q: &TensorDesc,
-) -> Result<(i64, i64, i64)> {
+/// Checks k as pages. Returns the problem with its columns, keys and page size; `found` has the rest.
+fn check_pages(args: &IndexerArgs<TensorDesc>, found: Indexer) -> Result<Indexer> {
+    let IndexerArgs { q, k, k_scales, block_table, max_seqlen_k, .. } = args;
     let [pages, page_size, heads, bytes] = [k.sizes[0], k.sizes[1], k.sizes[2], k.sizes[3]];
     check_bytes("k", k)?;
     if !same_size(heads, 1) || !same_size(bytes, TOKEN_BYTES) {
@@ -170,20 +148,12 @@ fn check_pages(
         return Err(Error::value("k", format!("stride {} between pages", k.strides[0]), "a multiple of 16 bytes"));
     }
     check_at_most("k", "pages", pages, i64::from(i32::MAX))?;
-    if k_scales.is_some() {
-        return Err(Error::value("k_scales", "a tensor", "None beside pages, which have their scales"));
-    }
-    let Some(table) = block_table else {
-        return Err(Error::value("block_table", "None", "int32 (batch, max_pages) beside pages"));
-    };
+    reject_if!(k_scales.is_some(), "k_scales", "a tensor", "None beside pages, which have their scales");
+    let table = block_table.as_ref().ok_or_else(|| Error::value("block_table", "None", "int32 (batch, max_pages) beside pages"))?;
     let max_pages = table.sizes.get(1).copied().unwrap_or(UNKNOWN);
     check_int32("block_table", table, q, &[q.sizes[0], max_pages], "(batch, max_pages)")?;
-    let Some(columns) = max_seqlen_k else {
-        return Err(Error::value("max_seqlen_k", "None", "the columns of the output, beside pages"));
-    };
-    if columns != UNKNOWN && !(0..=MAX_SEQLEN).contains(&columns) {
-        return Err(Error::value("max_seqlen_k", columns, format!("0 to {MAX_SEQLEN}")));
-    }
+    let columns = max_seqlen_k.ok_or_else(|| Error::value("max_seqlen_k", "None", "the columns of the output, beside pages"))?;
+    reject_if!(columns != UNKNOWN && !(0..=MAX_SEQLEN).contains(&columns), "max_seqlen_k", columns, format!("0 to {MAX_SEQLEN}"));
     let room = if max_pages == UNKNOWN || page_size == UNKNOWN { columns } else { max_pages.saturating_mul(page_size) };
-    Ok((columns, columns.min(room), page_size))
+    Ok(Indexer { columns, keys: columns.min(room), page_size: Some(page_size), ..found })
 }

@@ -26,18 +26,14 @@ pub fn check_cu_seqlens(name: &str, d: &TensorDesc, q: &TensorDesc, count: Optio
         let n = count.map_or(String::new(), |n| format!(", here ({},)", number(n)));
         return Err(Error::value(name, shape(d), format!("shape {what}{n}")));
     }
-    if d.sizes[0] > 1 && !same_size(d.strides[0], 1) {
-        return Err(Error::value(name, format!("stride {}", d.strides[0]), "a contiguous tensor"));
-    }
+    reject_if!(d.sizes[0] > 1 && !same_size(d.strides[0], 1), name, format!("stride {}", d.strides[0]), "a contiguous tensor");
     check_device(name, d, q)
 }
 
 /// Returns the number of sequences that a vector of cu_seqlens has.
 fn sequences(name: &str, cu: &TensorDesc) -> Result<i64> {
     let batch = if cu.sizes[0] == UNKNOWN { UNKNOWN } else { cu.sizes[0] - 1 };
-    if batch > MAX_SEQUENCES {
-        return Err(Error::value(name, shape(cu), format!("at most {MAX_SEQUENCES} sequences")));
-    }
+    reject_if!(batch > MAX_SEQUENCES, name, shape(cu), format!("at most {MAX_SEQUENCES} sequences"));
     Ok(batch)
 }
 
@@ -107,9 +103,7 @@ pub fn check_queries(q: &TensorDesc, o: &Options, qs: &Sizes, backend: Backend) 
 
 /// Checks the values of cu_seqlens for `total` rows in sequences of at most `longest`, the value of `longest_name`.
 pub fn check_cu_seqlens_values(name: &str, cu: &[i32], total: i64, longest_name: &str, longest: i64) -> Result<()> {
-    if cu[0] != 0 {
-        return Err(Error::value(name, format!("{} as its first value", cu[0]), "0"));
-    }
+    reject_if!(cu[0] != 0, name, format!("{} as its first value", cu[0]), "0");
     if let Some(i) = (1..cu.len()).find(|&i| cu[i] < cu[i - 1]) {
         return Err(Error::value(name, format!("{} after {} (entry {i})", cu[i], cu[i - 1]), "values that never descend"));
     }
@@ -137,9 +131,7 @@ pub fn validate_lengths(
     }
     for (b, &n) in seqused_k.unwrap_or_default().iter().enumerate() {
         let stored = cu_seqlens_k.map_or(a.seqlen_k, |cu| i64::from(cu[b + 1] - cu[b]));
-        if !(0..=stored).contains(&i64::from(n)) {
-            return Err(Error::value("seqused_k", format!("{n} (entry {b})"), format!("a length from 0 to {stored}")));
-        }
+        reject_if!(!(0..=stored).contains(&i64::from(n)), "seqused_k", format!("{n} (entry {b})"), format!("a length from 0 to {stored}"));
     }
     Ok(())
 }

@@ -34,9 +34,7 @@ pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], in_place: 
         check_same("out_b", "dtype", b.dtype, "out_a", a.dtype)?;
     }
     check_same("out_b", "device", b.device, "out_a", a.device)?;
-    if !same_sizes(&a.sizes, &b.sizes) {
-        return Err(Error::value("out_b", shape(b), format!("{}, that of out_a", shape(a))));
-    }
+    reject_if!(!same_sizes(&a.sizes, &b.sizes), "out_b", shape(b), format!("{}, that of out_a", shape(a)));
     check_layout("out_a", a, backend)?;
     check_layout("out_b", b, backend)?;
     let is_packed = packing.is_packed();
@@ -44,9 +42,7 @@ pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], in_place: 
     for (name, d) in ["softmax_lse_a", "softmax_lse_b"].into_iter().zip(lses) {
         check_dtype(name, d, DType::Float)?;
         check_same(name, "device", d.device, "out_a", a.device)?;
-        if !same_sizes(&d.sizes, &expected) {
-            return Err(Error::value(name, shape(d), format!("shape {}, that of out_a's softmax_lse", listed(&expected))));
-        }
+        reject_if!(!same_sizes(&d.sizes, &expected), name, shape(d), format!("shape {}, that of out_a's softmax_lse", listed(&expected)));
     }
     check_at_most("out_a", packing.rows(), sizes.rows, MAX_SEQLEN)?;
     check_at_most("out_a", "nheads", sizes.nheads, MAX_HEADS)?;

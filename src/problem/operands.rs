@@ -62,24 +62,6 @@ pub fn check_operand(name: &str, d: &TensorDesc, q: &TensorDesc, packing: Packin
     Ok(sizes)
 }
 
-/// Checks k and v beside q; `keys` are their names.
-pub fn check_keys(
-    keys: [(&str, &TensorDesc); 2],
-    q: &TensorDesc,
-    qs: &Sizes,
-    packing: Packing<'_>,
-    backend: Backend,
-) -> Result<[Sizes; 2]> {
-    let [(k_name, k), (v_name, v)] = keys;
-    let (ks, vs) = (check_operand(k_name, k, q, packing, backend)?, check_operand(v_name, v, q, packing, backend)?);
-    check_same_size(k_name, "batch", ks.batch, "q", qs.batch)?;
-    check_same_size(v_name, "batch", vs.batch, "q", qs.batch)?;
-    check_same_size(v_name, packing.rows(), vs.rows, k_name, ks.rows)?;
-    check_same_size(v_name, "nheads", vs.nheads, k_name, ks.nheads)?;
-    check_same_size(k_name, "headdim", ks.headdim, "q", qs.headdim)?;
-    Ok([ks, vs])
-}
-
 /// Rejects a headdim that kernels do not have.
 pub fn check_headdim(name: &str, headdim: i64) -> Result<()> {
     if headdim != UNKNOWN && !(1..=MAX_HEADDIM).contains(&headdim) {

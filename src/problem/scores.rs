@@ -10,16 +10,12 @@ use crate::options::UNKNOWN;
 /// Checks scale, window, splits and whether the backend can be batch-invariant (a row's bits do not depend on the rest of the batch).
 pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {
     if let Some(s) = o.softmax_scale {
-        if !s.is_finite() || (s as f32).is_infinite() {
-            return Err(Error::value("softmax_scale", s, "a finite float32 number"));
-        }
+        reject_if!(!s.is_finite() || (s as f32).is_infinite(), "softmax_scale", s, "a finite float32 number");
     }
     // a call on meta tensors may have symbolic numbers (torch.compile's dynamic shapes), whose values are unknown while it traces
     let is_known = |n: i64| !(n == UNKNOWN && backend == Backend::Meta);
     for (name, w) in [("window_left", o.window_left), ("window_right", o.window_right)] {
-        if w < -1 && is_known(w) {
-            return Err(Error::value(name, w, "-1 (no bound) or a number of keys >= 0"));
-        }
+        reject_if!(w < -1 && is_known(w), name, w, "-1 (no bound) or a number of keys >= 0");
     }
     if o.is_causal && o.window_right > 0 {
         let given = format!("{} together with is_causal=True", o.window_right);

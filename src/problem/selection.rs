@@ -38,19 +38,16 @@ pub fn check(o: &Options, q: &TensorDesc, [batch, seqlen_q, nheads_k]: [i64; 3],
     }
     check_device("kv_indices", d, q)?;
     for (name, t) in [("alibi_slopes", &o.alibi_slopes), ("tree_mask", &o.tree_mask), ("leftpad_k", &o.leftpad_k)] {
-        if t.is_some() {
-            return Err(Error::value(name, "a tensor", "None beside kv_indices"));
-        }
+        reject_if!(t.is_some(), name, "a tensor", "None beside kv_indices");
     }
     // a causal mask, a bound of 0 on the right, goes with a selection
     for (name, bound, most) in [("window_left", o.window_left, -1), ("window_right", o.window_right, 0)] {
-        if bound > most {
-            return Err(Error::value(name, bound, format!("at most {most} beside kv_indices: select the blocks of the window")));
-        }
+        reject_if!(bound > most, name, bound, format!("at most {most} beside kv_indices: select the blocks of the window"));
     }
     Ok(())
 }
 
+/// Checks the values of `kv_indices`: numbers of blocks, and -1 after the last of a list.
 pub fn validate_kv_indices(a: &Attention, blocks: &[i32], kv_block: i64) -> Result<()> {
     let count = (a.seqlen_k + kv_block - 1) / kv_block;
     match blocks.iter().find(|&&block| !(-1..count).contains(&i64::from(block))) {

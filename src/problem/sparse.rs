@@ -1,9 +1,8 @@
 //! Validation of `fwd_sparse_mla`: queries, caches of latents and the tokens that each query chose. A latent is one vector per token, which
 //! is key and value of all heads. src/ops/sparse.rs calls it.
 
-use super::attention::{Attention, Cache, CacheLayout, Keys, Queries, Window};
+use super::attention::{Attention, Cache, CacheLayout, Keys, Queries};
 use super::checks::*;
-use super::features::RequestedFeatures;
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN};
@@ -20,8 +19,9 @@ pub struct ChosenTokens<'a> {
     pub lengths: Option<&'a TensorDesc>,
 }
 
-/// (headdim, bytes of a row in fp8): one-byte codes, scales (four of fp32, or eight bytes of exponents), and 64 columns of 16 bits.
-const FP8_ROWS: [(i64, i64); 2] = [(576, 512 + 4 * 4 + 64 * 2), (512, 448 + 8 + 64 * 2)];
+/// Headdims, and the bytes of a row of an fp8 cache with each: one-byte codes, scales (four of fp32, or eight bytes of exponents), and 64
+/// columns of 16 bits.
+const FP8_ROW_BYTES: [(i64, i64); 2] = [(576, 512 + 4 * 4 + 64 * 2), (512, 448 + 8 + 64 * 2)];
 
 /// Checks a call. Returns its problem, in which each query is a batch entry, with as many keys as it has indices.
 pub fn validate_sparse(
@@ -39,7 +39,7 @@ pub fn validate_sparse(
     check_contiguous_last("q", q)?;
     check_at_most("q", "total_q", total_q, MAX_SEQLEN)?;
     check_at_most("q", "nheads", nheads, MAX_HEADS)?;
-    if headdim != UNKNOWN && FP8_ROWS.iter().all(|row| row.0 != headdim) {
+    if headdim != UNKNOWN && FP8_ROW_BYTES.iter().all(|(known, _)| *known != headdim) {
         return Err(Error::value("q", format!("headdim {headdim}"), "576 (DeepSeek V3.2) or 512 (V4)"));
     }
     if let (None, Some((name, _))) = (extra.cache, given(extra, "extra_indices", "extra_topk_length")) {
@@ -59,9 +59,7 @@ pub fn validate_sparse(
     }
     // a symbolic size (UNKNOWN) is negative
     let softmax_scale = softmax_scale.unwrap_or((headdim.max(1) as f64).powf(-0.5));
-    if !(softmax_scale as f32).is_finite() {
-        return Err(Error::value("softmax_scale", softmax_scale, "a number that is finite in float32"));
-    }
+    reject_if!(!(softmax_scale as f32).is_finite(), "softmax_scale", softmax_scale, "a number that is finite in float32");
     let cache = Cache { layout: CacheLayout::Entries, entries: total_q, rows: topk, format };
     Ok(Attention {
         batch: total_q,
@@ -75,10 +73,7 @@ pub fn validate_sparse(
         queries: Queries::Dense,
         keys: Keys::Latents(cache),
         softmax_scale,
-        window: Window::FULL,
-        features: RequestedFeatures::default(),
-        appended: Default::default(),
-        num_splits: 0,
+        ..Attention::default() // no window, no other options
     })
 }
 
@@ -100,9 +95,8 @@ fn check_tokens(
         let given = format!("{} elements", if format == CacheFormat::E4m3 { "fp8" } else { "16-bit" });
         return Err(Error::value(cache, given, "the format of cache"));
     }
-    let Some(d) = tokens.indices else {
-        return Err(Error::value(indices, "None", format!("int32 (total_q, topk), since {cache} is given")));
-    };
+    let none = || Error::value(indices, "None", format!("int32 (total_q, topk), since {cache} is given"));
+    let d = tokens.indices.ok_or_else(none)?;
     let topk = d.sizes.get(1).copied().unwrap_or(UNKNOWN);
     check_dtype(indices, d, DType::Int32)?;
     check_device(indices, d, q)?;
@@ -117,6 +111,7 @@ fn check_tokens(
     Ok((format, topk))
 }
 
+/// Checks a cache and returns the format of its elements.
 fn check_cache(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<CacheFormat> {
     let &[pages, page_size, heads, columns] = &d.sizes[..] else {
         return Err(Error::value(name, rank(d), "rank 4, (pages, page_size, 1, columns)"));
@@ -125,7 +120,7 @@ fn check_cache(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<CacheFormat
     check_contiguous_last(name, d)?;
     let headdim = q.sizes[2];
     let is_fp8 = matches!(d.dtype, DType::Float8E4m3 | DType::Uint8 | DType::Int8);
-    let row = if is_fp8 { FP8_ROWS.iter().find(|row| row.0 == headdim).map_or(UNKNOWN, |row| row.1) } else { headdim };
+    let row = if is_fp8 { FP8_ROW_BYTES.iter().find(|(known, _)| *known == headdim).map_or(UNKNOWN, |(_, bytes)| *bytes) } else { headdim };
     if !is_fp8 && d.dtype != q.dtype {
         let allowed = format!("{}, q's, or torch.float8_e4m3fn (torch.uint8, torch.int8) for rows of {} bytes", q.dtype, number(row));
         return Err(Error::value(name, format!("dtype {}", d.dtype), allowed));

@@ -4,8 +4,9 @@ use smallvec::SmallVec;
 use std::fmt;
 
 /// Element types that operators know, as PyTorch names them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DType {
+    #[default]
     Half,
     BFloat16,
     Float,

@@ -23,9 +23,7 @@ pub fn check(o: &Options, q: &TensorDesc, batch: i64, seqlen_q: i64, queries: Qu
     }
     let distances = "None beside tree_mask: draft tokens have depths instead of consecutive positions";
     for (name, t, remedy) in [("alibi_slopes", &o.alibi_slopes, ""), ("rotary_cos", &o.rotary_cos, ". Rotate q and k before the call")] {
-        if t.is_some() {
-            return Err(Error::value(name, "a tensor", format!("{distances}{remedy}")));
-        }
+        reject_if!(t.is_some(), name, "a tensor", format!("{distances}{remedy}"));
     }
     Ok(())
 }

@@ -1,15 +1,17 @@
 //! Tests of backward plans: which kernels, grids and scratch memory `plan::backward` chooses for a problem, mode and GPU.
 //!
-//! Usually three kernels run. Preprocess (`prepare`) computes row statistics and zeroes dq's accumulators. `main` computes dk and dv and
-//! adds to the accumulators by atomics. Postprocess (`finish`) rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own,
-//! without atomics; P and dS `stored` in memory between `main` and `finish`.
+//! Usually three kernels run. Preprocess computes row statistics and zeroes dq's accumulators. The main kernel computes dk and dv and adds
+//! to the accumulators by atomics. Postprocess rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own, without
+//! atomics; P and dS stored in memory between the main kernel and postprocess.
 //!
 //! Helpers are in main.rs. tuned(failed, choices) is a V100 with a tuning: kernels that failed, by name, and choices that come first.
-//! without_splits() is one without stream-K kernels: its grids have a block for each key block. parts() returns the three kernels.
+//! without_splits() is one without stream-K kernels: its grids have a block for each key block (the keys of one block: 128, or 64 of small
+//! ones). parts() returns the three kernels.
 
 use super::*;
 
-/// If one block has all keys of a head, and it pays, the plan launches one kernel.
+/// If one block has all keys of a head (64 or 128), and it pays, the plan launches one kernel. It pays for up to 512 query rows of a KV
+/// head, or for blocks enough for two waves (of 160 small blocks, or 80 of headdim 128).
 #[test]
 fn plans_fused_backward_for_few_keys() {
     let with = |nheads, (seqlen_q, seqlen_k), headdim| Attention {
@@ -28,48 +30,46 @@ fn plans_fused_backward_for_few_keys() {
         assert_eq!(plan, plan::backward(a, DETERMINISTIC, d).unwrap(), "one block adds in one order");
         plan.main.variant.name
     };
-    let v100 = &DeviceLimits::V100;
-    assert_eq!(name(&with(4, (64, 64), 64), v100), "volta_bwd_varlen_fused_64_small");
-    assert_eq!(name(&with(1, (512, 1), 40), v100), "volta_bwd_varlen_fused_64_small");
-    assert_eq!(name(&with(200, (128, 128), 128), v100), "volta_bwd_varlen_fused_128");
-    assert_eq!(name(&with(200, (100, 64), 128), v100), "volta_bwd_varlen_fused_128_small");
-    assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, v100), "volta_bwd_varlen_fused_64_small");
+    assert_eq!(name(&with(4, (64, 64), 64), &V100), "volta_bwd_varlen_fused_64_small");
+    assert_eq!(name(&with(1, (512, 1), 40), &V100), "volta_bwd_varlen_fused_64_small");
+    assert_eq!(name(&with(200, (128, 128), 128), &V100), "volta_bwd_varlen_fused_128");
+    assert_eq!(name(&with(200, (100, 64), 128), &V100), "volta_bwd_varlen_fused_128_small");
+    assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, &V100), "volta_bwd_varlen_fused_64_small");
     assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_varlen_fused_64");
     let packed = Some([100, 100]);
-    assert_eq!(name(&on_packed_tensors(packed, with(3, (60, 60), 64)), v100), "volta_bwd_varlen_fused_64_small");
-    // many rows need enough blocks to fill the GPU
-    assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_varlen_fused_64_small");
+    assert_eq!(name(&on_packed_tensors(packed, with(3, (60, 60), 64)), &V100), "volta_bwd_varlen_fused_64_small");
+    // 4096 rows: 400 blocks are two waves, 8 are not
+    assert_eq!(name(&with(400, (4096, 64), 64), &V100), "volta_bwd_varlen_fused_64_small");
     let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
-    assert!(in_parts(with(8, (4096, 64), 64), v100));
-    assert!(in_parts(Attention { nheads_k: 1, ..with(16, (64, 64), 64) }, v100));
-    // one key too many; smaller blocks that fill the GPU; half of the columns padding
-    assert!(in_parts(with(4, (64, 65), 64), v100) && in_parts(with(4, (64, 129), 64), &T4));
-    assert!(in_parts(with(4, (128, 128), 128), v100));
-    assert!(in_parts(with(4, (64, 64), 32), v100) && in_parts(with(4, (64, 64), 96), v100));
-    // scores with modifiers
+    assert!(in_parts(with(8, (4096, 64), 64), &V100));
+    assert!(in_parts(Attention { nheads_k: 1, ..with(16, (64, 64), 64) }, &V100));
+    // one key more than a block has; small blocks of 64 keys are faster for few heads; half of the columns would be padding
+    assert!(in_parts(with(4, (64, 65), 64), &V100) && in_parts(with(4, (64, 129), 64), &T4));
+    assert!(in_parts(with(4, (128, 128), 128), &V100));
+    assert!(in_parts(with(4, (64, 64), 32), &V100) && in_parts(with(4, (64, 64), 96), &V100));
+    // fused kernels have no feature of scores
     let features = RequestedFeatures { dropout_p: 0.1, ..RequestedFeatures::default() };
-    assert!(in_parts(Attention { features, ..with(4, (64, 64), 64) }, v100));
+    assert!(in_parts(Attention { features, ..with(4, (64, 64), 64) }, &V100));
     // a tuning decides first: by its choices (the usual main kernel; determinism) and its failed kernels
     let a = || with(4, (64, 64), 64);
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_64""#])));
     assert!(in_parts(a(), &tuned(&["volta_bwd_varlen_fused_64_small"], &[])));
-    let newer = DeviceLimits { capability: (9, 0), ..*v100 };
+    let newer = DeviceLimits { capability: (9, 0), ..V100 };
     assert_eq!(name(&a(), &newer), "turing_bwd_varlen_fused_64");
     assert!(in_parts(a(), &tuned_with(*COMPILED, &["turing_bwd_varlen_fused_64"], &[], newer)), "not Volta's");
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
-    assert_eq!(
-        name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#])),
-        "volta_bwd_varlen_fused_64_small"
-    );
-    assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#])));
+    let fused = tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#]);
+    assert_eq!(name(&with(8, (4096, 64), 64), &fused), "volta_bwd_varlen_fused_64_small");
+    assert!(in_parts(with(8, (64, 65), 64), &fused), "a block has 64 keys");
 }
 
 /// A deterministic pass launches the main kernel several times for some key blocks of each head. Each block of a head in a launch adds to
-/// an accumulator of dq of its own (`sums` of them), so the order of additions is fixed.
+/// an accumulator of dq of its own (`sums` of them), so the order of additions is fixed. Time is estimated in src/plan/backward/parts.rs.
 #[test]
 fn deterministic_backward_takes_several_main_launches() {
     let heads = |nheads, a| Attention { batch: 1, nheads, nheads_k: nheads, ..a };
     let planned = |a: &Attention, d: &DeviceLimits| plan::backward(a, DETERMINISTIC, d).unwrap();
+    // expected: launches of the main kernel, and accumulators of dq
     for (nheads, seqlen, headdim, launches, sums) in [
         // 160 resident blocks: heads times accumulators fill the GPU
         (40, 2048, 64, 4, 4),
@@ -84,7 +84,7 @@ fn deterministic_backward_takes_several_main_launches() {
         (2, 300, 64, 1, 5),
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
-        let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &without_splits()).unwrap());
+        let (p, default) = (planned(&a, &V100), plan::backward(&a, DEFAULT, &without_splits()).unwrap());
         assert_eq!((p.main_launches, p.dq_accum_splits, p.deterministic), (launches, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
         assert!(launches * sums >= default.main.blocks[0] && (launches - 1) * sums < default.main.blocks[0], "each key block once");
@@ -94,19 +94,18 @@ fn deterministic_backward_takes_several_main_launches() {
         let kernels = |p: &plan::BackwardPlan| parts(p).map(|k| k.variant.name);
         assert_eq!(kernels(&p), kernels(&default), "the same bits of dk and dv");
         assert_eq!((p.headdim_rounded, default.main_launches, default.dq_accum_splits), (default.headdim_rounded, 1, 1));
-        let causal = planned(&Attention { window: Window { left: None, right: Some(0) }, ..a }, &DeviceLimits::V100);
+        let causal = planned(&Attention { window: Window::CAUSAL, ..a }, &V100);
         assert!(causal.main.blocks == [nheads as u32, causal.dq_accum_splits] || causal.dq_accum_splits == 0);
     }
     // few heads with many blocks would need more memory, or leave most of the GPU idle
     for a in [heads(1, attention(65536, 65536, 64, 64)), heads(4, attention(8192, 8192, 128, 128))] {
-        assert_eq!(planned(&a, &DeviceLimits::V100).main.variant.pass, Pass::BackwardDkDv);
+        assert_eq!(planned(&a, &V100).main.variant.pass, Pass::BackwardDkDv);
     }
     // under a narrow window each block meets few rows, so zeroing and adding accumulators of all rows would take most of the time
     let narrow = Attention { window: Window { left: Some(64), right: Some(0) }, ..heads(40, attention(8192, 8192, 64, 64)) };
-    assert_eq!(planned(&narrow, &DeviceLimits::V100).dq_accum_splits, 0);
+    assert_eq!(planned(&narrow, &V100).dq_accum_splits, 0);
     // T4: Turing's kernels have no key block offset
-    let t4 = DeviceLimits { capability: (7, 5), shared_bytes_per_block: 64 * 1024, ..DeviceLimits::V100 };
-    assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &t4).main.variant.pass, Pass::BackwardDkDv);
+    assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &T4).main.variant.pass, Pass::BackwardDkDv);
     // after a failed dq kernel, several launches at any cost
     let names = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     assert!(planned(&narrow, &tuned(&names(Pass::BackwardDq), &[])).dq_accum_splits > 0);
@@ -139,7 +138,7 @@ fn plans_small_blocks_for_last_keys() {
         with(40, 2048, 64),  // 4 waves
         with(8, 1024, 64),   // one
         with(32, 2048, 256), // has no smaller blocks
-        Attention { window: Window { left: None, right: Some(0) }, ..with(32, 2048, 64) },
+        Attention { window: Window::CAUSAL, ..with(32, 2048, 64) },
     ] {
         assert_eq!(planned(&whole).tail, None);
     }
@@ -157,11 +156,11 @@ fn fp32_gradients_get_kernels_that_write_fp32() {
         for headdim in (8..=256).step_by(8) {
             for (features, packed, asked) in feature_requests() {
                 let a = on_packed_tensors(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
-                let plan = plan::backward(&a, BackwardMode { fp32_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
+                let plan = plan::backward(&a, BackwardMode { fp32_gradients: true, ..mode }, &V100).unwrap();
                 for v in [plan.main.variant, plan.postprocess.unwrap().variant] {
                     assert!(v.features.contains(FeatureSet::of(&[Feature::Fp32Gradients])), "{} for {features:?}", v.name);
                 }
-                let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
+                let fp16 = plan::backward(&a, mode, &V100).unwrap();
                 assert_eq!(plan.preprocess, fp16.preprocess, "writes no gradient");
                 let prepared = asked.intersection(plan.main.variant.pass.info().features) != FeatureSet::NONE;
                 assert!(!prepared || plan.main == fp16.main, "nothing else changes");
@@ -200,27 +199,27 @@ fn scratch_layouts_are_consistent() {
     }
 }
 
-/// Above headdim 256, plans store P and dS in memory (`stored`), in tiles of 128 x 128: `main` computes some heads and key tiles, `finish`
-/// adds them to the gradients, and so on. Tiles take at most 128 MiB, or one key tile of one KV head.
+/// Above headdim 256, plans store P and dS in memory, in tiles of 128 x 128. A launch of `main` computes those of some heads and key tiles,
+/// then one of `postprocess` adds them to the gradients, and so on. Tiles take at most 128 MiB, or one key tile of one KV head.
 #[test]
 fn stores_scores_for_large_headdims() {
     const TILE: i64 = 128;
     let tiles = |rows: i64| (rows + TILE - 1) / TILE;
-    let packed = |rows: i64| Some([rows, 3 * rows]);
-    for (batch, nheads, nheads_k, seqlen_q, seqlen_k, total) in [
+    for (batch, nheads, nheads_k, seqlen_q, seqlen_k, packed) in [
         (1, 32, 8, 2048, 2048, None),
         (3, 32, 8, 4096, 4096, None),
         (1, 1, 1, 16384, 16384, None),
         (2, 1, 1, 1, 1, None),
         (5000, 4, 4, 100, 129, None),
         (1, 16, 1, 131072, 1000, None),
-        (70, 4, 2, 300, 900, packed(5000)),
-        (1500, 4, 2, 300, 900, packed(5000)),
+        // 5000 rows of queries and 15,000 of keys in all sequences
+        (70, 4, 2, 300, 900, Some([5000, 15_000])),
+        (1500, 4, 2, 300, 900, Some([5000, 15_000])),
     ] {
         for (headdim, headdim_v) in [(512, 512), (264, 8), (64, 320)] {
-            let a = on_packed_tensors(total, Attention { batch, nheads, nheads_k, ..attention(seqlen_q, seqlen_k, headdim, headdim_v) });
-            let p = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
-            assert_eq!(p, plan::backward(&a, DETERMINISTIC, &DeviceLimits::V100).unwrap(), "no atomics");
+            let a = on_packed_tensors(packed, Attention { batch, nheads, nheads_k, ..attention(seqlen_q, seqlen_k, headdim, headdim_v) });
+            let p = plan::backward(&a, DEFAULT, &V100).unwrap();
+            assert_eq!(p, plan::backward(&a, DETERMINISTIC, &V100).unwrap(), "no atomics");
             let passes = [Pass::BackwardPreprocess, Pass::BackwardScores, Pass::BackwardGradients];
             assert_eq!(parts(&p).map(|k| k.variant.pass), passes);
             assert!(p.deterministic && p.dq_accum_splits == 0);
@@ -241,12 +240,12 @@ fn stores_scores_for_large_headdims() {
             let all: Vec<_> = (0..nheads_k).flat_map(|head| (0..tiles(seqlen_k)).map(move |key| (head, key))).collect();
             assert_eq!(covered, all, "{a:?}");
             // memory
-            let entries = if total.is_some() { 1 } else { entries.iter().map(|e| e.1).max().unwrap() };
+            let entries = if packed.is_some() { 1 } else { entries.iter().map(|e| e.1).max().unwrap() };
             // 2048 pairs of tiles of 128 by 128 fp16: P and dS have 32 KiB each
             let of_key_tile = entries * nheads / nheads_k * s.query_tiles;
             assert!(s.heads * s.key_tiles * of_key_tile <= 2048 || (s.heads, s.key_tiles) == (1, 1), "{a:?}: {s:?}");
             // a sequence has its tiles after those of the sequences before it
-            assert!(s.query_tiles >= if total.is_some() { seqlen_q / TILE + batch } else { tiles(seqlen_q) });
+            assert!(s.query_tiles >= if packed.is_some() { seqlen_q / TILE + batch } else { tiles(seqlen_q) });
             let group = nheads / nheads_k;
             assert!(i64::from(p.main.blocks[0]) >= tiles(seqlen_q) * s.key_tiles);
             assert_eq!(i64::from(p.main.blocks[1]), s.heads * group);
@@ -262,26 +261,26 @@ fn stores_scores_for_large_headdims() {
 fn stores_scores_where_that_is_faster() {
     let is_stored =
         |a: &Attention, d: &DeviceLimits| [DEFAULT, DETERMINISTIC].map(|mode| plan::backward(a, mode, d).unwrap().stored.is_some());
-    let v100 = |a: Attention| is_stored(&a, &DeviceLimits::V100);
+    let on_v100 = |a: Attention| is_stored(&a, &V100);
     for (headdim, headdim_v) in [(256, 256), (200, 200), (64, 256), (200, 8)] {
         for (seqlen_q, seqlen_k) in [(1, 1), (2048, 2048), (4096, 4096), (30_000, 129)] {
             let a = attention(seqlen_q, seqlen_k, headdim, headdim_v);
             assert_eq!(is_stored(&a, &T4), [false; 2]);
-            assert_eq!(v100(a), [true; 2], "{headdim}/{headdim_v}, {seqlen_q}, {seqlen_k}");
+            assert_eq!(on_v100(a), [true; 2], "{headdim}/{headdim_v}, {seqlen_q}, {seqlen_k}");
         }
     }
-    assert_eq!(v100(attention(2048, 2048, 192, 192)), [false; 2]);
-    assert_eq!(v100(attention(32768, 32768, 256, 256)), [false; 2], "few key tiles");
-    assert_eq!(v100(on_packed_tensors(Some([40_000, 40_000]), attention(4096, 4096, 256, 256))), [false; 2], "few key tiles");
+    assert_eq!(on_v100(attention(2048, 2048, 192, 192)), [false; 2]);
+    assert_eq!(on_v100(attention(32768, 32768, 256, 256)), [false; 2], "few key tiles");
+    assert_eq!(on_v100(on_packed_tensors(Some([40_000, 40_000]), attention(4096, 4096, 256, 256))), [false; 2], "few key tiles");
     let features = RequestedFeatures { block_mask: true, ..Default::default() };
-    assert_eq!(v100(Attention { features, ..attention(2048, 2048, 256, 256) }), [false; 2]);
+    assert_eq!(on_v100(Attention { features, ..attention(2048, 2048, 256, 256) }), [false; 2]);
 }
 
 /// The host adds a gradient of softmax_lse to the preprocess kernel's statistics. A fused pass has no such kernel, so it is not chosen.
 #[test]
 fn gradient_of_lse_takes_separate_kernels() {
     let a = attention(64, 40, 64, 64);
-    for device in [DeviceLimits::V100, T4] {
+    for device in [V100, T4] {
         assert!(plan::backward(&a, DEFAULT, &device).unwrap().preprocess.is_none());
         assert!(plan::backward(&a, BackwardMode { has_dlse: true, ..DEFAULT }, &device).unwrap().preprocess.is_some());
     }
@@ -293,7 +292,7 @@ fn block_masks_have_atomics_without_other_features() {
     let blocks = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
     let generic = RequestedFeatures { alibi: true, ..blocks };
     for (features, mode, atomics) in [(blocks, DEFAULT, true), (blocks, DETERMINISTIC, false), (generic, DEFAULT, false)] {
-        for (headdim, device) in [64, 128, 256].into_iter().flat_map(|d| [DeviceLimits::V100, T4].map(|device| (d, device))) {
+        for (headdim, device) in [64, 128, 256].into_iter().flat_map(|d| [V100, T4].map(|device| (d, device))) {
             let a = Attention { features, ..attention(1000, 1000, headdim, headdim) };
             let plan = plan::backward(&a, mode, &device).unwrap();
             let (main, other) = if atomics { (Pass::Backward, Pass::BackwardPostprocess) } else { (Pass::BackwardDkDv, Pass::BackwardDq) };
@@ -306,21 +305,21 @@ fn block_masks_have_atomics_without_other_features() {
 /// Kernels without block masks never run a problem with one, on no grid.
 #[test]
 fn block_masks_need_kernels_of_their_own() {
-    let blocks = FeatureSet::of(&[Feature::Blocks]);
     let features = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
     for (seqlen_q, seqlen_k) in [(2000, 2000), (64, 40), (4000, 9000)] {
         let a = Attention { features, ..attention(seqlen_q, seqlen_k, 128, 128) };
-        for device in [DeviceLimits::V100, T4] {
+        for device in [V100, T4] {
             match plan::forward(&a, &device) {
-                Ok(planned) => assert!(planned.variant.features.contains(blocks), "{}", planned.variant.name),
+                Ok(planned) => assert!(planned.variant.features.has(Feature::Blocks), "{}", planned.variant.name),
                 Err(e) => assert!(e.message.contains("with block_mask"), "{e}"),
             }
             for mode in [DEFAULT, DETERMINISTIC] {
                 match plan::backward(&a, mode, &device) {
                     // preprocess and postprocess kernels see no scores
                     Ok(plan) => {
-                        let of_scores = plan.kernels().filter(|k| k.variant.pass.info().features.contains(blocks));
-                        let names: Vec<_> = of_scores.filter(|k| !k.variant.features.contains(blocks)).map(|k| k.variant.name).collect();
+                        let of_scores = plan.kernels().filter(|k| k.variant.pass.info().features.has(Feature::Blocks));
+                        let names: Vec<_> =
+                            of_scores.filter(|k| !k.variant.features.has(Feature::Blocks)).map(|k| k.variant.name).collect();
                         assert!(names.is_empty(), "{names:?}");
                     }
                     Err(e) => assert!(e.message.contains("with block_mask"), "{e}"),
@@ -338,7 +337,7 @@ fn packed_sequences_do_not_overlap_in_scratch() {
         let longest = *lengths.iter().max().unwrap();
         let packed = Some([total_q, 10]); // of any number of keys
         let a = on_packed_tensors(packed, Attention { batch: lengths.len() as i64, ..attention(longest, 10, 64, 64) });
-        let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let plan = plan::backward(&a, DEFAULT, &V100).unwrap();
         let rounding = i64::from(plan.scratch.row_rounding);
         let (mut first_row, mut free) = (0, 0);
         for (i, length) in lengths.iter().enumerate() {

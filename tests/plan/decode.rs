@@ -10,6 +10,7 @@ use volta_fa::limits::MAX_DECODE_ROWS;
 use volta_fa::plan::DecodePlan;
 use volta_fa::problem::{Cache, CacheLayout, Indexer};
 
+/// Three entries of 800 tokens.
 const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
 /// Returns a problem of three sequences with up to 800 tokens.
@@ -18,7 +19,7 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
         batch: 3,
         nheads: 2 * group,
         softmax_scale: 1.0,
-        window: Window { left: None, right: Some(0) },
+        window: Window::CAUSAL,
         keys: Keys::Cache(CACHE),
         ..attention(seqlen_q, 800, headdim, headdim)
     }
@@ -35,7 +36,12 @@ fn with_format(a: Attention, format: CacheFormat) -> Attention {
     Attention { keys: if a.has_latents() { Keys::Latents(cache) } else { Keys::Cache(cache) }, ..a }
 }
 
-/// `has_long`: some sequences have too many rows for decode, and prefill computes them.
+/// Returns the problem with fp16 and with bf16 queries over an unquantized cache, and over a cache of each quantized format.
+fn in_all_types(a: Attention) -> impl Iterator<Item = Attention> {
+    CacheFormat::quantized().map(move |format| with_format(a, format)).chain([a, Attention { dtype: DType::BFloat16, ..a }])
+}
+
+/// Plans decoding. `has_long`: some sequences have too many rows for decode, and prefill computes them.
 fn plan(a: &Attention, has_long: bool, d: &DeviceLimits) -> DecodePlan {
     plan::decode(a, has_long, d).unwrap()
 }
@@ -49,11 +55,11 @@ fn every_variant_of_sparse_latents_is_chosen() {
             for dtype in [DType::Half, DType::BFloat16] {
                 let cache = Cache { layout: CacheLayout::Entries, entries: 70, rows: 2048, format };
                 let a = Attention { batch: 70, headdim, dtype, keys: Keys::Latents(cache), ..latents(heads, 1) };
-                let p = plan::sparse_mla(&a, &DeviceLimits::V100).unwrap();
+                let p = plan::sparse_mla(&a, &V100).unwrap();
                 let v = p.kernel.variant;
                 assert_eq!((i64::from(v.headdim), v.headdim_v, v.cache, v.is_bf16), (headdim, 512, format, dtype == DType::BFloat16));
                 assert_eq!(i64::from(v.block_rows), [16, 32, 64].into_iter().find(|&rows| rows >= heads).unwrap_or(64));
-                let select = plan::sparse_select(&a, 70, &DeviceLimits::V100).unwrap();
+                let select = plan::sparse_select(&a, 70, &V100).unwrap();
                 // a block selects a query's tokens; others cast bf16 queries to fp16, with a warp for each head and eight warps a block
                 let of_heads = if dtype == DType::BFloat16 { (heads as u32).div_ceil(8) } else { 0 };
                 assert_eq!(select.blocks, [70, 1 + of_heads]);
@@ -67,7 +73,8 @@ fn every_variant_of_sparse_latents_is_chosen() {
 #[test]
 fn every_variant_of_the_indexer_is_chosen() {
     let mut unused: Vec<_> = kernels::variants().filter(|v| v.pass == Pass::Indexer).map(|v| v.name).collect();
-    for d in [DeviceLimits::V100, T4] {
+    for d in [V100, T4] {
+        // a query has 32 rows up to 32 heads, else 64; from 192 rows of a sequence on, the tile of 256 rows is faster
         for (seqlen_q, nheads, rows) in
             [(1, 64, 64), (2, 64, 64), (3, 64, 256), (4096, 64, 256), (5, 32, 64), (6, 32, 256), (6, 1, 256), (6, 33, 256)]
         {
@@ -83,19 +90,16 @@ fn every_variant_of_the_indexer_is_chosen() {
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
-    let mut unused: Vec<_> = kernels::variants()
-        .filter(|v| {
-            matches!(v.pass, Pass::Append | Pass::Dequantize | Pass::Decode | Pass::DecodeMla | Pass::Prefill | Pass::PrefillStreamK)
-        })
-        .map(|v| v.name)
-        .collect();
-    for d in [DeviceLimits::V100, T4] {
+    let others = [Pass::SparseSelect, Pass::SparseMla, Pass::Indexer];
+    let is_tested = |v: &&Variant| CACHED.contains(&v.pass) && !others.contains(&v.pass);
+    let mut unused: Vec<_> = kernels::variants().filter(is_tested).map(|v| v.name).collect();
+    for d in [V100, T4] {
         unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
         for format in FORMATS.map(|row| row.format) {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
             for (heads, batch_invariant) in [1, 16, 32, 64, 128].into_iter().flat_map(|heads| [(heads, false), (heads, true)]) {
-                let a = with_format(latents(heads, 1), format);
-                let a = Attention { features: RequestedFeatures { batch_invariant, ..a.features }, ..a };
+                let features = RequestedFeatures { batch_invariant, ..Default::default() };
+                let a = Attention { features, ..with_format(latents(heads, 1), format) };
                 let planned = plan::decode(&a, false, &d);
                 assert_eq!(planned.is_ok(), format.info().of_latents, "{}", format.name());
                 if let Ok(p) = planned {
@@ -105,30 +109,23 @@ fn every_variant_is_chosen_for_some_problem() {
         }
         for headdim in (8..=512).step_by(8) {
             for (group, batch_invariant) in [1, 8, 9, 16, 32, 64].into_iter().flat_map(|group| [(group, false), (group, true)]) {
-                let a = cached(headdim, group, 1);
-                let a = Attention { features: RequestedFeatures { batch_invariant, ..a.features }, ..a };
-                unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
-                for a in CacheFormat::quantized().map(|format| with_format(a, format)).chain([Attention { dtype: DType::BFloat16, ..a }]) {
+                let with = |features| in_all_types(Attention { features, ..cached(headdim, group, 1) });
+                for a in with(RequestedFeatures { batch_invariant, ..Default::default() }) {
                     if batch_invariant && headdim > 256 && d.capability == T4.capability && a.cache_format() != CacheFormat::Unquantized {
                         assert!(plan::decode(&a, false, &d).is_err(), "the tile of 32 rows takes more than 64 KB");
                         continue;
                     }
                     unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
-                let features = RequestedFeatures { tree: true, batch_invariant: false, ..a.features };
-                let a = Attention { features, ..a };
-                let quantized = CacheFormat::quantized().map(|format| with_format(a, format));
-                for a in quantized.chain([a, Attention { dtype: DType::BFloat16, ..a }]) {
+                for a in with(RequestedFeatures { tree: true, ..Default::default() }) {
                     unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
             }
             for score_function in [None, Some(ScoreFunction::Softcap(30.0))] {
-                // more heads of a group and longer prompts get larger blocks
+                // more heads of a group and longer prompts make larger grids, which get larger blocks
                 for (group, seqlen_q) in [1, 2, 3, 32].map(|group| (group, 300)).into_iter().chain([(1, 100), (32, 384)]) {
-                    let a = Attention {
-                        features: RequestedFeatures { score_function, ..RequestedFeatures::default() },
-                        ..cached(headdim, group, seqlen_q)
-                    };
+                    let features = RequestedFeatures { score_function, ..Default::default() };
+                    let a = Attention { features, ..cached(headdim, group, seqlen_q) };
                     unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
                     // of one sequence with many tokens before the chunk
                     let one = Attention { batch: 1, nheads: 32, seqlen_q: 512, seqlen_k: 16384, ..a };
@@ -147,7 +144,7 @@ fn dequantize_grid_covers_padding_of_key_steps() {
     for v in kernels::variants().filter(|v| v.pass == Pass::Dequantize) {
         assert_eq!(Some(v.step), longest, "{}", v.name);
     }
-    let planned = plan::dequantize(801, 2, &DeviceLimits::V100).unwrap();
+    let planned = plan::dequantize(801, 2, &V100).unwrap();
     assert_eq!(planned.blocks, [801_u32.div_ceil(planned.variant.block_rows), 2]);
 }
 
@@ -155,7 +152,8 @@ fn dequantize_grid_covers_padding_of_key_steps() {
 #[test]
 fn plans_kernels_for_each_quantized_format() {
     for format in CacheFormat::quantized() {
-        for d in [DeviceLimits::V100, T4] {
+        for d in [V100, T4] {
+            // a tile of 32 rows is the largest, which 40 rows take twice
             for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
                 let v = plan::decode(&with_format(cached(128, group, 1), format), false, &d).unwrap().kernel.variant;
                 assert_eq!((v.cache, v.block_rows, v.headdim), (format, rows, 128), "{}", v.name);
@@ -185,10 +183,11 @@ fn plans_smaller_blocks_for_prefill_chunks() {
 
 #[test]
 fn plans_smallest_row_tile_that_fits() {
+    // expected: rows of a tile, which fits group * seqlen_q
     for (headdim, group, seqlen_q, rows) in
         [(64, 1, 1, 8), (64, 8, 1, 8), (64, 9, 1, 32), (128, 6, 3, 32), (128, 8, 8, 64), (128, 40, 8, 64), (256, 8, 8, 64), (8, 1, 1, 8)]
     {
-        let v = plan(&cached(headdim, group, seqlen_q), false, &DeviceLimits::V100).kernel.variant;
+        let v = plan(&cached(headdim, group, seqlen_q), false, &V100).kernel.variant;
         assert_eq!((v.block_rows, v.family.name), (rows, "volta"), "{headdim} {group} {seqlen_q}: {}", v.name);
         assert!(i64::from(v.headdim) >= headdim);
     }
@@ -198,14 +197,14 @@ fn plans_smallest_row_tile_that_fits() {
 #[test]
 fn leaves_sequences_of_many_rows_to_prefill() {
     let a = cached(128, 8, 100);
-    let mixed = plan(&a, true, &DeviceLimits::V100);
+    let mixed = plan(&a, true, &V100);
     assert_eq!((mixed.kernel.variant.block_rows, mixed.max_rows), (32, MAX_DECODE_ROWS));
-    assert_eq!(plan(&a, false, &DeviceLimits::V100).max_rows, i64::MAX);
+    assert_eq!(plan(&a, false, &V100).max_rows, i64::MAX);
 }
 
 #[test]
 fn decode_grid_fills_the_gpu() {
-    for d in [DeviceLimits::V100, T4] {
+    for d in [V100, T4] {
         let mut long = cached(64, 4, 1);
         let of_short = plan(&long, false, &d);
         long.seqlen_k = 1 << 20;
@@ -222,7 +221,7 @@ fn decode_grid_fills_the_gpu() {
 
 #[test]
 fn plans_mla_kernels_only_for_latents() {
-    for d in [DeviceLimits::V100, T4] {
+    for d in [V100, T4] {
         for (heads, seqlen_q) in [(1, 1), (16, 1), (128, 8)] {
             let p = plan(&latents(heads, seqlen_q), false, &d);
             let v = p.kernel.variant;

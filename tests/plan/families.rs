@@ -1,18 +1,19 @@
 //! Tests how the planner chooses among families (the kernels of one architecture) and among kernels with different features.
 //!
 //! A GPU prefers the newest family that it runs: natively as machine code (Cubin), else as PTX that the driver compiles. The tests use
-//! made-up families (TURING in main.rs): `volta_and` puts their tables before Volta's, `like` copies a kernel into another family. The
-//! real Turing family takes part only where a test uses `plan::forward` or `kernels::variants`.
+//! made-up families (MADE_UP in main.rs is one of sm_75): `volta_and` puts their tables before Volta's, `like` copies a kernel into another
+//! family. The real Turing family takes part only where a test uses `plan::forward` or `kernels::variants`.
 
 use super::*;
 
 #[test]
 fn prefers_families_in_order() {
-    let next = Family { name: "made-up ampere", sm: 80, native: &[80, 86], ..TURING };
-    let named = |family| like("volta_fwd_64x64", family);
+    let ampere = Family { name: "made-up ampere", sm: 80, native: &[80, 86], ..MADE_UP };
+    let [of_75, of_80] = [MADE_UP, ampere].map(|family| [like("volta_fwd_64x64", family)]);
+    // kernels of Volta alone, of two families and of three
+    let [one, two, three] = [volta_and(&[]), volta_and(&[&of_75]), volta_and(&[&of_75, &of_80])];
     let found = |kernels: Kernels, sm| kernels.families_for(sm).into_iter().map(|(f, code)| (f.name, code)).collect::<Vec<_>>();
-    let [one, two, three] = [volta_and(&[]), volta_and(&[&[named(TURING)]]), volta_and(&[&[named(TURING)], &[named(next)]])];
-    let (volta, turing, next) = (VOLTA.name, TURING.name, next.name);
+    let (volta, turing, ampere) = (VOLTA.name, MADE_UP.name, ampere.name);
     for sm in [60, 61, 69] {
         assert_eq!(found(three, sm), []);
     }
@@ -25,17 +26,17 @@ fn prefers_families_in_order() {
         assert_eq!(found(two, sm), [(turing, Code::Ptx), (volta, Code::Ptx)]);
     }
     for (sm, code) in [(80, Code::Cubin), (86, Code::Cubin), (89, Code::Ptx), (120, Code::Ptx)] {
-        assert_eq!(found(three, sm), [(next, code), (turing, Code::Ptx), (volta, Code::Ptx)]);
+        assert_eq!(found(three, sm), [(ampere, code), (turing, Code::Ptx), (volta, Code::Ptx)]);
     }
 }
 
 /// A family with only a forward pass computes that, if its kernel is applicable.
 #[test]
 fn chooses_forward_family_alone() {
-    let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
+    let kernels = volta_and(&[&[like("volta_fwd_64x64", MADE_UP)]]);
     let family = |a: &Attention, d: &DeviceLimits| plan::forward_among(kernels, a, d).unwrap().variant.family.name;
     let a = attention(2000, 2000, 64, 64);
-    for (device, expected) in [(T4, TURING.name), (H200, TURING.name), (DeviceLimits::V100, VOLTA.name)] {
+    for (device, expected) in [(T4, MADE_UP.name), (H200, MADE_UP.name), (V100, VOLTA.name)] {
         assert_eq!(family(&a, &device), expected);
         let backward = plan::backward_among(kernels, &a, DEFAULT, &device).unwrap();
         for kernel in parts(&backward) {
@@ -43,10 +44,10 @@ fn chooses_forward_family_alone() {
         }
         assert_eq!(backward.scratch, VOLTA.scratch.unwrap());
     }
-    assert_eq!(family(&attention(2000, 2000, 40, 24), &T4), TURING.name, "padded");
+    assert_eq!(family(&attention(2000, 2000, 40, 24), &T4), MADE_UP.name, "padded");
     assert_eq!(family(&attention(2000, 2000, 72, 64), &T4), "volta");
     assert_eq!(family(&Attention { features: RequestedFeatures { sinks: true, ..a.features }, ..a }, &T4), "volta");
-    assert_eq!(family(&a, &DeviceLimits { shared_bytes_per_block: 20 * 1024, ..T4 }), TURING.name, "18 KB");
+    assert_eq!(family(&a, &DeviceLimits { shared_bytes_per_block: 20 * 1024, ..T4 }), MADE_UP.name, "18 KB");
 }
 
 /// The kernels of a backward pass share scratch memory, so a family that lacks one of them computes none.
@@ -60,7 +61,7 @@ fn chooses_backward_kernels_from_one_family() {
         neg_delta_offsets: &[2, 3],
         copy_distances: &[0],
     };
-    let turing = Family { scratch: Some(scratch), ..TURING };
+    let turing = Family { scratch: Some(scratch), ..MADE_UP };
     let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_varlen_postprocess"].map(|name| like(name, turing)).to_vec();
     let a = attention(1000, 1000, 64, 64);
     let of = |rows: &[Variant], a: &Attention, mode| {
@@ -73,7 +74,7 @@ fn chooses_backward_kernels_from_one_family() {
     // scratch rows: 1000 rounded up to Volta's 32, or to the made-up family's 16
     assert_eq!(of(&rows, &a, DEFAULT), ("volta", 1024, 16), "the made-up family lacks a kernel, preprocess");
     rows.push(like("volta_bwd_varlen_preprocess", turing));
-    assert_eq!(of(&rows, &a, DEFAULT), (TURING.name, 1008, 16));
+    assert_eq!(of(&rows, &a, DEFAULT), (MADE_UP.name, 1008, 16));
     assert_eq!(of(&rows, &a, DETERMINISTIC).0, "volta", "the made-up family has no such kernels");
     let bf16 = BackwardMode { fp32_gradients: true, ..DEFAULT };
     assert_eq!(of(&rows, &a, bf16).0, "volta", "nor bf16");
@@ -82,18 +83,18 @@ fn chooses_backward_kernels_from_one_family() {
 /// VOLTA_FA_FAMILY (`DeviceLimits::only`) excludes all other families.
 #[test]
 fn environment_restricts_families() {
-    let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
+    let kernels = volta_and(&[&[like("volta_fwd_64x64", MADE_UP)]]);
     let only = |name: &str, device: DeviceLimits| DeviceLimits { only: kernels.families().find(|f| f.name == name), ..device };
     let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) }; // full waves
     let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
     assert_eq!((volta.variant.family.name, volta.variant.name), ("volta", "volta_fwd_64x64"));
-    assert_eq!(plan::forward_among(kernels, &a, &only(TURING.name, T4)).unwrap().variant.family.name, TURING.name);
-    let e = plan::forward_among(kernels, &a, &only(TURING.name, DeviceLimits::V100)).unwrap_err();
+    assert_eq!(plan::forward_among(kernels, &a, &only(MADE_UP.name, T4)).unwrap().variant.family.name, MADE_UP.name);
+    let e = plan::forward_among(kernels, &a, &only(MADE_UP.name, V100)).unwrap_err();
     assert_eq!(
         e.message,
         "VOLTA_FA_FAMILY: got `made-up turing`, expected a kernel family that a GPU of compute capability 7.0 runs: volta"
     );
-    let e = plan::backward_among(kernels, &a, DEFAULT, &only(TURING.name, T4)).unwrap_err();
+    let e = plan::backward_among(kernels, &a, DEFAULT, &only(MADE_UP.name, T4)).unwrap_err();
     for part in ["turing", "headdim 64", "65536 bytes", "VOLTA_FA_FAMILY"] {
         assert!(e.message.contains(part) && !e.message.contains("volta kernels"), "{e}");
     }
@@ -108,7 +109,7 @@ fn chooses_kernel_with_fewest_features() {
     let name = |features| {
         // full waves
         let a = Attention { nheads: 10, nheads_k: 10, features, ..attention(2000, 2000, 64, 64) };
-        plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
+        plan::forward_among(kernels, &a, &V100).unwrap().variant.name
     };
     let alibi = RequestedFeatures { alibi: true, ..RequestedFeatures::default() };
     assert_eq!(name(RequestedFeatures { sinks: true, ..alibi }), "two");
@@ -147,7 +148,7 @@ fn fp32_bias_gets_kernels_that_read_it() {
             let a = Attention { features, ..attention(2000, 2000, headdim, headdim) };
             assert_eq!(plan::features(&a, DEFAULT).contains(bias.union(fp32)), fp32_bias);
             let name = |d| plan::forward(&a, d).unwrap().variant.name;
-            (name(&DeviceLimits::V100), name(&T4))
+            (name(&V100), name(&T4))
         });
         let has_fp32 = |name| kernels::variants().any(|v| v.name == name && v.features.contains(fp32));
         assert!(!has_fp32(half) && has_fp32(float), "{half}, {float}");
@@ -177,7 +178,7 @@ fn plans_kernels_only_with_required_features() {
     let alibi = Variant { name: "alibi", features: of_kernel, required_features: of_kernel, ..like("volta_fwd_64x64", VOLTA) };
     let name = |kernels, features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
-        plan::forward_among(kernels, &a, &DeviceLimits::V100).map(|planned| planned.variant.name)
+        plan::forward_among(kernels, &a, &V100).map(|planned| planned.variant.name)
     };
     let alone: &'static [&'static [Variant]] = Vec::leak(vec![&*Vec::leak(vec![alibi])]);
     assert_eq!(name(Kernels(alone), RequestedFeatures { alibi: true, ..RequestedFeatures::default() }).unwrap(), "alibi");
@@ -191,17 +192,17 @@ fn serves_devices_with_complete_native_families() {
     let volta = [false, true, true, false, false, false];
     assert_eq!(served(volta_and(&[]), false), volta);
     assert_eq!(served(volta_and(&[]), true), [false, true, true, true, true, true]);
-    assert_eq!(served(volta_and(&[&[like("volta_fwd_64x64", TURING)]]), false), volta, "one kernel is no family");
+    assert_eq!(served(volta_and(&[&[like("volta_fwd_64x64", MADE_UP)]]), false), volta, "one kernel is no family");
     let whole = |family: Family, without: &str| {
         // without it, its small variant, and the variant of headdim 512, which would replace it
         let is_there = |v: &&Variant| v.name.replace("_small", "").replace("512x512", "256x256") != without;
         let rows = volta_and(&[]).variants().filter(is_there).map(|v| Variant { family, ..*v });
         served(volta_and(&[&rows.collect::<Vec<_>>()]), false)
     };
-    let turing = Family { shared_bytes: 96 * 1024, ..TURING };
+    let turing = Family { shared_bytes: 96 * 1024, ..MADE_UP };
     assert_eq!(whole(turing, ""), [false, true, true, true, false, false]);
     for missing in ["volta_fwd_generic_256x256", "volta_bwd_generic_256", "volta_bwd_varlen_postprocess", "volta_bwd_generic_dq_256"] {
         assert_eq!(whole(turing, missing), volta, "without {missing}");
     }
-    assert_eq!(whole(TURING, ""), volta, "in 64 KB it would not fit");
+    assert_eq!(whole(MADE_UP, ""), volta, "in 64 KB it would not fit");
 }

@@ -16,29 +16,13 @@ use volta_fa::kernels::{self, Code, Family, Feature, FeatureSet, Kernels, ParamB
 use volta_fa::params::StreamKSplit;
 use volta_fa::plan::{self, BackwardMode, DeviceLimits, PlannedKernel, Reason};
 use volta_fa::problem::{
-    self, Appended, Attention, Backend, DType, Device, Keys, MergedStates, Options, Queries, RequestedFeatures, ScoreFunction, TensorDesc,
-    Window,
+    self, Attention, Backend, DType, Device, Keys, MergedStates, Options, Queries, RequestedFeatures, ScoreFunction, TensorDesc, Window,
 };
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
+/// Returns a problem of two batch entries, with eight query heads on two KV heads.
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
-    Attention {
-        batch: 2,
-        seqlen_q,
-        seqlen_k,
-        nheads: 8,
-        nheads_k: 2,
-        headdim,
-        headdim_v,
-        softmax_scale: 0.125,
-        window: Window { left: None, right: None },
-        dtype: DType::Half,
-        queries: Queries::Dense,
-        keys: Keys::Dense,
-        features: RequestedFeatures::default(),
-        appended: Appended::default(),
-        num_splits: 0,
-    }
+    Attention { batch: 2, seqlen_q, seqlen_k, nheads: 8, nheads_k: 2, headdim, headdim_v, softmax_scale: 0.125, ..Attention::default() }
 }
 
 const DEFAULT: BackwardMode = BackwardMode { deterministic: false, fp32_gradients: false, has_dlse: false, split: false };
@@ -46,6 +30,7 @@ const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAUL
 /// fp32 tensors in full precision: each number is split into two fp16 parts.
 const SPLIT: BackwardMode = BackwardMode { fp32_gradients: true, split: true, ..DEFAULT };
 
+const V100: DeviceLimits = DeviceLimits::V100;
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 
@@ -57,8 +42,9 @@ fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimi
     DeviceLimits { tuning: Some(Box::leak(Box::new(Tuning::parse(&text, kernels).unwrap()))), ..d }
 }
 
+/// Returns a V100 with a tuning, as tuned_with().
 fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
-    tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
+    tuned_with(*COMPILED, failed, choices, V100)
 }
 
 /// Returns a V100 without stream-K kernels of the backward pass, whose grids have a block for each key block.
@@ -74,7 +60,7 @@ fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
 
 /// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family. Its kernels lack what only some families have
 /// (volta_fa::kernels::Family explains the fields).
-const TURING: Family = Family {
+const MADE_UP: Family = Family {
     name: "made-up turing",
     sm: 75,
     native: &[75],
@@ -105,39 +91,39 @@ fn on_packed_tensors(packed: Option<[i64; 2]>, a: Attention) -> Attention {
     Attention { queries: Queries::Packed { total: total_q }, keys: Keys::Packed { total: total_k }, ..a }
 }
 
-/// Returns requests: features, total rows of packed tensors, and the features that a kernel needs for them.
-fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
+/// A request: features, total rows of packed tensors (queries and keys), and the features that a kernel needs for them.
+type Request = (RequestedFeatures, Option<[i64; 2]>, FeatureSet);
+
+/// Returns requests of each feature, and of combinations with kernels of their own or generic ones.
+fn feature_requests() -> [Request; 14] {
+    use Feature::*;
     let packed = Some([150, 170]);
-    let features = RequestedFeatures::default();
+    let none = RequestedFeatures::default();
+    let softcap = Some(ScoreFunction::Softcap(3.0));
+    let dense = |features, needed: &[Feature]| (features, None, FeatureSet::of(needed));
     [
-        (features, None, FeatureSet::NONE),
-        (features, packed, FeatureSet::of(&[Feature::Lengths])),
-        (RequestedFeatures { seqused_k: true, ..features }, None, FeatureSet::of(&[Feature::Lengths])),
-        (RequestedFeatures { sinks: true, ..features }, None, FeatureSet::of(&[Feature::Sinks])),
-        (RequestedFeatures { alibi: true, ..features }, None, FeatureSet::of(&[Feature::Alibi])),
-        (RequestedFeatures { score_function: Some(ScoreFunction::Softcap(3.0)), ..features }, None, FeatureSet::of(&[Feature::Softcap])),
-        (RequestedFeatures { attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias])),
-        (RequestedFeatures { attn_bias: true, fp32_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias])),
-        (RequestedFeatures { dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Dropout])),
-        (RequestedFeatures { attn_bias: true, dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Dropout])),
-        (
-            RequestedFeatures { alibi: true, score_function: Some(ScoreFunction::Softcap(3.0)), ..features },
-            None,
-            FeatureSet::of(&[Feature::Alibi, Feature::Softcap]),
-        ),
-        (RequestedFeatures { attn_bias: true, sinks: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Sinks])),
-        (RequestedFeatures { dropout_p: 0.1, ..features }, packed, FeatureSet::of(&[Feature::Dropout, Feature::Lengths])),
-        (RequestedFeatures { alibi: true, attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Bias])),
+        dense(none, &[]),
+        (none, packed, FeatureSet::of(&[Lengths])),
+        dense(RequestedFeatures { seqused_k: true, ..none }, &[Lengths]),
+        dense(RequestedFeatures { sinks: true, ..none }, &[Sinks]),
+        dense(RequestedFeatures { alibi: true, ..none }, &[Alibi]),
+        dense(RequestedFeatures { score_function: softcap, ..none }, &[Softcap]),
+        dense(RequestedFeatures { attn_bias: true, ..none }, &[Bias]),
+        dense(RequestedFeatures { attn_bias: true, fp32_bias: true, ..none }, &[Bias, Fp32Bias]),
+        dense(RequestedFeatures { dropout_p: 0.1, ..none }, &[Dropout]),
+        dense(RequestedFeatures { attn_bias: true, dropout_p: 0.1, ..none }, &[Bias, Dropout]),
+        dense(RequestedFeatures { alibi: true, score_function: softcap, ..none }, &[Alibi, Softcap]),
+        dense(RequestedFeatures { attn_bias: true, sinks: true, ..none }, &[Bias, Sinks]),
+        (RequestedFeatures { dropout_p: 0.1, ..none }, packed, FeatureSet::of(&[Dropout, Lengths])),
+        dense(RequestedFeatures { alibi: true, attn_bias: true, ..none }, &[Alibi, Bias]),
     ]
 }
 
-/// Returns requests with block masks, as feature_requests(): a mask alone, and with ALiBi, which only generic kernels compute.
-fn block_mask_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 2] {
+/// Returns requests with block masks: a mask alone, and with ALiBi, which only generic kernels compute.
+fn block_mask_requests() -> [Request; 2] {
     let blocks = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
-    [
-        (blocks, None, FeatureSet::of(&[Feature::Blocks])),
-        (RequestedFeatures { alibi: true, ..blocks }, None, FeatureSet::of(&[Feature::Blocks, Feature::Alibi])),
-    ]
+    let with_alibi = RequestedFeatures { alibi: true, ..blocks };
+    [(blocks, None, FeatureSet::of(&[Feature::Blocks])), (with_alibi, None, FeatureSet::of(&[Feature::Blocks, Feature::Alibi]))]
 }
 
 /// Returns the kernels of a backward pass that is not fused into one: preprocess, main, postprocess.
@@ -148,7 +134,7 @@ fn parts(plan: &plan::BackwardPlan) -> [PlannedKernel; 3] {
 /// Returns a GPU of a family's own architecture.
 fn own_device(family: &Family) -> DeviceLimits {
     let capability = (family.sm as i32 / 10, family.sm as i32 % 10);
-    DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..DeviceLimits::V100 }
+    DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..V100 }
 }
 
 /// Kernels pad headdims to their own. Of the applicable ones, none has fewer features of scores, or as many and less padding.
@@ -157,8 +143,8 @@ fn plans_least_padding_for_every_headdim() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
         for (features, packed, asked) in feature_requests() {
             let a = on_packed_tensors(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
-            let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
-            let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
+            let forward = plan::forward(&a, &V100).unwrap().variant;
+            let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
                 let asked = asked.intersection(v.pass.info().features);
                 let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
@@ -180,23 +166,17 @@ fn plans_least_padding_for_every_headdim() {
 }
 
 /// Passes over KV caches, whose variants decode.rs tests.
-const CACHED: [Pass; 9] = [
-    Pass::Append,
-    Pass::Dequantize,
-    Pass::Decode,
-    Pass::DecodeMla,
-    Pass::Prefill,
-    Pass::PrefillStreamK,
-    Pass::SparseSelect,
-    Pass::SparseMla,
-    Pass::Indexer,
-];
+const CACHED: [Pass; 9] = {
+    use Pass::*;
+    [Append, Dequantize, Decode, DecodeMla, Prefill, PrefillStreamK, SparseSelect, SparseMla, Indexer]
+};
 
+/// A kernel that no plan takes only makes the library larger.
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
     let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
     let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
-    let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
+    let merge = plan::merge(&states, &V100).unwrap();
     assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
     unused.retain(|name| *name != merge.variant.name);
     for family in COMPILED.families() {
@@ -207,14 +187,14 @@ fn every_variant_is_chosen_for_some_problem() {
     // few key blocks of many steps get the backward pass's stream-K kernels
     for headdim in [64, 128] {
         let a = Attention { batch: 1, nheads: 32, nheads_k: 8, ..attention(2048, 2048, headdim, headdim) };
-        let main = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
+        let main = plan::backward(&a, DEFAULT, &V100).unwrap().main;
         unused.retain(|name| *name != main.variant.name);
     }
     // many rows past the last query get Volta's medium blocks
     for sinks in [false, true] {
         let a = attention(257, 257, 64, 64);
         let a = Attention { nheads: 256, features: RequestedFeatures { sinks, ..a.features }, ..a };
-        let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        let forward = plan::forward(&a, &V100).unwrap();
         unused.retain(|name| *name != forward.variant.name);
     }
     let headdims = || (8..=256).step_by(8).chain([512]);
@@ -223,10 +203,8 @@ fn every_variant_is_chosen_for_some_problem() {
             for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32), (20_000, 1)] {
                 let requests = feature_requests().into_iter().chain(block_mask_requests());
                 for ((features, packed, _), family) in requests.flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
-                    let a = on_packed_tensors(
-                        packed,
-                        Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
-                    );
+                    let a = Attention { nheads, nheads_k: nheads, batch: 1, ..attention(seqlen, seqlen, headdim, headdim_v) };
+                    let a = on_packed_tensors(packed, Attention { features, ..a });
                     let device = DeviceLimits { only: Some(family), ..own_device(family) };
                     // fp16 tensors; then fp32 tensors, cast to fp16 (fp32_output) or in full precision (SPLIT)
                     let invariant = Attention { features: RequestedFeatures { batch_invariant: true, ..features }, ..a };
@@ -255,7 +233,7 @@ fn orders_long_blocks_first_under_causal_masks() {
         let plan = plan::forward_among(turing, &Attention { batch: 64, nheads_k: a.nheads, ..a }, &T4).unwrap();
         assert_eq!((plan.variant.block_rows, plan.blocks), (256, expected));
     }
-    let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
+    let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &V100).unwrap();
     assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
     let a = Attention { nheads: 6, nheads_k: 3, ..a };
     // without a causal mask, a second launch of smaller blocks (a tail) computes the last keys: 13 blocks instead of 16
@@ -277,8 +255,8 @@ fn plans_generic_kernels_for_far_rows_with_alibi() {
     let requires = |seqlen_q, seqlen_k, right, seqused_k| {
         let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
         let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
-        let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
-        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|feature| feature == Feature::Alibi));
+        let kernels = [plan::forward(&a, &V100).unwrap(), plan::backward(&a, DEFAULT, &V100).unwrap().main];
+        let [forward, backward] = kernels.map(|k| k.variant.required_features.has(Feature::Alibi));
         assert_eq!(forward, backward);
         forward
     };
@@ -295,7 +273,7 @@ fn plans_generic_kernels_for_far_rows_with_alibi() {
 fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);
-        let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        let f = plan::forward(&a, &V100).unwrap();
         // one tile per block; a stream-K grid has the tiles of all heads and entries, here 8 * 2, on one axis
         let [of_head, heads] = f.stream_k.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
         assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
@@ -323,7 +301,7 @@ fn separate_dq_kernel_has_no_accumulator() {
         assert_eq!((p.main.blocks[1], p.postprocess.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.postprocess.unwrap().blocks[0] * p.postprocess.unwrap().variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv, unless P and dS are stored
-        let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let default = plan::backward(&a, DEFAULT, &V100).unwrap();
         if default.stored.is_none() {
             assert_eq!(p.main.blocks, default.main.blocks);
             assert_eq!(p.main.variant.shared_bytes, default.main.variant.shared_bytes);
@@ -334,7 +312,7 @@ fn separate_dq_kernel_has_no_accumulator() {
 #[test]
 fn rejects_devices_without_kernels() {
     let a = attention(10, 10, 64, 64);
-    let pascal = DeviceLimits { capability: (6, 1), ..DeviceLimits::V100 };
+    let pascal = DeviceLimits { capability: (6, 1), ..V100 };
     let e = plan::forward(&a, &pascal).unwrap_err();
     assert!(e.message.contains("6.1") && e.message.contains("7.0"), "{e}");
 }
@@ -360,6 +338,7 @@ fn fills_problem_parameters() {
     assert!(plan::problem_block(&a, 2).scale > 0.0);
 }
 
+/// Describes a contiguous tensor of a GPU.
 fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
     let strides = (1..=sizes.len()).map(|i| sizes[i..].iter().product()).collect::<Vec<i64>>().into();
     TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides }
@@ -375,9 +354,9 @@ fn max_seqlen_does_not_enlarge_grids() {
     let a = problem::validate(&q, &k, &k, &Options { window_left: -1, window_right: -1, ..o }, Backend::Kernels).unwrap();
     let block = plan::problem_block(&a, 3);
     assert_eq!((block.seqlen_q, block.seqlen_k, block.window_left, block.window_right), (300, 500, 800, 800));
-    let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+    let forward = plan::forward(&a, &V100).unwrap();
     assert_eq!(forward.blocks[0], 300_u32.div_ceil(forward.variant.block_rows));
-    let backward = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+    let backward = plan::backward(&a, DEFAULT, &V100).unwrap();
     // preprocess has the rows in scratch memory, 300 rounded to 32; main has keys, postprocess queries
     for (step, rows) in parts(&backward).into_iter().zip([320, 500, 300_u32]) {
         assert_eq!(step.blocks[0], rows.div_ceil(step.variant.block_rows), "{}", step.variant.name);

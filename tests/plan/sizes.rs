@@ -1,4 +1,14 @@
-//! Sizes of blocks: where the planner takes smaller ones than the cheapest kernel's.
+//! Tests of the sizes of blocks (`sized` in src/plan/choose.rs): where the planner takes smaller ones than the cheapest kernel's.
+//!
+//! A V100 has 80 SMs. Numbers below are blocks that it holds at once (resident blocks), of kernels with rows of a block:
+//!
+//! | | headdim 64 | headdim 128 |
+//! |---|---|---|
+//! | forward: large, 128 queries | 160 | 160 |
+//! | forward: medium, 64 queries | 320 | none |
+//! | forward: small, 64 queries by twice as many warps as medium | 160 | 80 |
+//! | backward: large, 128 keys | 160 | 80 |
+//! | backward: small, 64 keys | 160 | 80 |
 
 use super::*;
 
@@ -7,11 +17,11 @@ use super::*;
 fn plans_small_blocks_for_resident_causal_grids() {
     let of = |nheads, seqlen_k, headdim, window| {
         let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
-        let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        let plan = plan::forward(&a, &V100).unwrap();
         (plan.variant.block_rows, plan.reason)
     };
     let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
-    // four blocks of 128 rows per head, 160 resident blocks; one head more exceeds them, and medium blocks skip keys
+    // 40 heads of four large blocks are resident; one head more exceeds them, and medium blocks skip keys
     for headdim in [64, 128] {
         assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
         assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
@@ -27,23 +37,25 @@ fn plans_small_blocks_for_resident_causal_grids() {
 /// Under a short window small blocks skip many of the keys that a large block's rows see together. They pay where as many are resident.
 #[test]
 fn plans_small_blocks_for_short_windows() {
+    // of the forward and the main backward kernel: rows of a block, and whether the window is the reason
     let of = |d: DeviceLimits, headdim, left, right, sinks| {
         let window = Window { left: Some(left), right };
-        let a = attention(4096, 4096, headdim, headdim);
-        let a = Attention { batch: 1, nheads: 64, nheads_k: 8, window, features: RequestedFeatures { sinks, ..a.features }, ..a };
-        let backward = plan::backward(&Attention { features: attention(1, 1, 8, 8).features, ..a }, DEFAULT, &d).unwrap().main;
-        [plan::forward(&a, &d).unwrap(), backward].map(|kernel| (kernel.variant.block_rows, kernel.reason == Reason::ShortWindow))
+        let a = Attention { batch: 1, nheads: 64, nheads_k: 8, window, ..attention(4096, 4096, headdim, headdim) };
+        let with_sinks = Attention { features: RequestedFeatures { sinks, ..a.features }, ..a };
+        let kernels = [plan::forward(&with_sinks, &d).unwrap(), plan::backward(&a, DEFAULT, &d).unwrap().main];
+        kernels.map(|kernel| (kernel.variant.block_rows, kernel.reason == Reason::ShortWindow))
     };
     let (small, large) = ((64, true), (128, false));
     for sinks in [false, true] {
-        assert_eq!(of(DeviceLimits::V100, 64, 128, Some(0), sinks), [small, small], "gpt-oss");
-        assert_eq!(of(DeviceLimits::V100, 64, 64, Some(64), sinks), [small, small], "ModernBERT");
-        assert_eq!(of(DeviceLimits::V100, 64, 256, Some(0), sinks), [small, large], "four medium blocks an SM");
-        assert_eq!(of(DeviceLimits::V100, 64, 512, Some(0), sinks), [large, large]);
-        assert_eq!(of(DeviceLimits::V100, 64, 128, None, sinks), [large, large], "keys after a query are not hidden");
-        assert_eq!(of(DeviceLimits::V100, 128, 128, Some(0), sinks), [large, small], "one small block an SM, two large ones");
+        let on_v100 = |headdim, left, right| of(V100, headdim, left, right, sinks);
+        assert_eq!(on_v100(64, 128, Some(0)), [small, small], "the rows of a small block see 193 keys, those of a large one 257");
+        assert_eq!(on_v100(64, 64, Some(64)), [small, small], "as many");
+        assert_eq!(on_v100(64, 256, Some(0)), [small, large], "321 of 385 keys: pays with the four medium blocks an SM of the forward");
+        assert_eq!(on_v100(64, 512, Some(0)), [large, large], "577 of 641 keys");
+        assert_eq!(on_v100(64, 128, None), [large, large], "keys after a query are not hidden");
+        assert_eq!(on_v100(128, 128, Some(0)), [large, small], "forward: one small block an SM, in place of two large ones");
     }
-    assert_eq!(of(T4, 128, 128, Some(0), false)[0], small, "256 rows without a window");
+    assert_eq!(of(T4, 128, 128, Some(0), false)[0], small, "Turing's large blocks of headdim 128 have 256 rows");
 }
 
 /// Medium blocks (V100, headdim 64) pay where they compute fewer rows, or fewer keys of a window or up to the diagonal. Small ones of as
@@ -53,11 +65,11 @@ fn plans_medium_blocks_that_skip_rows_or_keys() {
     let of = |nheads, seqlen, headdim, left, right| {
         let window = Window { left, right };
         let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(seqlen, seqlen, headdim, headdim) };
-        let kernel = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        let kernel = plan::forward(&a, &V100).unwrap();
         (kernel.variant.name, kernel.reason)
     };
     let (large, medium, small) = ("volta_fwd_64x64", "volta_fwd_64x64_medium", "volta_fwd_64x64_small");
-    assert_eq!(of(512, 257, 64, None, None), (medium, Reason::FewerRows), "ViT-L: 320 rows in place of 384");
+    assert_eq!(of(512, 257, 64, None, None), (medium, Reason::FewerRows), "257 queries (ViT-L): 320 rows in place of 384");
     assert_eq!(of(8, 257, 64, None, None), (small, Reason::Resident));
     assert_eq!(of(512, 64, 64, None, None), (medium, Reason::NoMoreBlocks));
     assert_eq!(of(512, 256, 64, None, None), (large, Reason::Cheapest));
@@ -90,14 +102,15 @@ fn plans_small_blocks_for_small_backward_grids() {
         assert_eq!(keys(8, 8, 512, headdim, None), (64, Reason::Resident));
         assert_eq!(keys(40, 40, 512, headdim, None), (128, Reason::Cheapest));
     }
-    assert_eq!(keys(40, 10, 512, 128, None), (64, Reason::Resident), "80 blocks, 80 resident blocks");
-    assert_eq!(keys(40, 11, 512, 128, None), (128, Reason::Cheapest));
-    assert_eq!(keys(40, 40, 512, 64, Some(0)), (64, Reason::ShorterLongest), "160 resident blocks of 128 keys");
-    assert_eq!(keys(41, 41, 512, 64, Some(0)), (128, Reason::Cheapest));
+    assert_eq!(keys(40, 10, 512, 128, None), (64, Reason::Resident), "10 KV heads of 8 small blocks are resident");
+    assert_eq!(keys(40, 11, 512, 128, None), (128, Reason::Cheapest), "11 are not");
+    assert_eq!(keys(40, 40, 512, 64, Some(0)), (64, Reason::ShorterLongest), "40 KV heads of 4 large blocks are resident");
+    assert_eq!(keys(41, 41, 512, 64, Some(0)), (128, Reason::Cheapest), "41 are not");
     assert_eq!(keys(40, 40, 512, 96, Some(0)), (128, Reason::Cheapest), "there are no smaller ones");
 }
 
-/// Turing's blocks at headdim 64 have 192, 128 or 64 rows. The number of resident blocks decides.
+/// Turing's blocks have 192, 128 or 64 rows at headdim 64, two an SM, and 256, 128 or 64 at headdim 128, one an SM. An H200, which runs
+/// them as PTX, has 132 SMs. The number of resident blocks decides.
 #[test]
 fn chooses_among_three_block_sizes_of_turing() {
     let rows = |batch, nheads, seqlen, headdim| {
@@ -115,15 +128,16 @@ fn chooses_among_three_block_sizes_of_turing() {
 
 #[test]
 fn plans_small_blocks_for_small_grids() {
+    // rows of a block, and blocks of a head
     let blocks = |batch, nheads, seqlen, headdim, sms| {
         let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
-        let s = plan::forward(&a, &DeviceLimits { sms, ..DeviceLimits::V100 }).unwrap();
+        let s = plan::forward(&a, &DeviceLimits { sms, ..V100 }).unwrap();
         (s.variant.block_rows, s.blocks[0])
     };
-    // 64 blocks of 64 rows fit 80 SMs, instead of 32 blocks of 128
+    // 64 blocks of 64 rows are resident, instead of 32 blocks of 128
     assert_eq!(blocks(1, 8, 512, 128, 80), (64, 8));
     assert_eq!(blocks(1, 8, 512, 64, 80), (64, 8));
-    // exactly all resident, and one more: two blocks per SM at headdim 64, one at 128
+    // all 160 (headdim 64) or 80 (128) resident blocks, and one head more
     assert_eq!(blocks(1, 20, 512, 64, 80), (64, 8));
     assert_eq!(blocks(1, 21, 512, 64, 80), (128, 4));
     assert_eq!(blocks(1, 10, 512, 128, 80), (64, 8));

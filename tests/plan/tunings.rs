@@ -29,9 +29,9 @@ fn problems() -> impl Iterator<Item = Attention> {
 fn empty_tuning_changes_no_plan() {
     let empty = tuned(&[], &[]);
     for a in problems() {
-        assert_eq!(plan::forward(&a, &empty).unwrap(), plan::forward(&a, &DeviceLimits::V100).unwrap());
+        assert_eq!(plan::forward(&a, &empty).unwrap(), plan::forward(&a, &V100).unwrap());
         for mode in [DEFAULT, DETERMINISTIC] {
-            assert_eq!(plan::backward(&a, mode, &empty).unwrap(), plan::backward(&a, mode, &DeviceLimits::V100).unwrap());
+            assert_eq!(plan::backward(&a, mode, &empty).unwrap(), plan::backward(&a, mode, &V100).unwrap());
         }
     }
 }
@@ -42,7 +42,7 @@ fn takes_tuning_choices_for_their_class() {
         &[],
         &[r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000], "variant": "volta_fwd_128x128""#],
     );
-    let own = |a: &Attention| assert_eq!(plan::forward(a, &d).unwrap(), plan::forward(a, &DeviceLimits::V100).unwrap());
+    let own = |a: &Attention| assert_eq!(plan::forward(a, &d).unwrap(), plan::forward(a, &V100).unwrap());
     let forced = |a: &Attention| assert_eq!(forward_of(a, &d), ("volta_fwd_128x128", Reason::Tuned));
     // rows = 16 * seqlen: batch 2, 8 heads
     for seqlen in [125, 999, 1000] {
@@ -97,7 +97,7 @@ fn skips_inapplicable_tuning_choices() {
     assert_eq!(name(32, plain), "volta_fwd_32x32");
     assert_eq!(name(64, plain), "volta_fwd_96x96", "volta_fwd_64x64 failed");
     assert_eq!(name(64, alibi), "volta_fwd_generic_64x64");
-    assert_eq!(name(104, plain), plan::forward(&attention(900, 900, 104, 104), &DeviceLimits::V100).unwrap().variant.name);
+    assert_eq!(name(104, plain), plan::forward(&attention(900, 900, 104, 104), &V100).unwrap().variant.name);
     let bytes = kernels::variants().find(|v| v.name == "volta_fwd_96x96").unwrap().shared_bytes;
     let little = DeviceLimits { shared_bytes_per_block: bytes - 1, ..d };
     assert_ne!(forward_of(&attention(900, 900, 64, 64), &little).0, "volta_fwd_96x96", "does not fit");
@@ -107,7 +107,7 @@ fn skips_inapplicable_tuning_choices() {
 fn tuned_kernel_selects_its_family() {
     let named = |name, like: Variant| Variant { name, ..like };
     // rows of Volta under Turing's name, which need the scratch memory of their own family
-    let turing = Family { scratch: VOLTA.scratch, ..TURING };
+    let turing = Family { scratch: VOLTA.scratch, ..MADE_UP };
     let rows = [
         named("forward", like("volta_fwd_64x64", turing)),
         named("prepare", like("volta_bwd_varlen_preprocess", turing)),
@@ -131,9 +131,9 @@ fn tuned_kernel_selects_its_family() {
     assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_96", "volta_bwd_varlen_postprocess"]);
     assert_eq!(plan::forward_among(kernels, &a, &d).unwrap().variant.name, "volta_fwd_128x128");
     // not if the family is excluded or does not run on the device
-    let only = DeviceLimits { only: kernels.families().find(|f| f.name == TURING.name), ..d };
+    let only = DeviceLimits { only: kernels.families().find(|f| f.name == MADE_UP.name), ..d };
     assert_eq!(backward(&only), ["prepare", "main", "finish"]);
-    let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], DeviceLimits::V100);
+    let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], V100);
     assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
     // a stream-K kernel takes the others with it, unless the tuning chooses a main kernel too
     let stream_k = r#""pass": "BackwardStreamK", "variant": "volta_bwd_streamk_64""#;
@@ -198,7 +198,7 @@ fn replaces_failed_kernels() {
     let a = attention(900, 900, 64, 64);
     assert_eq!(forward_of(&a, &tuned(&["volta_fwd_64x64"], &[])), ("volta_fwd_64x64_medium", Reason::FailedAvoided));
     let small = attention(64, 64, 64, 64);
-    assert_eq!(forward_of(&small, &DeviceLimits::V100), ("volta_fwd_64x64_small", Reason::Resident));
+    assert_eq!(forward_of(&small, &V100), ("volta_fwd_64x64_small", Reason::Resident));
     assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64_medium", Reason::NoMoreBlocks));
     let both = tuned(&["volta_fwd_64x64_medium", "volta_fwd_64x64_small"], &[]);
     assert_eq!(forward_of(&small, &both), ("volta_fwd_64x64", Reason::Cheapest));
@@ -218,36 +218,37 @@ fn replaces_failed_kernels() {
 
 #[test]
 fn rejects_invalid_tuning_with_its_location() {
-    let choice = |inside: &str| format!(r#"{{"format": 1, "choices": [{{{inside}}}]}}"#);
-    let long =
-        format!(r#"{{"format": 1, "choices": [{}]}}"#, vec![r#"{"pass": "Backward", "deterministic": true}"#; MAX_CHOICES + 1].join(","));
+    let file = |fields: &str| format!(r#"{{"format": 1, {fields}}}"#);
+    let choices = |inside: &[&str]| file(&format!(r#""choices": [{}]"#, inside.join(",")));
+    let choice = |pass: &str, field: &str| choices(&[&format!(r#"{{"pass": "{pass}", {field}}}"#)]);
+    let forward = |variant: &str, field: &str| choice("Forward", &format!(r#""variant": "{variant}", {field}"#));
+    let too_many = [r#"{"pass": "Backward", "deterministic": true}"#; MAX_CHOICES + 1];
+    let not_of_class = "with the headdims and features of the class";
     for (text, expected) in [
-        ("nonsense".into(), "tuning: got expected"),
+        // the file
+        ("nonsense".into(), "tuning: got expected"), // the JSON parser's message begins with "expected"
         ("[1]".into(), "tuning: got"),
         (r#"{"choices": []}"#.into(), "missing field `format`"),
         (r#"{"format": 2}"#.into(), "tuning: format: got 2, expected 1"),
-        (r#"{"format": 1, "more": 1}"#.into(), "unknown field `more`"),
-        (r#"{"format": 1, "failed": ["nosuch"]}"#.into(), "tuning: failed: got `nosuch`, expected a kernel of this build"),
-        (long, "tuning: choices: got 513 of them, expected 512 at most"),
-        (choice(r#""pass": "Sideways", "variant": "volta_fwd_64x64""#), "tuning: choices[0].pass: got `Sideways`, expected Forward, "),
-        (choice(r#""pass": "Forward", "variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
-        (choice(r#""pass": "Forward", "variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "with the headdims and features of the class"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["bias"]"#), "with the headdims and features of the class"),
-        (
-            choice(r#""pass": "Forward", "variant": "volta_fwd_bias_64x64", "features": ["bias", "fp32_bias"]"#),
-            "with the headdims and features of the class",
-        ),
-        (
-            choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["fp32_gradients"]"#),
-            "choices[0].features: got `fp32_gradients`",
-        ),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [-1, 1]"#), "tuning: choices[0].rows: got [-1, 1]"),
-        (choice(r#""pass": "Forward", "deterministic": true"#), "choices[0].deterministic: got true for pass Forward"),
-        (choice(r#""pass": "Backward", "deterministic": false"#), "choices[0].deterministic: got false for pass Backward"),
-        (choice(r#""pass": "Backward""#), "choices[0]: got neither, expected either `variant` or `deterministic`"),
-        (choice(r#""pass": "Backward", "variant": "volta_bwd_64", "deterministic": true"#), "choices[0]: got both"),
+        (file(r#""more": 1"#), "unknown field `more`"),
+        (file(r#""failed": ["nosuch"]"#), "tuning: failed: got `nosuch`, expected a kernel of this build"),
+        (choices(&too_many), "tuning: choices: got 513 of them, expected 512 at most"),
+        // the kernel of a choice: of another pass, of headdim 64, without the features
+        (choice("Sideways", r#""variant": "volta_fwd_64x64""#), "tuning: choices[0].pass: got `Sideways`, expected Forward, "),
+        (choice("Forward", r#""variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
+        (choice("Forward", r#""variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
+        (forward("volta_fwd_64x64", r#""headdim": [65, 70]"#), not_of_class),
+        (forward("volta_fwd_64x64", r#""features": ["bias"]"#), not_of_class),
+        (forward("volta_fwd_bias_64x64", r#""features": ["bias", "fp32_bias"]"#), not_of_class),
+        // the class of a choice: features are those of the pass, a range has the minimum first
+        (forward("volta_fwd_64x64", r#""features": ["fp32_gradients"]"#), "choices[0].features: got `fp32_gradients`"),
+        (forward("volta_fwd_64x64", r#""rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),
+        (forward("volta_fwd_64x64", r#""rows": [-1, 1]"#), "tuning: choices[0].rows: got [-1, 1]"),
+        // a choice has a variant, or takes atomics away
+        (choice("Forward", r#""deterministic": true"#), "choices[0].deterministic: got true for pass Forward"),
+        (choice("Backward", r#""deterministic": false"#), "choices[0].deterministic: got false for pass Backward"),
+        (choices(&[r#"{"pass": "Backward"}"#]), "choices[0]: got neither, expected either `variant` or `deterministic`"),
+        (choice("Backward", r#""variant": "volta_bwd_64", "deterministic": true"#), "choices[0]: got both"),
     ] {
         let e = Tuning::parse(&text, *COMPILED).expect_err(&text);
         assert!(e.kind == ErrorKind::Value && e.message.contains(expected), "{text}: {e}");
@@ -279,7 +280,7 @@ fn names_tuning_choices_unusable_on_a_device() {
         {"pass": "Forward", "variant": "volta_fwd_128x128"},
         {"pass": "Backward", "deterministic": true}]}"#;
     let usable = |d: &DeviceLimits| Tuning::parse(text, *COMPILED).unwrap().usable_on(*COMPILED, d.sm(), d.shared_bytes_per_block);
-    let (tuning, refused) = usable(&DeviceLimits::V100);
+    let (tuning, refused) = usable(&V100);
     assert_eq!((tuning.choices(), refused.len()), (2, 1));
     assert!(refused[0].contains("turing_fwd_64x64") && refused[0].contains("family turing"), "{refused:?}");
     assert_eq!(usable(&H200).0.choices(), 3);

@@ -1,6 +1,6 @@
 //! Compiles all kernel variants in parallel, for build.rs. A variant is a row of the tables in src/kernels: a kernel with its tile sizes
-//! and features. Compiled code is cached by content. Writes `embedded.rs` in OUT_DIR, which src/kernels/mod.rs includes: one `Image` per
-//! variant in the order of the tables, with machine code (cubin) and PTX.
+//! and features. Compiled code is cached by the hash of all that it depends on, in target/volta-fa-kernels. Writes `embedded.rs` in
+//! OUT_DIR, which src/kernels/mod.rs includes: one `Image` per variant in the order of the tables, with machine code (cubin) and PTX.
 
 use crate::nvrtc::{Binary, Compiler, ENTRY, PTX_VERSIONS};
 use crate::tables::variants::Variant;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Compression level: a build compresses once, a process decompresses each kernel once.
+/// Compression level of zstd, from 1 (fast) to 22 (small): a build compresses once, a process decompresses each kernel once.
 const ZSTD_LEVEL: i32 = 19;
 
 /// Compiles the variants that `cache` lacks, and writes `embedded.rs` into `out`. After a full build `cache/complete` exists (Makefile).
@@ -26,25 +26,21 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
     std::fs::create_dir_all(cache)?;
     let entries: Vec<Entry> = variants.iter().map(|v| Entry::of(compiler, v, cache)).collect::<Result<_>>()?;
     let missing: Vec<_> = variants.iter().zip(&entries).filter(|(v, entry)| is_wanted(v) && !entry.facts().exists()).collect();
-    let progress = progress_file().map(|file| Progress::begin(missing.len(), file));
+    let progress = Progress::begin(missing.len());
     missing.par_iter().try_for_each(|(variant, entry)| {
         entry.compile(compiler, variant)?;
-        progress.iter().for_each(Progress::advance);
+        progress.iter().for_each(|progress| progress.lock().expect("no thread panics while it writes a line").advance());
         anyhow::Ok(())
     })?;
 
     let mut left_out = 0;
     let mut table = String::from("/// The machine code of every variant, in the order of the tables.\nstatic IMAGES: &[Image] = &[\n");
     for (variant, entry) in variants.iter().zip(&entries) {
-        let (code, facts) = match std::fs::read_to_string(entry.facts()) {
-            Ok(facts) => (["cubin.zst", "ptx.zst"].map(|file| format!("include_bytes!({:?})", entry.folder.join(file))), facts),
-            Err(_) => {
-                left_out += 1;
-                (["&[]", "&[]"].map(String::from), "registers: 0, spill_bytes: 0".into())
-            }
-        };
-        let [cubin, ptx] = code;
-        writeln!(table, "    Image {{ name: {:?}, cubin: {cubin}, ptx: {ptx}, {} }},", variant.name, facts.trim())?;
+        let image = entry.image().unwrap_or_else(|| {
+            left_out += 1;
+            "cubin: &[], ptx: &[], registers: 0, spill_bytes: 0".into()
+        });
+        writeln!(table, "    Image {{ name: {:?}, {image} }},", variant.name)?;
     }
     table.push_str("];\n");
     std::fs::write(out.join("embedded.rs"), table)?;
@@ -62,17 +58,16 @@ const ONLY: &str = "VOLTA_FA_COMPILE_ONLY";
 /// Environment variable with a file for progress, which tools/heartbeat.py sets. Cargo hides the output of build scripts.
 const PROGRESS: &str = "VOLTA_FA_PROGRESS";
 
-fn progress_file() -> Option<File> {
-    File::options().append(true).open(std::env::var_os(PROGRESS)?).ok()
-}
-
-/// The cache folder of one variant, which may not exist yet: NAME-HASH with `cubin.zst`, `ptx.zst` and `facts`, other fields of `Image`.
+/// The cache folder of one variant, which may not exist yet: NAME-HASH with `cubin.zst`, `ptx.zst` and `facts`, which has the numbers of
+/// `Image` as Rust text: `registers: 128, spill_bytes: 0`.
 struct Entry {
     folder: PathBuf,
+    /// Structs of src/params/ in C++ that the variant's sources name.
     params_header: String,
 }
 
 impl Entry {
+    /// Returns the entry of a variant, by the hash of its sources and options.
     fn of(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<Self> {
         let sources = include_closure(variant.source.headers.iter().chain(&[ENTRY]).map(PathBuf::from).collect())?;
         let code = sources.values().map(String::as_str).chain([variant.params().name()]).collect::<String>();
@@ -86,13 +81,20 @@ impl Entry {
         self.folder.join("facts")
     }
 
+    /// Returns the fields of `Image` but the name, as Rust text; None: the kernel is not compiled.
+    fn image(&self) -> Option<String> {
+        let facts = std::fs::read_to_string(self.facts()).ok()?;
+        let bytes = |file| format!("include_bytes!({:?})", self.folder.join(file));
+        Some(format!("cubin: {}, ptx: {}, {}", bytes("cubin.zst"), bytes("ptx.zst"), facts.trim()))
+    }
+
     fn compile(&self, compiler: &Compiler, variant: &Variant) -> Result<()> {
         let Binary { cubin, ptx, registers, spill_bytes } = compiler.compile(variant, &self.params_header)?;
         std::fs::create_dir_all(&self.folder)?;
         for (name, data) in [("cubin.zst", &cubin), ("ptx.zst", &ptx)] {
             std::fs::write(self.folder.join(name), zstd::encode_all(&data[..], ZSTD_LEVEL)?)?;
         }
-        // written last
+        // last, because it marks the entry as complete
         Ok(std::fs::write(self.facts(), format!("registers: {registers}, spill_bytes: {spill_bytes}\n"))?)
     }
 }
@@ -140,44 +142,37 @@ fn include_closure(mut todo: Vec<PathBuf>) -> Result<BTreeMap<PathBuf, String>> 
     Ok(seen)
 }
 
-/// Lines that say how many kernels are compiled: at the begin, about every ten seconds, and at the end. Lines, not a bar, so that a pipe
-/// and a log have them too.
+/// Writes how many kernels are compiled: at the begin, about every ten seconds, and at the end. Lines, not a bar, so that a pipe and a
+/// log have them too.
 struct Progress {
-    of: usize,
-    state: Mutex<State>,
-}
-
-struct State {
     done: usize,
-    /// time of the last line
-    said: Instant,
-    out: File,
+    total: usize,
+    last_line: Instant,
+    file: File,
 }
 
 impl Progress {
-    /// Begins a work of `of` kernels, which several threads compile. Says nothing of a work without any.
-    fn begin(of: usize, out: File) -> Self {
-        let mut state = State { done: 0, said: Instant::now(), out };
-        if of > 0 {
-            state.say(of);
+    /// Begins the compilation of `total` kernels by several threads, if [`PROGRESS`] names a file. Writes nothing for no kernels.
+    fn begin(total: usize) -> Option<Mutex<Progress>> {
+        let file = File::options().append(true).open(std::env::var_os(PROGRESS)?).ok()?;
+        let mut progress = Progress { done: 0, total, last_line: Instant::now(), file };
+        if total > 0 {
+            progress.write_line();
         }
-        Progress { of, state: Mutex::new(state) }
+        Some(Mutex::new(progress))
     }
 
     /// Counts one kernel.
-    fn advance(&self) {
-        let mut state = self.state.lock().expect("no thread panics while it says something");
-        state.done += 1;
-        if state.done == self.of || state.said.elapsed() >= Duration::from_secs(10) {
-            state.say(self.of);
+    fn advance(&mut self) {
+        self.done += 1;
+        if self.done == self.total || self.last_line.elapsed() >= Duration::from_secs(10) {
+            self.write_line();
         }
     }
-}
 
-impl State {
-    fn say(&mut self, of: usize) {
-        self.said = Instant::now();
+    fn write_line(&mut self) {
+        self.last_line = Instant::now();
         // Begins with a carriage return, because the cursor may be at the end of cargo's bar. A failed write must not fail the build.
-        let _ = self.out.write_all(format!("\r\x1b[Kvolta_fa: compiled {} of {of} kernels\n", self.done).as_bytes());
+        let _ = self.file.write_all(format!("\r\x1b[Kvolta_fa: compiled {} of {} kernels\n", self.done, self.total).as_bytes());
     }
 }

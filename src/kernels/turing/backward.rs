@@ -4,7 +4,7 @@
 //! dq to dq kernels, which own queries and step over keys; `fused` ones do all of a pass. S are scores, P probabilities, dP and dS their
 //! gradients; dV and dK below are accumulators in registers. A thread can have 255 registers, an SM 64 KB of shared memory.
 
-use super::super::shared::{self, backward_sources, dkdv, fused, with, BackwardSources};
+use super::super::shared::{self, dkdv, fused, with};
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
 use super::family::TURING;
 
@@ -36,8 +36,6 @@ const DQ_WARP_SPECIALIZED_BLOCK_MASK: Source = Source::new(
     "turing::BackwardDqWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, turing::ListedBlocks>",
 )
 .with_arguments("p.backward, turing::ListedBlocks(p.blocks)");
-
-const SOURCES: BackwardSources = backward_sources!("turing");
 
 /// `turing/backward/single_role`: 4 warps of 32 keys that all do the same; two blocks an SM. Shared memory: K, two tiles of Q, dO and dS.
 const fn single_role(headdim: u32, step: u32) -> Variant {
@@ -83,20 +81,21 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
     }
 }
 
-/// The main kernel of each headdim. Comments count registers of a thread, and shared memory of a block.
-const MAIN: [Variant; 6] = [
-    // 32 queries a step, so that all threads have a part of Q and dO to load; S and dP are 2 x 32 registers, dV and dK 2 x 32
-    single_role(32, 32),
-    // dV and dK are 2 x 64 registers, V 32, S and dP 2 x 16
-    single_role(64, 16),
-    warp_specialized(96, 128, 16),
-    // 128 registers of dV or dK, 64 of K or V; 60 KB
-    warp_specialized(128, 128, 16),
-    // 16 keys a warp: 96 and 48 registers; 54 KB
-    warp_specialized(192, 64, 16),
-    // 128 and 48 registers, because shared memory has a quarter of V; 60 KB
-    warp_specialized(256, 64, 16),
-];
+// The main kernel of each headdim. Arguments: headdim, keys of a block (`single_role`: 128), queries of a step. Comments count registers
+// of a thread, and shared memory of a block.
+
+/// 32 queries a step, so that all threads have a part of Q and dO to load; S and dP are 2 x 32 registers, dV and dK 2 x 32
+const MAIN_32: Variant = single_role(32, 32);
+/// dV and dK are 2 x 64 registers, V 32, S and dP 2 x 16
+const MAIN_64: Variant = single_role(64, 16);
+const MAIN_96: Variant = warp_specialized(96, 128, 16);
+/// 128 registers of dV or dK, 64 of K or V; 60 KB
+const MAIN_128: Variant = warp_specialized(128, 128, 16);
+/// 16 keys a warp: 96 and 48 registers; 54 KB
+const MAIN_192: Variant = warp_specialized(192, 64, 16);
+/// 128 and 48 registers, because shared memory has a quarter of V; 60 KB
+const MAIN_256: Variant = warp_specialized(256, 64, 16);
+const MAIN: [Variant; 6] = [MAIN_32, MAIN_64, MAIN_96, MAIN_128, MAIN_192, MAIN_256];
 
 /// Returns the main kernel with two tiles of dS: its roles then compute dQ at different times (without score features).
 fn staggered(main: Variant) -> Variant {
@@ -105,7 +104,7 @@ fn staggered(main: Variant) -> Variant {
 }
 
 /// Kernels with all features, of headdims from 64 on; at 64, 32 queries a step, so that all threads have a part of Q and dO to load.
-const GENERIC: [Variant; 5] = [warp_specialized(64, 128, 32), MAIN[2], MAIN[3], MAIN[4], MAIN[5]];
+const GENERIC: [Variant; 5] = [warp_specialized(64, 128, 32), MAIN_96, MAIN_128, MAIN_192, MAIN_256];
 
 /// deterministic=True: dq from blocks of queries, so that its sums have a fixed order. `turing/backward/dq`: Q, dO and dQ in registers, two
 /// tiles of K and of V in shared memory.
@@ -136,24 +135,23 @@ const fn dq_warp_specialized(headdim: u32) -> Variant {
     }
 }
 
-const DQ: [Variant; 5] = [
-    // four warps of 32 queries
-    dq(64, 16, 128),
-    // eight of 16
-    dq(96, 16, 256),
-    dq(128, 16, 256),
-    dq_warp_specialized(192),
-    dq_warp_specialized(256),
-];
+/// Four warps of 32 queries.
+const DQ_64: Variant = dq(64, 16, 128);
+/// Eight warps of 16 queries, as at headdim 128.
+const DQ_96: Variant = dq(96, 16, 256);
+const DQ_128: Variant = dq(128, 16, 256);
+const DQ_192: Variant = dq_warp_specialized(192);
+const DQ_256: Variant = dq_warp_specialized(256);
+const DQ: [Variant; 5] = [DQ_64, DQ_96, DQ_128, DQ_192, DQ_256];
 
 /// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next. At
 /// headdim 64 they have two roles, because single-role kernels have no registers left. Generic ones have no atomics (dkdv and dq only), and
 /// at 128 half the keys: lists beside all features would spill.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
-    let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
+    let main = [warp_specialized(64, 128, 32), MAIN_128, MAIN_256];
     let generic_main = [main[0], warp_specialized(128, 64, 32), main[2]];
     let deterministic = |main: [Variant; 3], features| {
-        let dq = [(DQ[0], DQ_BLOCK_MASK), (DQ[2], DQ_BLOCK_MASK), (DQ[4], DQ_WARP_SPECIALIZED_BLOCK_MASK)];
+        let dq = [(DQ_64, DQ_BLOCK_MASK), (DQ_128, DQ_BLOCK_MASK), (DQ_256, DQ_WARP_SPECIALIZED_BLOCK_MASK)];
         let rows = main.map(|row| (dkdv(row), WARP_SPECIALIZED_BLOCK_MASK)).into_iter().chain(dq);
         rows.map(move |(row, source)| row.with_blocks(features, source))
     };
@@ -166,16 +164,16 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
-    let fused_rows = [MAIN[1], MAIN[3]].map(fused);
-    let mut rows = vec![varlen(shared::preprocess(TURING, SOURCES.preprocess)), varlen(shared::postprocess(TURING, SOURCES.postprocess))];
+    let fused_rows = [MAIN_64, MAIN_128].map(fused);
+    let mut rows = vec![varlen(shared::preprocess(TURING)), varlen(shared::postprocess(TURING))];
     // plain kernels (no features) of headdims 64 and 128: at the others the varlen kernels take at most 1% more time (32: 5%)
     let [headdim_32, _, larger @ ..] = MAIN;
-    rows.extend([SINGLE_ROLE_HALVES, MAIN[3]]);
+    rows.extend([SINGLE_ROLE_HALVES, MAIN_128]);
     rows.extend([headdim_32, SINGLE_ROLE_HALVES].into_iter().chain(larger.map(staggered)).map(varlen));
     // one feature: at headdim 64 `single_role` has registers for it; generic kernels are warp-specialized
     for feature in Feature::OF_SCORES {
         // these two would spill at headdim 128
-        let tiles = if matches!(feature, Feature::Alibi | Feature::Bias) { &MAIN[1..2] } else { &[MAIN[1], MAIN[3]] };
+        let tiles: &[_] = if matches!(feature, Feature::Alibi | Feature::Bias) { &[MAIN_64] } else { &[MAIN_64, MAIN_128] };
         rows.extend(tiles.iter().map(|&tile| with(feature, tile)));
     }
     rows.extend(GENERIC.map(generic));
@@ -183,7 +181,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(DQ.into_iter().chain(DQ.map(generic)));
     rows.extend(fused_rows.map(varlen));
     rows.extend(block_mask_rows());
-    rows.extend(shared::stored_backward(TURING, SOURCES.stored));
-    rows.extend(shared::split_backward(TURING, SOURCES.split_scores, SOURCES.split_gradients));
+    rows.extend(shared::stored_backward(TURING));
+    rows.extend(shared::split_backward(TURING));
     rows
 }

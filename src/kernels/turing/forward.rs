@@ -3,7 +3,7 @@
 //! A block owns `block_rows` queries and steps over `step` keys. Plain kernels have no features; varlen, generic and one-feature kernels
 //! have sets of src/kernels/features.rs. A thread can have 255 registers, an SM 64 KB of shared memory.
 
-use super::super::shared::{self, split_sources, split_stream_k_source, with};
+use super::super::shared::{self, with};
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::TURING;
 
@@ -56,42 +56,45 @@ const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant
     }
 }
 
-/// Plain kernels, from which the others are made. A tuple has headdims, size, (warps, rows of a warp), slots, and blocks that an SM must
-/// hold. Comments count registers of a thread, and shared memory of a block.
+// Plain kernels, from which the others are made. A call of `pipelined` has headdims, size, (warps, rows of a warp), slots, and blocks that
+// an SM must hold. Comments count registers of a thread, and shared memory of a block.
+
+/// 48 registers of Q and 96 of output; 32 KB: two blocks.
+const PLAIN_64: Variant = pipelined((64, 64), Size::Large, (4, 48), 8, 2);
+/// 64 registers of Q and 128 of output; the 64 KB that an SM has.
+const PLAIN_128: Variant = pipelined((128, 128), Size::Large, (8, 32), 8, 1);
+/// As at headdim 192, 16 rows a warp.
+const PLAIN_256: Variant = pipelined((256, 256), Size::Large, (8, 16), 4, 1);
+/// 64 registers of Q and 128 of output, for 32 rows and a quarter of the columns; then half of the rows and of both registers, for grids
+/// that leave SMs idle.
+const PLAIN_512: [Variant; 2] = [column_groups(512, (64, Size::Large)), column_groups(512, (32, Size::Small))];
 const PLAIN: [Variant; 15] = {
     use Size::{Large, Medium, Small};
     [
         pipelined((32, 32), Large, (4, 32), 8, 4),
-        // 48 registers of Q and 96 of output; 32 KB: two blocks.
-        pipelined((64, 64), Large, (4, 48), 8, 2),
+        PLAIN_64,
         // Fewer rows a warp, for grids that would leave SMs idle.
         pipelined((64, 64), Medium, (4, 32), 8, 2),
         pipelined((64, 64), Small, (4, 16), 8, 2),
         pipelined((96, 96), Large, (8, 32), 8, 1),
         pipelined((96, 96), Medium, (8, 16), 8, 1),
         pipelined((96, 96), Small, (4, 16), 4, 1),
-        // 64 registers of Q and 128 of output; the 64 KB that an SM has.
-        pipelined((128, 128), Large, (8, 32), 8, 1),
+        PLAIN_128,
         pipelined((128, 128), Medium, (8, 16), 8, 1),
         // One block, though two fit: two of 64 rows are slower than one of 128.
         pipelined((128, 128), Small, (4, 16), 4, 1),
         // 32 rows of Q and of output do not fit: 16 rows a warp.
         pipelined((192, 128), Large, (8, 16), 4, 1),
         pipelined((192, 192), Large, (8, 16), 4, 1),
-        pipelined((256, 256), Large, (8, 16), 4, 1),
-        // 64 registers of Q and 128 of output, for 32 rows and a quarter of the columns.
-        column_groups(512, (64, Large)),
-        // Half of both: for grids that leave SMs idle.
-        column_groups(512, (32, Small)),
+        PLAIN_256,
+        PLAIN_512[0],
+        PLAIN_512[1],
     ]
 };
-const PLAIN_64: Variant = PLAIN[1];
-const PLAIN_128: Variant = PLAIN[7];
-const PLAIN_256: Variant = PLAIN[12];
-const PLAIN_512: [Variant; 2] = [PLAIN[13], PLAIN[14]];
 /// The large kernels of four headdims. Where only these have variants, other headdims are padded to the next.
 const PADDED: [Variant; 4] = [PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]];
 
+/// Returns the kernel with this many warps, and rows of a warp.
 fn of_rows((warps, warp_rows): (u32, u32), size: Size, row: Variant) -> Variant {
     Variant { block_rows: warps * warp_rows, threads: 32 * warps, size, ..row }
 }
@@ -167,12 +170,12 @@ pub fn invariant_rows() -> impl Iterator<Item = Variant> {
 /// the bytes of a row of Q in shared memory: none, because registers hold Q. Q and the output are 64 registers at headdim 64, 128 at 128;
 /// three blocks an SM would spill at 64.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
-    shared::split_forward(TURING, split_sources!("turing"), &[(64, 4, 2, 0), (128, 8, 1, 0), (256, 8, 1, 0), (512, 8, 1, 0)])
+    shared::split_forward(TURING, &[(64, 4, 2, 0), (128, 8, 1, 0), (256, 8, 1, 0), (512, 8, 1, 0)])
 }
 
 /// The kernels of fp32 tensors on stream-K grids.
 pub fn split_stream_k_rows() -> impl Iterator<Item = Variant> {
-    shared::split_stream_k(split_rows(), split_stream_k_source!("turing"))
+    shared::split_stream_k(TURING, split_rows())
 }
 
 /// Prefill kernels: the same tiles over a KV cache, whose rows they find by a block table. They have four headdims, and other headdims are

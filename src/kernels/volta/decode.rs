@@ -46,8 +46,11 @@ const TILES: [DecodeTile; 16] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// The one tile of each headdim for batch-invariant calls, 32 rows whatever the number of rows: so a row's bits cannot depend on it.
-const INVARIANT_TILES: [DecodeTile; 4] = [TILES[2], TILES[6], TILES[10], TILES[14]];
+/// Returns the one tile of each headdim for batch-invariant calls. It has 32 rows whatever the number of rows, so a row's bits cannot
+/// depend on that.
+fn invariant_tiles() -> impl Iterator<Item = DecodeTile> {
+    TILES.into_iter().filter(|&(_, [block_rows, _], ..)| block_rows == 32)
+}
 
 /// Returns true if the table has this kernel. Quantized caches have no tile of 64 rows. Unquantized ones have one of 16 rows only in fp16
 /// at headdim 512: elsewhere the tile of 32 rows takes 16 in the same time. With a tree (the mask of draft tokens in speculative decoding),
@@ -97,7 +100,7 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
     let tile_of_drafts = |row: &Variant| row.block_rows == if row.headdim > 256 { 16 } else { 32 };
     let trees = shared::with_tree(of_formats.clone().filter(move |row| row.cache == CacheFormat::Unquantized || tile_of_drafts(row)));
     let invariant = FORMATS.iter().flat_map(move |row| {
-        let of_tiles = INVARIANT_TILES.into_iter().map(|tile| decode(row.format, tile));
+        let of_tiles = invariant_tiles().map(|tile| decode(row.format, tile));
         match row.format {
             CacheFormat::Unquantized => shared::in_both_types(of_tiles),
             _ => of_tiles.collect(),

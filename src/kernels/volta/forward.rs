@@ -4,7 +4,7 @@
 //! sets of src/kernels/features.rs. Stream-K kernels run on a grid that splits the keys of the last row tiles among blocks. A thread can
 //! have 255 registers, an SM 96 KB of shared memory.
 
-use super::super::shared::{self, split_sources, split_stream_k_source};
+use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::VOLTA;
 
@@ -102,40 +102,41 @@ const MEDIUM: (u32, u32, Size) = (64, 32, Size::Medium);
 /// rows, for grids that would leave SMs or their schedulers idle.
 const SMALL: (u32, u32, Size) = (64, 64, Size::Small);
 
-/// Plain kernels, from which the others are made. A call of `shared_q` has headdims, tile, threads and blocks an SM. Comments count
-/// registers of a thread, and shared memory of a block.
+// Plain kernels, from which the others are made. A call of `shared_q` has headdims, tile, threads and blocks an SM. Comments count
+// registers of a thread, and shared memory of a block.
+
+/// 64 registers of Q and 64 of output: two blocks.
+const PLAIN_64: Variant = register_q(64, 2);
+/// 16 KB: four blocks.
+const MEDIUM_64: Variant = Variant { source: SHARED_Q_ONE_GROUP, ..shared_q((64, 64), MEDIUM, 128, 4) };
+/// 24 KB: two blocks.
+const SMALL_64: Variant = shared_q((64, 64), SMALL, 256, 2);
+/// 32 rows a warp: 128 registers of output; 48 KB: two blocks.
+const PLAIN_128: Variant = shared_q((128, 128), LARGE, 128, 2);
+/// 128 registers of output; exactly the 96 KB that a block can have.
+const PLAIN_256: Variant = shared_q((256, 256), LARGE, 256, 1);
+/// 128 registers of output, for 32 rows and a quarter of the columns; then half of the rows, for grids that leave SMs idle.
+const PLAIN_512: [Variant; 2] = [column_groups(512, (64, Size::Large)), column_groups(512, (32, Size::Small))];
 const PLAIN: [Variant; 13] = [
     register_q(32, 3),
-    // 64 registers of Q and 64 of output: two blocks.
-    register_q(64, 2),
-    // 16 KB: four blocks.
-    Variant { source: SHARED_Q_ONE_GROUP, ..shared_q((64, 64), MEDIUM, 128, 4) },
-    // 24 KB: two blocks.
-    shared_q((64, 64), SMALL, 256, 2),
-    // 32 rows a warp: 96 and, below, 128 registers of output; 36 and 48 KB: two blocks.
+    PLAIN_64,
+    MEDIUM_64,
+    SMALL_64,
+    // 32 rows a warp: 96 registers of output; 36 KB: two blocks.
     shared_q((96, 96), LARGE, 128, 2),
     // As at 128, in 36 KB.
     shared_q((96, 96), SMALL, 256, 1),
-    shared_q((128, 128), LARGE, 128, 2),
+    PLAIN_128,
     // Too many registers for two blocks of 256 threads; 48 KB.
     shared_q((128, 128), SMALL, 256, 1),
     // 32 rows of output or of Q would not leave room for two blocks. So 16 rows a warp and 8 warps: the same two warps a
     // scheduler, in one block that shares each tile of K and V: 68 and 72 KB.
     shared_q((192, 128), LARGE, 256, 1),
     shared_q((192, 192), LARGE, 256, 1),
-    // 128 registers of output; exactly the 96 KB that a block can have.
-    shared_q((256, 256), LARGE, 256, 1),
-    // 128 registers of output as above, for 32 rows and a quarter of the columns.
-    column_groups(512, (64, Size::Large)),
-    // For grids that leave SMs idle.
-    column_groups(512, (32, Size::Small)),
+    PLAIN_256,
+    PLAIN_512[0],
+    PLAIN_512[1],
 ];
-const PLAIN_64: Variant = PLAIN[1];
-const MEDIUM_64: Variant = PLAIN[2];
-const SMALL_64: Variant = PLAIN[3];
-const PLAIN_128: Variant = PLAIN[6];
-const PLAIN_256: Variant = PLAIN[10];
-const PLAIN_512: [Variant; 2] = [PLAIN[11], PLAIN[12]];
 /// The large kernels of four headdims. Where only these have variants, other headdims are padded to the next.
 const PADDED: [Variant; 4] = [PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]];
 
@@ -160,10 +161,11 @@ fn generic(plain: Variant) -> Variant {
 /// Returns the plain kernel with one or two features that a problem must use (`volta/forward/required_features.cuh`). They leave no
 /// registers for lengths from memory or a bias in fp32: problems with these run the generic kernel.
 fn with(required_features: FeatureSet, plain: Variant) -> Variant {
-    let has = |feature| required_features.contains(FeatureSet::of(&[feature]));
-    // with Q in registers, a lane keeps 16 bytes for the bias and 32 for dropout in shared memory; 16 a lane take as much as a step of K
-    let chunks = if plain.headdim > 64 { 0 } else { has(Feature::Bias) as u32 + 2 * has(Feature::Dropout) as u32 };
-    let shared_bytes = plain.shared_bytes + chunks * plain.step * 2 * (plain.headdim + 8);
+    // With Q in registers, a thread keeps 16 bytes of the bias and twice 16 of dropout in shared memory after the ring. 16 bytes of all
+    // threads lie as in a ring slot of K, and take its size: a step of rows padded by 8 fp16 numbers.
+    let [bias, dropout] = [Feature::Bias, Feature::Dropout].map(|feature| u32::from(required_features.has(feature)));
+    let slots = if plain.source == REGISTER_Q { bias + 2 * dropout } else { 0 };
+    let shared_bytes = plain.shared_bytes + slots * plain.step * 2 * (plain.headdim + 8);
     Variant { required_features, shared_bytes, ..plain }.with_features(required_features)
 }
 
@@ -207,12 +209,12 @@ pub fn invariant_rows() -> impl Iterator<Item = Variant> {
 /// The kernels of fp32 tensors, whose numbers are split into two fp16 parts, high and low. A tuple has the headdim, the warps, the blocks
 /// of an SM, and the bytes of a row of Q's low parts in shared memory. Q's high parts and the output are headdim registers, to 128.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
-    shared::split_forward(VOLTA, split_sources!("volta"), &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
+    shared::split_forward(VOLTA, &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
 }
 
 /// The kernels of fp32 tensors on stream-K grids.
 pub fn split_stream_k_rows() -> impl Iterator<Item = Variant> {
-    shared::split_stream_k(split_rows(), split_stream_k_source!("volta"))
+    shared::split_stream_k(VOLTA, split_rows())
 }
 
 /// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`). It always has sinks, which only the epilogue needs.

@@ -4,7 +4,7 @@
 //! A key block is the keys of one block of a main kernel, and a wave as many blocks as the GPU holds at once. A tail is a last launch with
 //! smaller blocks. A tuning has choices of kernels that were measured on the GPU. A family is the kernels for one kind of tensor core.
 
-use super::plan::{scratch_rows, BackwardPlan, Tail};
+use super::plan::{BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
@@ -12,12 +12,13 @@ use crate::limits::MAX_GRID_YZ;
 use crate::plan::choose::{choose, of_all_sizes, sized, Chosen};
 use crate::plan::device::{cached_plan, DeviceLimits, PlanCache};
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::kernel::{of_rows, planned, rows_and_heads, scratch, ChosenKernel, PlannedKernel, Reason};
+use crate::plan::kernel::{of_rows, planned, rows_and_heads, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use crate::plan::stream_k::pays;
 use crate::problem::{Attention, Keys, Queries, Window};
 use crate::tuning::Shape;
 use std::cell::Cell;
 
+/// How a pass computes dq.
 enum Dq {
     /// All key blocks add to one accumulator, in any order.
     Atomics,
@@ -27,8 +28,13 @@ enum Dq {
     Separate,
 }
 
-/// Large blocks of a head, and the variant and number of small blocks after them, which are a launch of their own ([`Tail`]).
-type KeyBlocks = (u64, Option<(&'static Variant, u64)>);
+/// Division of a head's keys into blocks of the main kernel.
+#[derive(Clone, Copy)]
+struct KeyBlocks {
+    large: u64,
+    /// Variant and number of the smaller blocks after them, which are a launch of their own ([`Tail`]).
+    tail: Option<(&'static Variant, u64)>,
+}
 
 /// The kernels of a pass (preprocess, main, and postprocess or dq), how they compute dq, and the main kernel's blocks.
 struct Parts {
@@ -39,9 +45,10 @@ struct Parts {
     stream_k: Option<PlannedKernel>,
 }
 
+/// Plans a backward pass of three kernels or more. A tuning that forbids atomics comes first, then the mode.
 pub(super) fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     let planner = Planner { kernels, a, d, shape: Shape::of(a), requested: features(a, mode) };
-    let tuned_mode = d.tuning.filter(|t| t.without_atomics(&planner.shape, planner.requested)).and_then(|_| planner.without().ok());
+    let tuned_mode = d.tuning.filter(|t| t.without_atomics(&planner.shape, planner.requested)).and_then(|_| planner.without_atomics().ok());
     let parts = match (tuned_mode, mode.deterministic) {
         (Some(chosen), _) => planner.separate(because(chosen, Reason::TunedMode)),
         (None, true) => planner.deterministic()?,
@@ -52,18 +59,21 @@ pub(super) fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &
 
 /// Returns the kernels with another reason, unless the tuning chose them.
 fn because(chosen: Chosen<3>, why: Reason) -> Chosen<3> {
-    chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }))
+    chosen.map(|kernel| ChosenKernel { reason: if kernel.reason == Reason::Tuned { Reason::Tuned } else { why }, ..kernel })
 }
 
+/// What a plan depends on, and the methods that choose kernels for it and divide their work.
 struct Planner<'a> {
     kernels: Kernels,
     a: &'a Attention,
     d: &'a DeviceLimits,
     shape: Shape,
+    /// Features of problem and mode.
     requested: FeatureSet,
 }
 
 impl Planner<'_> {
+    /// Returns kernels that add to dq by atomics.
     fn with_atomics(&self) -> Result<Chosen<3>> {
         choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, self.d)
     }
@@ -71,11 +81,11 @@ impl Planner<'_> {
     /// Returns kernels with atomics, of the family of a stream-K kernel that the tuning chooses: they run with it.
     fn around_stream_k(&self) -> Result<Chosen<3>> {
         let usual = self.with_atomics();
-        if usual.as_ref().is_ok_and(|[_, (_, reason), _]| *reason == Reason::Tuned) {
+        if usual.as_ref().is_ok_and(|[_, main, _]| main.reason == Reason::Tuned) {
             return usual;
         }
-        let tuned = self.d.tuning.and_then(|_| self.stream_k_kernel()).filter(|&(_, reason)| reason == Reason::Tuned);
-        let family = tuned.and_then(|(v, _)| self.kernels.families().find(|family| family.name == v.family.name));
+        let tuned = self.d.tuning.and_then(|_| self.stream_k_kernel()).filter(|kernel| kernel.reason == Reason::Tuned);
+        let family = tuned.and_then(|kernel| self.kernels.families().find(|family| family.name == kernel.variant.family.name));
         let Some(family) = family else { return usual };
         let of_family = DeviceLimits { only: Some(family), ..*self.d };
         choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, &of_family)
@@ -86,95 +96,96 @@ impl Planner<'_> {
         if (self.a.queries, self.a.keys) != (Queries::Dense, Keys::Dense) || self.a.batch > MAX_GRID_YZ {
             return None;
         }
-        choose(self.kernels, kernels::BACKWARD_STREAM_K, &self.shape, self.requested, self.d).ok().map(|[kernel]| kernel)
+        choose(self.kernels, [Pass::BackwardStreamK], &self.shape, self.requested, self.d).ok().map(|[kernel]| kernel)
     }
 
     /// Returns kernels without atomics: the third computes dq.
-    fn without(&self) -> Result<Chosen<3>> {
+    fn without_atomics(&self) -> Result<Chosen<3>> {
         choose(self.kernels, kernels::DETERMINISTIC_BACKWARD, &self.shape, self.requested, self.d)
     }
 
     /// Returns the kernels with smaller blocks where these are faster.
     fn sized(&self, chosen: Chosen<3>) -> Chosen<3> {
         chosen.map(|large| {
-            let (v, why) = sized(self.kernels, large, self.a, self.d);
+            let sized = sized(self.kernels, large, self.a, self.d);
             // the reason for this set of kernels says more than the reason for small blocks
-            (v, if matches!(large.1, Reason::TunedMode | Reason::FailedAvoided) { large.1 } else { why })
+            let is_kept = matches!(large.reason, Reason::TunedMode | Reason::FailedAvoided);
+            ChosenKernel { reason: if is_kept { large.reason } else { sized.reason }, ..sized }
         })
     }
 
     /// Divides the main kernel's keys into blocks. `with_tail`: the last ones may be smaller.
-    fn split(&self, (main, reason): ChosenKernel, with_tail: bool) -> KeyBlocks {
+    fn split(&self, ChosenKernel { variant: main, reason }: ChosenKernel, with_tail: bool) -> KeyBlocks {
         let (rows, _) = rows_and_heads(main, self.a);
         let found = if with_tail && reason != Reason::Tuned { blocks_before_tail(self.kernels, main, self.a, self.d) } else { None };
         match found {
-            Some((before, v)) => {
-                let rest = rows as u64 - before * u64::from(main.block_rows);
-                (before, Some((v, rest.div_ceil(v.block_rows.into()))))
+            Some((large, v)) => {
+                let rest = rows as u64 - large * u64::from(main.block_rows);
+                KeyBlocks { large, tail: Some((v, rest.div_ceil(v.block_rows.into()))) }
             }
-            None => ((rows as u64).div_ceil(main.block_rows.into()), None),
+            None => KeyBlocks { large: (rows as u64).div_ceil(main.block_rows.into()), tail: None },
         }
     }
 
+    /// Plans a pass whose third kernel computes dq.
     fn separate(&self, chosen: Chosen<3>) -> Parts {
         let chosen = self.sized(chosen);
         Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false), stream_k: None }
     }
 
-    /// Plans launches of a main kernel that takes a part of the key blocks, and estimates their time. None: there is no such kernel;
-    /// kernels of block masks take all key blocks in one launch.
+    /// Plans launches of a main kernel that takes a part of the key blocks, with their time (see [`blocks_of_launch`]). None: there is no
+    /// such kernel; kernels of block masks take all key blocks in one launch.
     fn by_launches(&self) -> Option<(f64, Parts)> {
         if self.a.features.block_mask {
             return None;
         }
-        let chosen = self.with_atomics().ok().filter(|[_, (main, _), _]| main.family.has_key_block_offset)?;
-        let chosen = self.sized(chosen);
-        let main = chosen[1];
+        let chosen = self.with_atomics().ok().filter(|[_, main, _]| main.variant.family.has_key_block_offset)?;
+        let chosen @ [_, main, _] = self.sized(chosen);
         [true, false].into_iter().find_map(|with_tail| {
-            let blocks @ (large, tail) = self.split(main, with_tail);
-            let (time, of_launch) = blocks_of_launch(main.0, large, tail.map_or(0, |(_, n)| n), self.a, self.d)?;
+            let blocks = self.split(main, with_tail);
+            let (time, of_launch) = blocks_of_launch(main.variant, blocks, self.a, self.d)?;
             Some((time, Parts { dq: Dq::Launches(of_launch), chosen, blocks, stream_k: None }))
         })
     }
 
     /// Plans a stream-K grid, in which several blocks share a key block, instead of `usual`, if it is faster or tuned.
-    fn stream_k(&self, usual: ChosenKernel, (before_tail, tail): KeyBlocks) -> Option<PlannedKernel> {
+    fn stream_k(&self, ChosenKernel { variant: usual, reason }: ChosenKernel, blocks: KeyBlocks) -> Option<PlannedKernel> {
         let (a, d) = (self.a, self.d);
-        if matches!(usual.1, Reason::Tuned | Reason::FailedAvoided) {
+        if matches!(reason, Reason::Tuned | Reason::FailedAvoided) {
             return None;
         }
-        let (variant, reason) = self.stream_k_kernel()?;
+        let ChosenKernel { variant, reason } = self.stream_k_kernel()?;
         let headdims = |v: &Variant| (v.headdim, v.headdim_v);
         let is_tuned = reason == Reason::Tuned;
         // the other kernels of the pass have the family's layout of scratch memory
-        if variant.family.name != usual.0.family.name || (!is_tuned && headdims(variant) != headdims(usual.0)) {
+        if variant.family.name != usual.family.name || (!is_tuned && headdims(variant) != headdims(usual)) {
             return None;
         }
         let shape = ([a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k], [a.window.left, a.window.right]);
         type Key = ([&'static str; 2], ([i64; 5], [Option<i64>; 2]), (u64, bool));
         thread_local!(static LAST: PlanCache<Key, Option<(BackwardStreamKPlan, bool)>> = const { Cell::new(None) });
-        let (plan, pays) = cached_plan(&LAST, ([variant.name, usual.0.name], shape, (before_tail, tail.is_some())), d, || {
+        let (plan, pays) = cached_plan(&LAST, ([variant.name, usual.name], shape, (blocks.large, blocks.tail.is_some())), d, || {
             let found = BackwardStreamKPlan::of(a, variant, d);
-            Ok(found.map(|(plan, time)| (plan, self.pays((plan, time), variant, usual.0, (before_tail, tail)))))
+            Ok(found.map(|(plan, time)| (plan, self.stream_k_pays(&plan, time, variant, usual, blocks))))
         })
         .ok()??;
         if !is_tuned && !pays {
             return None;
         }
         let reason = if is_tuned { reason } else { Reason::StreamK };
-        let usual_grid = PlannedKernel::new((variant, reason), [plan.heads, plan.blocks_of_head()]);
-        Some(PlannedKernel { backward_stream_k: Some(plan), ..usual_grid })
+        let planned = PlannedKernel::new(ChosenKernel { variant, reason }, [plan.heads, plan.blocks_of_head()]);
+        Some(PlannedKernel { backward_stream_k: Some(plan), ..planned })
     }
 
-    /// Returns whether a stream-K grid of `variant`, which takes `time`, is faster than the key blocks of the usual kernel.
-    fn pays(&self, (plan, time): (BackwardStreamKPlan, u64), variant: &Variant, usual: &Variant, (before_tail, tail): KeyBlocks) -> bool {
+    /// Returns whether a stream-K grid of `variant`, which takes `time`, is faster than these blocks of the usual kernel.
+    fn stream_k_pays(&self, plan: &BackwardStreamKPlan, time: u64, variant: &Variant, usual: &Variant, blocks: KeyBlocks) -> bool {
         let Some(undivided) = BackwardStreamKPlan::undivided_time(self.a, usual, self.d) else { return false };
-        let undivided = match tail {
-            // waves of equal blocks, and a shorter one of TAIL waves
+        let undivided = match blocks.tail {
+            // waves of equal blocks, and a shorter one
             Some(_) => {
                 let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(self.d.resident_blocks(variant)) as f64;
-                let (before, all) = (waves(before_tail), waves(plan.key_blocks.into()));
-                (undivided as f64 * (before + TAIL) / all) as u64
+                let (before, all) = (waves(blocks.large), waves(plan.key_blocks.into()));
+                (undivided as f64 * (before + TAIL_TIME) / all) as u64
             }
             None => undivided,
         };
@@ -183,13 +194,12 @@ impl Planner<'_> {
 
     /// Takes the faster of launches of a main kernel and a separate kernel for dq, unless the tuning chooses the latter.
     fn deterministic(&self) -> Result<Parts> {
-        let own = self.without();
-        let is_forced = |&(v, reason): &ChosenKernel| v.pass != Pass::BackwardPreprocess && reason == Reason::Tuned;
+        let own = self.without_atomics();
+        let is_forced = |kernel: &ChosenKernel| kernel.variant.pass != Pass::BackwardPreprocess && kernel.reason == Reason::Tuned;
         let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
         let launches = if forced { None } else { self.by_launches() };
-        let is_faster = |(time, parts): &(f64, Parts)| *time < separate_time(parts.chosen[1].0, self.a, self.d);
         match (launches, own) {
-            (Some(found), own) if own.is_err() || is_faster(&found) => Ok(found.1),
+            (Some((time, parts)), own) if own.is_err() || time < separate_time(parts.chosen[1].variant, self.a, self.d) => Ok(parts),
             (_, own) => Ok(self.separate(own?)),
         }
     }
@@ -198,22 +208,23 @@ impl Planner<'_> {
     fn fastest(&self) -> Result<Parts> {
         match self.around_stream_k() {
             Ok(chosen) => {
-                let chosen = self.sized(chosen);
-                let blocks = self.split(chosen[1], chosen[1].0.family.has_key_block_offset);
-                Ok(Parts { dq: Dq::Atomics, chosen, blocks, stream_k: self.stream_k(chosen[1], blocks) })
+                let chosen @ [_, main, _] = self.sized(chosen);
+                let blocks = self.split(main, main.variant.family.has_key_block_offset);
+                Ok(Parts { dq: Dq::Atomics, chosen, blocks, stream_k: self.stream_k(main, blocks) })
             }
             // no kernel with atomics has a block mask and other features
-            Err(e) if self.a.features.block_mask => Ok(self.separate(self.without().map_err(|_| e)?)),
+            Err(e) if self.a.features.block_mask => Ok(self.separate(self.without_atomics().map_err(|_| e)?)),
             Err(e) if self.d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
-                Ok(self.separate(because(self.without().map_err(|_| e)?, Reason::FailedAvoided)))
+                Ok(self.separate(because(self.without_atomics().map_err(|_| e)?, Reason::FailedAvoided)))
             }
             Err(e) => Err(e),
         }
     }
 
     /// Turns kernels and key blocks into launches.
-    fn on_grids(&self, Parts { dq, chosen, blocks: (blocks, tail), stream_k }: Parts) -> BackwardPlan {
-        let [preprocess, main, postprocess] = chosen.map(|kernel| planned(kernel, self.a));
+    fn on_grids(&self, Parts { dq, chosen, blocks: KeyBlocks { large: blocks, tail }, stream_k }: Parts) -> BackwardPlan {
+        let [preprocess, main, postprocess] = chosen;
+        let [preprocess, postprocess] = [preprocess, postprocess].map(|kernel| Some(planned(kernel, self.a)));
         let (of_launch, dq_accum_splits) = match dq {
             Dq::Atomics => (blocks as u32, 1),
             Dq::Launches(blocks) => (blocks, blocks),
@@ -221,44 +232,40 @@ impl Planner<'_> {
         };
         let Variant { block_rows, headdim, .. } = *main.variant;
         let tail = tail.filter(|_| stream_k.is_none()).map(|(v, n)| Tail {
-            kernel: self.of_blocks((v, Reason::Tail), n as u32),
+            kernel: self.of_blocks(ChosenKernel { variant: v, reason: Reason::Tail }, n as u32),
             first_block: (blocks * u64::from(block_rows / v.block_rows)) as u32,
         });
         BackwardPlan {
-            preprocess: Some(preprocess),
-            main: stream_k.unwrap_or_else(|| self.of_blocks((main.variant, main.reason), of_launch)),
-            postprocess: Some(postprocess),
-            scratch: scratch(main.variant),
-            scratch_rows: scratch_rows(main.variant, self.a),
+            preprocess,
+            postprocess,
             deterministic: !matches!(dq, Dq::Atomics),
             main_launches: (blocks as u32).div_ceil(of_launch),
             tail,
             dq_accum_splits,
             headdim_rounded: if dq_accum_splits == 0 { 0 } else { i64::from(headdim) },
-            stored: None,
+            ..BackwardPlan::new(stream_k.unwrap_or_else(|| self.of_blocks(main, of_launch)), self.a)
         }
     }
 
     /// Plans a main kernel on a grid of this many key blocks.
     fn of_blocks(&self, kernel: ChosenKernel, blocks: u32) -> PlannedKernel {
-        let (_, heads) = rows_and_heads(kernel.0, self.a);
-        of_rows(kernel, i64::from(blocks * kernel.0.block_rows), heads, self.a)
+        let (_, heads) = rows_and_heads(kernel.variant, self.a);
+        of_rows(kernel, i64::from(blocks * kernel.variant.block_rows), heads, self.a)
     }
 }
 
 // ---- estimates, by which key blocks are divided among launches: a tail of smaller blocks, and those of a deterministic main kernel ----
 
 /// Time of a tail of one wave of small blocks, relative to a wave of large blocks: 0.4 to 0.66 (docs/design/volta-backward.md).
-const TAIL: f64 = 0.67;
+const TAIL_TIME: f64 = 0.67;
 
 /// Returns the key blocks of a head that fit one wave less than all blocks need, and a variant of smaller blocks for the rest.
 ///
 /// None if there is no such variant, and under a causal mask, because its last blocks are short.
 fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(u64, &'static Variant)> {
     let (rows, heads) = rows_and_heads(main, a);
-    let heads = (heads * a.batch) as u64;
-    let blocks = (rows as u64).div_ceil(main.block_rows.into());
-    let before = ((blocks * heads).div_ceil(d.resident_blocks(main)) - 1) * d.resident_blocks(main) / heads;
+    let (heads, resident_blocks) = ((heads * a.batch) as u64, d.resident_blocks(main));
+    let before = (usual_blocks(main, a).div_ceil(resident_blocks) - 1) * resident_blocks / heads;
     let left = (rows as u64).saturating_sub(before * u64::from(main.block_rows));
     let fits = |v: &Variant| v.block_rows < main.block_rows && left.div_ceil(v.block_rows.into()) * heads <= d.resident_blocks(v);
     if before == 0 || a.window.right.is_some() {
@@ -268,14 +275,14 @@ fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d
 }
 
 /// Returns the least time of the launches of a deterministic main kernel, and the key blocks of a head in each of them; None if no number
-/// of them fits the tail. A head has `blocks` large blocks, then `tail` small blocks in a tail. The unit of time is that of a large block.
+/// of them fits the tail. The unit of time is that of a large block.
 ///
 /// Each block of a launch adds to its own accumulator, and launches run in order, so the order of every sum is fixed. More accumulators
 /// fill the GPU, but zeroing and adding them takes time. An accumulator is written and read once, 8 bytes per element. A block computes
 /// `10 * block_rows` flops (five products) for each element of dq in its rows. On a V100 (docs/design/volta-backward.md) kernels compute
 /// 76 TFLOP/s, and memory transfers 0.83 TB/s.
-fn blocks_of_launch(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &DeviceLimits) -> Option<(f64, u32)> {
-    const FLOPS_A_BYTE: f64 = 76.0 / 0.83;
+fn blocks_of_launch(main: &Variant, KeyBlocks { large: blocks, tail }: KeyBlocks, a: &Attention, d: &DeviceLimits) -> Option<(f64, u32)> {
+    const FLOPS_PER_BYTE: f64 = 76.0 / 0.83;
     // eight accumulators in fp32 are 16 times the memory of q
     const MAX_ACCUMULATORS: u64 = 8;
     let (_, heads) = rows_and_heads(main, a);
@@ -289,8 +296,9 @@ fn blocks_of_launch(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &D
     };
     // Time of an accumulator: 8 bytes for each element of dq, of all heads, over 10 * block_rows flops for each of the elements that a
     // wave's blocks meet. 0.8 is 8 / 10.
-    let per_accumulator = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / resident_blocks as f64);
-    let of_tail = if tail > 0 { TAIL } else { 0.0 };
+    let per_accumulator = 0.8 * FLOPS_PER_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / resident_blocks as f64);
+    let tail = tail.map_or(0, |(_, small_blocks)| small_blocks);
+    let of_tail = if tail > 0 { TAIL_TIME } else { 0.0 };
     // `sums`: accumulators, and key blocks of a head in a launch
     let cost =
         |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * per_accumulator;
@@ -304,7 +312,5 @@ fn blocks_of_launch(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &D
 /// scores and dP again, in one launch, without accumulators.
 fn separate_time(main: &Variant, a: &Attention, d: &DeviceLimits) -> f64 {
     const PRODUCTS: f64 = 7.0 / 5.0;
-    let (rows, heads) = rows_and_heads(main, a);
-    let blocks = (rows as u64).div_ceil(main.block_rows.into()) * (heads * a.batch) as u64;
-    PRODUCTS * blocks.div_ceil(d.resident_blocks(main)) as f64
+    PRODUCTS * usual_blocks(main, a).div_ceil(d.resident_blocks(main)) as f64
 }

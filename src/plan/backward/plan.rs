@@ -35,6 +35,23 @@ pub struct BackwardPlan {
 }
 
 impl BackwardPlan {
+    /// Returns a plan of one kernel that computes everything, without atomics.
+    pub(super) fn new(main: PlannedKernel, a: &Attention) -> BackwardPlan {
+        BackwardPlan {
+            preprocess: None,
+            main,
+            postprocess: None,
+            deterministic: true,
+            main_launches: 1,
+            tail: None,
+            dq_accum_splits: 0,
+            scratch: scratch(main.variant),
+            scratch_rows: scratch_rows(main.variant, a),
+            headdim_rounded: 0,
+            stored: None,
+        }
+    }
+
     /// Returns (first batch entry, number of entries) of each part of the batch; a part has its own launches of all kernels.
     pub fn batch_chunks(&self, batch: i64) -> impl Iterator<Item = (i64, i64)> {
         chunks(batch, self.stored.map_or(MAX_GRID_YZ, |s| s.batches))
@@ -66,7 +83,7 @@ pub struct Tail {
 }
 
 /// Returns the query rows of an entry in the scratch memory, or of all entries.
-pub(super) fn scratch_rows(v: &Variant, a: &Attention) -> i64 {
+fn scratch_rows(v: &Variant, a: &Attention) -> i64 {
     let multiple = scratch(v).row_rounding;
     // A packed sequence begins at (its first row + its number * row_rounding), rounded down to a multiple (csrc/backward/scratch.cuh). So
     // each has room for its own rounding.
@@ -76,13 +93,14 @@ pub(super) fn scratch_rows(v: &Variant, a: &Attention) -> i64 {
 /// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
 pub const STORED_ROWS: i64 = 128;
 /// Most tiles of a launch, unless one key tile needs more. P and dS take 128 MiB then. Of fp32 tensors, as sums of two numbers with units
-/// (scales), they take 257 MiB (with [`MOST_TIMES`] up to 1,028 MiB). With half as many tiles, blocks of headdim 256 leave a fifth of the
+/// (scales), they take 257 MiB (with [`MAX_GROWTH`] up to 1,028 MiB). With half as many tiles, blocks of headdim 256 leave a fifth of the
 /// last wave (the blocks that a GPU runs at once) empty.
 const MAX_TILES: i64 = 2048;
-/// Blocks of gradients of a launch that fill a V100 (80 SMs of two) four times: with fewer, others idle beside the longest.
-const FULL_BLOCKS: i64 = 640;
-/// Launches of fp32 tensors that would have fewer than [`FULL_BLOCKS`] may have up to this many times [`MAX_TILES`].
-const MOST_TIMES: i64 = 4;
+/// Fewest blocks of gradients in a launch of fp32 tensors: four waves of a V100 (80 SMs with two blocks each). In a launch of fewer, most
+/// of the GPU idles until the longest block ends.
+const MIN_GRADIENT_BLOCKS: i64 = 640;
+/// Launches of fp32 tensors with fewer than [`MIN_GRADIENT_BLOCKS`] may have twice [`MAX_TILES`], or this many times as many.
+const MAX_GROWTH: i64 = 4;
 /// Key tiles of a launch that fill a GPU. With fewer, the blocks that sum dk and dv are few and long.
 const FULL_KEY_TILES: i64 = 16;
 
@@ -117,13 +135,14 @@ fn even(n: i64, most: i64) -> i64 {
 }
 
 impl StoredPlan {
+    /// Returns the plan of a problem. `split`: its tensors are fp32, and launches may be larger to fill the GPU.
     pub(super) fn new(a: &Attention, split: bool) -> StoredPlan {
-        let with_room = |more| StoredPlan::of_most(a, split, more * MAX_TILES);
+        let grown = |times| StoredPlan::with_tiles(a, split, times * MAX_TILES);
         if !split {
-            return with_room(1);
+            return grown(1);
         }
-        let fills = |plan: &StoredPlan| plan.batches.min(a.batch) * plan.heads * plan.blocks_of_head(a) >= FULL_BLOCKS;
-        [1, 2].map(with_room).into_iter().find(fills).unwrap_or_else(|| with_room(MOST_TIMES))
+        let fills = |plan: &StoredPlan| plan.batches.min(a.batch) * plan.heads * plan.blocks_of_head(a) >= MIN_GRADIENT_BLOCKS;
+        [1, 2].map(grown).into_iter().find(fills).unwrap_or_else(|| grown(MAX_GROWTH))
     }
 
     /// Returns the blocks of a KV head's gradients in a launch.
@@ -132,7 +151,7 @@ impl StoredPlan {
     }
 
     /// Returns the plan whose launches have at most `max_tiles` tiles, or one key tile of one KV head.
-    fn of_most(a: &Attention, split: bool, max_tiles: i64) -> StoredPlan {
+    fn with_tiles(a: &Attention, split: bool, max_tiles: i64) -> StoredPlan {
         // packed: the first tile of sequence i is number (its first row) / 128 + i (first_stored_tile in csrc/backward/stored_scores.cuh)
         let query_tiles = a.total_q().map_or(tiles(a.seqlen_q), |total| total / STORED_ROWS + a.batch + 1);
         let of_entry = a.nheads / a.nheads_k * query_tiles;

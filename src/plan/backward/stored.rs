@@ -1,14 +1,14 @@
 //! Plans the backward pass for large headdims, and for fp32: a scores kernel stores P (probabilities) and dS (gradients of scores), and a
 //! gradients kernel multiplies them to dq, dk and dv. plan.rs divides both into launches.
 
-use super::plan::{scratch_rows, tiles, BackwardPlan, StoredPlan};
+use super::plan::{tiles, BackwardPlan, StoredPlan};
 use crate::error::Result;
 use crate::kernels::{self, Family, Kernels};
 use crate::limits::COMMON_HEADDIM;
 use crate::plan::choose::choose;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::kernel::{planned, scratch, PlannedKernel, Reason};
+use crate::plan::kernel::{planned, PlannedKernel, Reason};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
@@ -43,15 +43,9 @@ pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &De
     let on = |kernel, blocks: [i64; 2]| PlannedKernel::new(kernel, blocks.map(|n| n as u32));
     Ok(BackwardPlan {
         preprocess: Some(planned(preprocess, a)),
-        main: on(scores, [rounded * plan.key_tiles, plan.heads * group]),
         postprocess: Some(on(gradients, [plan.heads * plan.blocks_of_head(a), 1])),
-        deterministic: true,
         main_launches: plan.launches(a.nheads_k).count() as u32,
-        tail: None,
-        dq_accum_splits: 0,
-        scratch: scratch(scores.0),
-        scratch_rows: scratch_rows(scores.0, a),
-        headdim_rounded: 0,
         stored: Some(plan),
+        ..BackwardPlan::new(on(scores, [rounded * plan.key_tiles, plan.heads * group]), a)
     })
 }

@@ -14,22 +14,22 @@ use crate::problem::Attention;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Time of a step of 32 queries: all times here are in tenths of it.
+/// Time of a step of 32 queries: all times here are in tenths of it, of blocks of [`LARGE_BLOCK`] keys.
 const STEP: u64 = 10;
 /// Time to load K and V and to write dK and dV: 2.1 to 2.5 steps at headdims 64 and 128.
 const FIXED: u64 = 22;
 /// Time to write the fp32 gradients of a split, or to read them.
 const PARTIAL: u64 = 25;
-/// Most waves of a usual grid that may be divided: larger grids lose little in the last wave.
+/// Most waves (as many blocks as are resident) of a usual grid that may be divided: larger grids lose little in the last wave.
 const MAX_WAVES: u64 = 8;
-/// Maximum scratch memory of splits, bytes.
+/// Maximum scratch memory of splits: 64 MiB, in bytes.
 const MAX_SCRATCH: u64 = 64 << 20;
-/// Keys of a block whose times these are.
+/// Keys of a block.
 const LARGE_BLOCK: u32 = 128;
-/// Time of smaller blocks relative to large ones, as a fraction (numerator, denominator). At headdim 64, N=1024, 32 heads on 8 KV heads, a
-/// step takes 3.1 us instead of 5.2. There smaller blocks have two roles of warps (P and dV; dS and dK), large
-/// ones have one.
-const SMALL: (u64, u64) = (6, 10);
+/// Time of smaller blocks, percent of that of large ones. At headdim 64, with 1024 queries and keys and 32
+/// heads on 8 KV heads, a step takes 3.1 us instead of 5.2. There smaller blocks have two roles of warps (P and dV; dS and dK), large ones
+/// have one.
+const SMALL_PERCENT: u64 = 60;
 /// Limits of a split's steps that are tried: 2 to 19 twentieths of the longest key block.
 const PARTS: u32 = 20;
 
@@ -44,6 +44,24 @@ pub struct BackwardStreamKPlan {
     /// Maximum steps of a split.
     pub limit: u32,
     shape: Shape,
+}
+
+/// A block of a stream-K grid: some steps of a key block.
+struct Split {
+    key_block: u32,
+    first_step: u32,
+    /// The step after the last.
+    end_step: u32,
+    /// Number among the splits of the key block.
+    number: u32,
+    /// Splits of the key block; 1: it is whole.
+    of: u32,
+}
+
+impl Split {
+    fn steps(&self) -> u32 {
+        self.end_step - self.first_step
+    }
 }
 
 /// What decides the steps of a key block (`QueryRange` in csrc/backward/iteration_range.cuh).
@@ -137,16 +155,16 @@ impl BackwardStreamKPlan {
         }
     }
 
-    /// Returns the blocks of a head, the longest first: key block, first step, end, number of the split, and splits of the key block.
-    fn blocks(&self) -> Vec<(u32, u32, u32, u32, u32)> {
-        let mut blocks: Vec<_> = (0..self.key_blocks)
-            .flat_map(|block| {
-                let (steps, splits) = (self.shape.steps(block), self.splits(block));
-                let limit = if splits == 1 { steps } else { self.limit };
-                (0..splits).map(move |i| (block, i * limit, ((i + 1) * limit).min(steps), i, splits))
-            })
-            .collect();
-        blocks.sort_by_key(|&(_, first, end, ..)| Reverse(end - first));
+    /// Returns the blocks of a head, the longest first.
+    fn blocks(&self) -> Vec<Split> {
+        let of_key_block = |key_block| {
+            let (steps, of) = (self.shape.steps(key_block), self.splits(key_block));
+            let limit = if of == 1 { steps } else { self.limit };
+            let end = move |number: u32| ((number + 1) * limit).min(steps);
+            (0..of).map(move |number| Split { key_block, first_step: number * limit, end_step: end(number), number, of })
+        };
+        let mut blocks: Vec<_> = (0..self.key_blocks).flat_map(of_key_block).collect();
+        blocks.sort_by_key(|split| Reverse(split.steps()));
         blocks
     }
 
@@ -154,7 +172,7 @@ impl BackwardStreamKPlan {
     /// take the GPU's places in their order, each as soon as one is free.
     fn time(&self, v: &Variant, d: &DeviceLimits) -> Option<u64> {
         if self.key_blocks as usize > MAX_BACKWARD_SPLITS {
-            return None;
+            return None; // without a list of them
         }
         let blocks = self.blocks();
         if blocks.len() > MAX_BACKWARD_SPLITS {
@@ -164,8 +182,8 @@ impl BackwardStreamKPlan {
         // number of the GPU's places for blocks, by the time from which they are free
         let mut free = BTreeMap::from([(0, resident)]);
         let mut end = 0;
-        for &(_, first, last, _, splits) in &blocks {
-            let time = FIXED + u64::from(last - first) * STEP + if splits > 1 { PARTIAL } else { 0 };
+        for split in &blocks {
+            let time = FIXED + u64::from(split.steps()) * STEP + if split.of > 1 { PARTIAL } else { 0 };
             let mut heads = u64::from(self.heads);
             while heads > 0 {
                 let (begin, places) = free.pop_first()?;
@@ -180,12 +198,12 @@ impl BackwardStreamKPlan {
         }
         // splits that the last block of a key block reads from scratch memory; of two it keeps its own in registers
         let read = |splits: u32| if splits > 2 { splits } else { splits - 1 };
-        let most_read = blocks.iter().map(|&(.., splits)| read(splits)).max().unwrap_or(0);
+        let most_read = blocks.iter().map(|split| read(split.of)).max().unwrap_or(0);
         let end = end + u64::from(most_read) * PARTIAL;
         // blocks alone on their SMs take 3/4 of the time
         let are_alone = resident > sms && blocks.len() as u64 * u64::from(self.heads) <= sms;
         let end = if are_alone { end * 3 / 4 } else { end };
-        Some(if v.block_rows < LARGE_BLOCK { end * SMALL.0 / SMALL.1 } else { end })
+        Some(if v.block_rows < LARGE_BLOCK { end * SMALL_PERCENT / 100 } else { end })
     }
 
     /// Returns the first key block that is split, the number from this one to the last, and the most splits of one.
@@ -196,22 +214,24 @@ impl BackwardStreamKPlan {
         (first, blocks, (0..self.key_blocks).map(|block| self.splits(block)).max().unwrap_or(1))
     }
 
+    /// Returns the memory for the gradients of splits.
     fn scratch_bytes(&self, v: &Variant) -> u64 {
         let (_, blocks, max_splits) = self.split_blocks();
         4 * u64::from(self.heads * blocks * max_splits) * u64::from(v.block_rows * (v.headdim + v.headdim_v))
     }
 
+    /// Returns the blocks of the grid for each head.
     pub fn blocks_of_head(&self) -> u32 {
         (0..self.key_blocks).map(|block| self.splits(block)).sum()
     }
 
     /// Returns the blocks in the order in which they should start.
     pub fn schedule(&self) -> BackwardStreamKSchedule {
-        let encoded = |&(block, first, end, index, splits): &(u32, u32, u32, u32, u32)| StreamKSplit {
-            tile: block as u16,
-            first: first as u16,
-            end: end as u16,
-            part: StreamKSplit::part(index as u16, splits as u16),
+        let encoded = |split: &Split| StreamKSplit {
+            tile: split.key_block as u16,
+            first: split.first_step as u16,
+            end: split.end_step as u16,
+            part: StreamKSplit::part(split.number as u16, split.of as u16),
         };
         let (first_tile, tiles, max_splits) = self.split_blocks();
         BackwardStreamKSchedule { splits: self.blocks().iter().map(encoded).collect(), first_tile, tiles, max_splits }
