@@ -150,7 +150,7 @@ pub fn image(variant: &Variant) -> &'static Image {
 }
 
 impl Image {
-    /// Returns a hash of the (compressed) machine code, by which benchmarks/marks.py tells whether a published kernel changed.
+    /// Returns a hash of the (compressed) machine code, by which `--resume` of benchmarks/driver.py tells whether a kernel changed.
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.cubin.hash(&mut hasher);
