@@ -67,14 +67,14 @@ def traced(
     # the defaults that torch's function sets before it calls its operator
     for name, default in (("PRESCALE_QK", False), ("ROWS_GUARANTEED_SAFE", False), ("BLOCKS_ARE_CONTIGUOUS", False), ("WRITE_DQ", True)):
         options.setdefault(name, default)
-    result = operator(query, key, value, score_mod, block_mask.as_tuple(), scale, options)
+    out, lse, *maxima = operator(query, key, value, score_mod, block_mask.as_tuple(), scale, options)
     # the operator returns lse and maxima to base 2
-    lse = result[1] * math.log(2.0) if wanted else result[1]
+    lse = lse * math.log(2.0) if wanted else lse
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return result[0], AuxOutput(lse=lse if wanted else None, max_scores=result[2] * math.log(2.0) if max_scores else None)
-    return (result[0], lse) if return_lse else result[0]
+        return out, AuxOutput(lse=lse if wanted else None, max_scores=maxima[0] * math.log(2.0) if max_scores else None)
+    return (out, lse) if return_lse else out
 
 
 def _install() -> None:
