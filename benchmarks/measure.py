@@ -1,18 +1,18 @@
-"""Measures time and peak memory of a function ("work") on a device, and what it launches in the simulator. The benchmarks call it."""
+"""Measures the time of a function ("work") on a device, and what it launches in the simulator. The benchmarks call it."""
 
 from __future__ import annotations
 
-import gc
 import time
-import warnings
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
 from volta_fa.check.kernels import SIMULATED_GPU_VARIABLE, simulate
-from volta_fa.demo.simulated import aligned as aligned  # for the benchmarks: empty tensors aligned as CUDA's allocator does
-from volta_fa.demo.train import cpu_peak
+
+# for the benchmarks: empty tensors aligned as CUDA's allocator does, and the peak of what work allocates
+from volta_fa.demo.simulated import aligned as aligned
+from volta_fa.demo.train import peak_bytes as peak_bytes
 
 Work = Callable[[], object]
 
@@ -51,21 +51,6 @@ def synchronize(device: torch.device) -> None:
     """Waits for the GPU; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def peak_bytes(work: Work, device: torch.device) -> int:
-    """Returns the peak bytes that PyTorch's allocator held during the work, beyond what it held before."""
-    gc.collect()
-    if device.type != "cuda":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the profiler, from which cpu_peak reads allocations
-            return cpu_peak(work)
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def simulated(work: Work, settings: str, gpu: str = "") -> list[dict]:
