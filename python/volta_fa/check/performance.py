@@ -23,7 +23,7 @@ from . import atomics, machine
 from .kernels import Target, lacks_memory
 
 #: Seconds for the runs of one figure, besides the two runs that always happen.
-_OF_A_FIGURE = 0.12
+_SECONDS_PER_FIGURE = 0.12
 #: Query heads (batch 1) of the predictions and so of these figures: enough thread blocks for a V100 at every length.
 HEADS = {"forward": 32, "backward": 40}
 #: Implementations: volta_fa's gradients with and without atomics, and two of PyTorch's.
@@ -291,7 +291,7 @@ def _time(speeds: Speeds, target: Target, point: Point | CachePoint, name: str) 
         if is_ours:
             work()
             speeds.loading += time.monotonic() - begin
-        point.ms[name] = median_ms(work, target.device, _OF_A_FIGURE)
+        point.ms[name] = median_ms(work, target.device, _SECONDS_PER_FIGURE)
     except Exception as error:
         if lacks_memory(error):
             point.missing[name] = OUT_OF_MEMORY

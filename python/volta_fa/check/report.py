@@ -160,7 +160,7 @@ def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         if "nvidia_smi" in card:
             rows.append(("clocks", f"unknown: nvidia-smi {card['nvidia_smi']}"))
         else:
-            clocks = f"SM {_of(card, 'sm_clock_mhz')} MHz, memory {_of(card, 'memory_clock_mhz')} MHz"
+            clocks = f"SM {_of_max(card, 'sm_clock_mhz')} MHz, memory {_of_max(card, 'memory_clock_mhz')} MHz"
             power = f"{_text(card['power_limit_w'])} of {_text(card['power_limit_max_w'])} W allowed"
             rows.append(("driver", f"{_text(card['driver'])}; {clocks}; {power}; ECC {_text(card['ecc'])}"))
     elif facts["target"] == "simulator":
@@ -189,7 +189,8 @@ def _text(value: Any) -> str:  # None: nvidia-smi has no value
     return "unknown" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _of(card: dict[str, Any], name: str) -> str:
+def _of_max(card: dict[str, Any], name: str) -> str:
+    """Returns a clock of nvidia-smi beside its maximum."""
     return f"{_text(card[name])} of {_text(card[name.replace('_mhz', '_max_mhz')])}"
 
 
@@ -304,7 +305,7 @@ def _percent(share: float) -> str:
 
 
 #: Sequence lengths on the page; the plot and the JSON have all.
-_SHOWN = (512, 2048, 8192)
+_SHOWN_SEQLENS = (512, 2048, 8192)
 
 
 def _show_speeds(speeds: Speeds) -> None:
@@ -324,7 +325,7 @@ def _show_speeds(speeds: Speeds) -> None:
         _console.print("\nFast: " + "; ".join(figures), soft_wrap=True)
     if speeds.missing:
         _console.print(f"\nFast: {speeds.missing}", soft_wrap=True)
-    shown = [p for p in speeds.points if p.seqlen in _SHOWN] or speeds.points
+    shown = [p for p in speeds.points if p.seqlen in _SHOWN_SEQLENS] or speeds.points
     predicted = speeds.predictions is not None
     heads = {p.direction: p.nheads for p in speeds.points}
     _console.print("TFLOP/s" + "".join(f", {n} heads {direction}" for direction, n in heads.items()))
@@ -365,6 +366,7 @@ def _show_cached(points: Sequence[CachePoint]) -> None:
 
 
 def _pairs(points: Sequence[Point]) -> dict[tuple[int, int, bool], dict[str, Point]]:
+    """Returns the points by (seqlen, headdim, causal) and direction, in the order of the page's rows."""
     found: dict[tuple[int, int, bool], dict[str, Point]] = defaultdict(dict)
     for point in sorted(points, key=lambda p: (p.headdim, p.causal, p.seqlen)):
         found[point.seqlen, point.headdim, point.causal][point.direction] = point
