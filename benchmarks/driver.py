@@ -154,6 +154,13 @@ class Result:
         return {"row": asdict(self.row), **figures, "kernels": kernels, "main": self.main}
 
 
+#: Columns of tables with the results of both MODELS.
+SPEEDS: dict[str, Callable[[Result], str]] = {
+    "TFLOP/s": lambda r: f"{r.tflops():.1f}",
+    "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+}
+
+
 def _nothing(_: argparse.ArgumentParser) -> None: ...
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from . import report, volta
 from .attention import Shape
-from .driver import GPUS, MODELS, Benchmark, Result, Row
+from .driver import GPUS, MODELS, SPEEDS, Benchmark, Result, Row
 from .report import Grid
 from .volta import FORWARD
 
@@ -63,8 +63,7 @@ def grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
     columns = {
         "headdim, length": lambda r: r.row.name.rpartition(", ")[0],
         "misses": lambda r: r.row.name.rpartition(", ")[2].removesuffix(" misses"),
-        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+        **SPEEDS,
     }
     return [report.table("Forward on a simulated V100, L2 misses modeled", results, columns)]
 

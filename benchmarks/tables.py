@@ -30,7 +30,7 @@ from volta_fa.errors import CommandError
 
 from . import decode, models, report, sparse, volta
 from .attention import Shape
-from .driver import GPUS, PIPES, WAITS, Benchmark, Result, Row, run
+from .driver import GPUS, PIPES, SPEEDS, WAITS, Benchmark, Result, Row, run
 from .long_sequences import LONG_SEQUENCES
 from .measure import Work, aligned
 from .report import Grid
@@ -160,7 +160,7 @@ def headdim_512_rows(_: argparse.Namespace) -> list[Row]:
             if gpu in gpus:
                 found.append(Row(f"{direction}, {'one head, ' * one}N={n}{', causal' * causal}", case, gpu))
         if gpu != "rtx2080ti":
-            with_target = (case for case, targets, _ in decode.wide_cases(gpu) if targets)
+            with_target = (target.case for target in decode.wide_cases(gpu) if target.shares)
             found += [Row(f"decode, {case.kv_heads * case.group} heads on {case.kv_heads}", case, gpu) for case in with_target]
     return found
 
@@ -325,8 +325,7 @@ def float32_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
     columns = {
         "GPU": lambda r: r.row.gpu,
         "case": lambda r: r.row.name,
-        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+        **SPEEDS,
         "slowest kernel alone": lambda r: f"{r.row.case.flops / r.main['us'] / 1e6:.1f}",
     }
     return [report.table("float32: TFLOP/s by the default model, by a perfect instruction cache, of the slowest kernel", results, columns)]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import report
 from .attention import Shape
-from .driver import GPUS, PIPES, WAITS, Benchmark, Gpu, Result, Row, run
+from .driver import GPUS, PIPES, SPEEDS, WAITS, Benchmark, Gpu, Result, Row, run
 from .measure import Work, aligned
 from .report import Grid, ratio, significant, times
 
@@ -298,8 +298,7 @@ def _grid(direction: str, gpu: Gpu, results: Sequence[Result]) -> Grid:
         results,
         {
             "case": lambda r: r.row.name.removeprefix(direction + " "),
-            "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-            "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+            **SPEEDS,
             "of peak": lambda r: f"{r.share():.0%}",
             "kernel": lambda r: r.main["kernel"],
             "registers": lambda r: str(r.main["registers"]),
