@@ -19,7 +19,8 @@ Work = Callable[[], object]
 
 def median_ms(work: Work, device: torch.device, budget: float) -> float:
     """Returns the median time of one run in milliseconds, out of 3 to 50 runs that take about `budget` seconds together."""
-    once = _warm_up(work, device)
+    _seconds(work, device)  # loads code and fills the allocator's cache
+    once = max(_seconds(work, device), 1e-6)
     repeats = min(50, max(3, int(budget / once)))
     if device.type != "cuda":
         return 1e3 * median(_seconds(work, device) for _ in range(repeats))
@@ -31,12 +32,6 @@ def median_ms(work: Work, device: torch.device, budget: float) -> float:
         end.record()
     torch.cuda.synchronize(device)
     return median(start.elapsed_time(end) for start, end in events)
-
-
-def _warm_up(work: Work, device: torch.device) -> float:
-    """Returns the seconds of the second run. The first one loads code and fills the allocator's cache."""
-    _seconds(work, device)
-    return max(_seconds(work, device), 1e-6)
 
 
 def _seconds(work: Work, device: torch.device) -> float:

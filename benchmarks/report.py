@@ -195,16 +195,12 @@ def deliver(
     """
     show(header, grids)
     if options.json:
-        write_json(options.json, data)
+        _write(options.json, json.dumps(data, indent=1) + "\n")
     if options.plot and draw:
         draw(options.plot)
     if options.markdown:
         mark = [marks.mark(kernels)] if header.get("kind of figures", "").startswith("simulated") else []
         _write_markdown(options.markdown, header, grids, options.plot, mark)
-
-
-def write_json(path: Path, data: Any) -> None:
-    _write(path, json.dumps(data, indent=1) + "\n")
 
 
 def _write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None, mark: Sequence[str]) -> None:
