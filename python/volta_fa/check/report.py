@@ -266,20 +266,9 @@ def _show_verdicts(findings: Findings) -> None:
         table.add_row(f"{family} {_PASSES[pass_]}", f"{passed} of {total}", _percent(worst.share) if results else "-", of)
     _console.print(table)
     failed = [v for v in findings.results if v.failures]
-    for result in failed[:_MOST_FAILURES]:
-        worst = result.worst
-        text = result.failures[0]
-        if worst.share > 1:
-            text = f"{worst.result}: {worst.kind} error {worst.error:.3g}, allowed {worst.allowed:.3g} ({worst.problem}, seed {worst.seed})"
-        more = f"; {len(result.failures)} failures in all" if len(result.failures) > 1 else ""
-        _console.print(f"[red]{result.kernel} failed[/red]: {text}{more}", soft_wrap=True)
-    if len(failed) > _MOST_FAILURES:
-        _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
+    _show_kernels("red", [f"[red]{v.kernel} failed[/red]: {_failure(v)}" for v in failed])
     doubtful = [v for v in findings.results if v.inconclusive]
-    for result in doubtful[:_MOST_FAILURES]:
-        _console.print(f"[yellow]{result.kernel} could not be checked[/yellow]: {result.inconclusive[0]}", soft_wrap=True)
-    if len(doubtful) > _MOST_FAILURES:
-        _console.print(f"[yellow]and {len(doubtful) - _MOST_FAILURES} others[/yellow]: the JSON file names them")
+    _show_kernels("yellow", [f"[yellow]{v.kernel} could not be checked[/yellow]: {v.inconclusive[0]}" for v in doubtful])
     if findings.unfit:
         _console.print(f"{len(findings.unfit)} others need more shared memory than this card has")
     for note in sorted({v.note for v in findings.results if v.note}):
@@ -290,6 +279,22 @@ def _show_verdicts(findings: Findings) -> None:
         _console.print("with --tune, plans on this card will not take them any more")
     if findings.unchecked:
         _console.print(f"[yellow]{len(findings.unchecked)} are not checked[/yellow]; plans take them all the same", soft_wrap=True)
+
+
+def _show_kernels(color: str, lines: Sequence[str]) -> None:
+    """Prints a line for each kernel, at most _MOST_FAILURES."""
+    for line in lines[:_MOST_FAILURES]:
+        _console.print(line, soft_wrap=True)
+    if len(lines) > _MOST_FAILURES:
+        _console.print(f"[{color}]and {len(lines) - _MOST_FAILURES} others[/{color}]: the JSON file names them")
+
+
+def _failure(result: KernelResult) -> str:
+    """Returns a kernel's worst error if it is too large, else its first failure, and the number of failures."""
+    worst, text = result.worst, result.failures[0]
+    if worst.share > 1:
+        text = f"{worst.result}: {worst.kind} error {worst.error:.3g}, allowed {worst.allowed:.3g} ({worst.problem}, seed {worst.seed})"
+    return text + (f"; {len(result.failures)} failures in all" if len(result.failures) > 1 else "")
 
 
 def _table(*columns: str, padding: int = 1) -> Table:
