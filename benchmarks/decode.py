@@ -39,7 +39,7 @@ from volta_fa.check.cache_cases import random_tree, tree_words
 from volta_fa.errors import CommandError
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, parts_of
 
-from . import report
+from . import driver, report
 from .attention import Shape
 from .driver import GPUS, Benchmark, Result, Row, run
 from .measure import Work, aligned, median_ms
@@ -54,7 +54,7 @@ PREFILL_HEADS = {"v100": {64: 40, 128: 40, 256: 20}, "t4": {64: 40, 128: 20, 256
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(driver.Case):
     """One call over a cache. Its fields and `str` identify it in --resume files and tables."""
 
     headdim: int

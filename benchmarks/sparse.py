@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import report
-from .driver import Benchmark, Result, Row
+from .driver import Benchmark, Case, Result, Row
 from .measure import Work
 from .report import Grid
 
@@ -31,7 +31,7 @@ KEY_BYTES = HEADDIM + 4
 
 
 @dataclass(frozen=True)
-class IndexerCase:
+class IndexerCase(Case):
     """A call over `keys` of each sequence. A prompt has one sequence, and its queries are the last of its `keys` tokens."""
 
     queries: int
@@ -95,7 +95,7 @@ def indexer_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
 
 
 @dataclass(frozen=True)
-class SparseCase:
+class SparseCase(Case):
     """A call with `queries` query tokens. Each attends to its own `topk` chosen tokens of the cache."""
 
     queries: int
@@ -105,7 +105,6 @@ class SparseCase:
     fp8: bool = True  # rows of the cache are fp8 with scales in 656 bytes (headdim 576) or 584 (512), else of dtype
     headdim: int = 576
     extra: int = 0  # chosen tokens of a second cache (DeepSeek V4)
-    bytes = 0.0  # for driver: operations bound it
 
     def __str__(self) -> str:
         tokens = f"{self.topk}+{self.extra}" if self.extra else f"{self.topk}"

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import report
+from . import driver, report
 from .attention import Shape
 from .driver import GPUS, PIPES, SPEEDS, WAITS, Benchmark, Gpu, Result, Row, run
 from .measure import Work, aligned
@@ -47,14 +47,13 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(driver.Case):
     """One forward or backward pass. `str` names its row."""
 
     direction: str  # FORWARD or BACKWARD
     shape: Shape
     heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
     feature: str = ""  # one of FEATURES, BIAS_GRADIENT, DETERMINISTIC or "mask"
-    bytes = 0.0  # for driver.Case: operations bound it, not the bytes that decoding reads
 
     def __str__(self) -> str:
         s = self.shape
