@@ -1,5 +1,5 @@
 """Trains several copies of the demo's GPT side by side, on the same batches. They differ only in their attention. The text is one that
-every Python installation has: the source of its standard library."""
+every Python installation has: the source of its standard library. The demo (demo/__init__.py) and benchmarks.training call this module."""
 
 from __future__ import annotations
 
@@ -68,11 +68,13 @@ LOSS_SCALE = 2.0**16
 
 @dataclass(frozen=True)
 class Settings:
+    """The model and its training."""
+
     layers: int
     nheads: int
     headdim: int
-    seqlen: int
-    batch: int
+    seqlen: int  # characters, which are tokens, of a window
+    batch: int  # windows of a step
     steps: int
     learning_rate: float = 1e-3
     warmup: int = 20  # steps in which the learning rate rises from zero
