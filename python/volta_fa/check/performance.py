@@ -319,6 +319,7 @@ def _attention(name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = Fal
 
 
 def _drawn(target: Target, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yields a standard normal tensor of each shape: fp16 on a GPU, fp32 on a CPU."""
     generator = torch.Generator(target.device).manual_seed(0)
     dtype = torch.float16 if target.kind == "cuda" else torch.float32
     for shape in shapes:
@@ -382,5 +383,6 @@ def dense_of_cached(point: CachePoint, target: Target) -> tuple[Tensor, Tensor, 
 
 
 def _cached_tensors(point: CachePoint, target: Target) -> Iterator[Tensor]:
+    """Yields q, and the cached tokens as dense k and v."""
     rows = ((point.seqlen_q, GROUP * _KV_HEADS), (point.seqlen, _KV_HEADS), (point.seqlen, _KV_HEADS))
     return _drawn(target, *((point.batch, n, heads, point.headdim) for n, heads in rows))
