@@ -25,7 +25,7 @@ docs/validation/real-cards.md compares the model with PyTorch's kernel on real V
 L2_BYTES = 6 << 20
 L2_RATE, DRAM_RATE = 17.6, 6.4  # bytes per cycle and SM; DRAM: 783 GB/s over 80 SMs at 1.53 GHz
 DRAM_LATENCY = 430  # cycles
-LENGTHS = (8192, 16384, 32768, 65536, 115456)
+LENGTHS = (8192, 16384, 32768, 65536, 115456)  # tokens; the last is a 720p video of HunyuanVideo
 
 
 def miss_share(keys: int, headdim: int, l2_bytes: float = L2_BYTES) -> float:

@@ -24,6 +24,7 @@ _SPARSE = """Sparse latent attention (`volta_fa::fwd_sparse_mla`) on a simulated
 All query heads read one latent per token, whose first 512 columns are the values (MLA). Each query chooses distinct tokens of a cache of
 32,768 in pages of 64, at random.
 """
+#: Tokens of a cache in decoding and of the cache that queries choose from, and of a page.
 TOKENS, PAGE = 32768, 64
 #: Columns of the indexer's heads. A key in a page has a byte of e4m3 for each, and an fp32 scale.
 HEADDIM = 128

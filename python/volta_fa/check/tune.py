@@ -26,8 +26,8 @@ from .performance import Work, median_ms
 
 #: An alternative must be this share faster in every round. Repeated medians of one kernel differ by less.
 MARGIN = 0.05
-_ROUNDS = 3
-_SECONDS_PER_FIGURE = 0.01
+_ROUNDS = 3  # in each, all alternatives of a class are measured
+_SECONDS_PER_FIGURE = 0.01  # of one alternative in one round
 #: Calls between two CUDA events. A launch costs the CPU about 10 us, and several calls hide this.
 _CALLS = 8
 #: Maximum number of choices that src/tuning.rs reads from a file.
