@@ -23,7 +23,7 @@ from torch import Tensor
 from volta_fa import BlockMask
 from volta_fa.errors import CommandError
 
-from . import report
+from . import driver, report
 from .driver import Benchmark, Result, Row, run
 from .measure import Work, aligned
 from .report import Grid
@@ -65,14 +65,13 @@ SWEEP = [Mask(direction, density, partial, 2048) for direction, density, partial
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(driver.Case):
     """A call with the mask. If `plain`, a call of the same shape without it; documents are then given by cu_seqlens."""
 
     mask: Mask
     headdim: int
     nheads: int
     plain: bool = False
-    bytes = 0.0  # for driver: operations bound it
 
     @property
     def flops(self) -> float:

@@ -27,7 +27,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from volta_fa.check.cache_cases import random_tree, tree_words
 from volta_fa.errors import CommandError
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, parts_of
 
-from . import report
+from . import driver, report
 from .attention import Shape
 from .driver import GPUS, Benchmark, Result, Row, run
 from .measure import Work, aligned, median_ms
@@ -54,7 +54,7 @@ PREFILL_HEADS = {"v100": {64: 40, 128: 40, 256: 20}, "t4": {64: 40, 128: 20, 256
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(driver.Case):
     """One call over a cache. Its fields and `str` identify it in --resume files and tables."""
 
     headdim: int
@@ -163,80 +163,82 @@ class Case:
 
 # ---- cases ---------------------------------------------------------------------------------------------------------------------------
 
-#: Minimum shares at the default DRAM latency (or measured), and at 3000 cycles; fewer: no target.
-Targets = tuple[float, ...]
-#: A case, its targets and its minimum TFLOP/s (0: none).
-Aimed = tuple[Case, Targets, float]
+
+class Target(NamedTuple):
+    """A case and what it must reach."""
+
+    case: Case
+    shares: tuple[float, ...] = ()  # minimum at the default DRAM latency (or measured), and at 3000 cycles; fewer: no target
+    tflops: float = 0.0  # minimum; 0: no target
 
 
-def cases(everything: bool) -> Iterator[Aimed]:
+def cases(everything: bool) -> Iterator[Target]:
     """Yields the simulated cases. Most have 65,536 tokens in total, so that their times compare."""
-    targets = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80,), 1024: (0.60,)}
     for headdim in (64, 128, 256):
-        for seqlen, aims in targets.items():
+        for seqlen, shares in {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80,), 1024: (0.60,)}.items():
             base = Case(headdim, (seqlen,) * (65536 // seqlen))
             groups = (1, 4, 6, 8) if everything or seqlen == 16384 else (8,)
             pages = (16, 64, 256) if everything or seqlen == 16384 else (16,)
             several = (replace(base, group=g, page=p) for g in groups for p in pages if everything or p == 16 or g == 8)
-            yield from ((case, aims, 0) for case in several)
-        yield from ((Case(headdim, (16384,) * 4, group=g, seqlen_q=n), (), 0) for g in (4, 8) for n in (2, 4, 8))
+            yield from (Target(case, shares) for case in several)
+        yield from (Target(Case(headdim, (16384,) * 4, group=g, seqlen_q=n)) for g in (4, 8) for n in (2, 4, 8))
     yield from uneven_cases()
 
 
-def uneven_cases() -> Iterator[Aimed]:
+def uneven_cases() -> Iterator[Target]:
     """Yields one long sequence among short ones, and equal sequences."""
-    yield Case(128, (65536, *[512] * 63)), (), 0
-    yield Case(128, (1528,) * 64), (), 0  # 64 x 1528 is the total of the case above
+    yield Target(Case(128, (65536, *[512] * 63)))
+    yield Target(Case(128, (1528,) * 64))  # 64 x 1528 is the total of the case above
 
 
-def measured_cases() -> Iterator[Aimed]:
+def measured_cases() -> Iterator[Target]:
     """Yields cases that are large enough for a GPU with terabytes per second."""
     for headdim in (64, 128, 256):
-        yield Case(headdim, (65536,) * 16), (0.85,), 0
-        yield from ((Case(headdim, (16384,) * 16, seqlen_q=n), (), 0) for n in (1, 2, 4, 8))
-        yield from ((Case(headdim, (seqlen,) * 16), (), 0) for seqlen in (4096, 1024))
+        yield Target(Case(headdim, (65536,) * 16), (0.85,))
+        yield from (Target(Case(headdim, (16384,) * 16, seqlen_q=n)) for n in (1, 2, 4, 8))
+        yield from (Target(Case(headdim, (seqlen,) * 16)) for seqlen in (4096, 1024))
     yield from uneven_cases()
 
 
-def quantized_cases() -> Iterator[Aimed]:
+def quantized_cases() -> Iterator[Target]:
     """Yields cases with about as many bytes as the fp16 cases: four times the batch for int4, twice for the others."""
     for kv_dtype in CACHE_KV_DTYPES:
         batch_factor = 4 if kv_dtype == "int4" else 2
         long = (0.88 if kv_dtype in ("int8", "fp8_e5m2") else 0.80,) * 2
         for headdim in (64, 128, 256):
-            for seqlen, targets in ((65536, long), (16384, long), (4096, (0.78,))):
+            for seqlen, shares in ((65536, long), (16384, long), (4096, (0.78,))):
                 for group in (8, 1) if seqlen == 16384 else (8,):
-                    yield Case(headdim, (seqlen,) * (batch_factor * 65536 // seqlen), group=group, kv_dtype=kv_dtype), targets, 0
+                    yield Target(Case(headdim, (seqlen,) * (batch_factor * 65536 // seqlen), group=group, kv_dtype=kv_dtype), shares)
 
 
-def tree_cases() -> Iterator[Aimed]:
+def tree_cases() -> Iterator[Target]:
     """Yields pairs of cases, without and with a tree mask, whose times compare."""
     for headdim in (64, 128, 256):
         for group, seqlen_q in ((1, 16), (4, 8), (4, 16), (8, 8)):
-            yield from ((Case(headdim, (4096,) * 8, group=group, seqlen_q=seqlen_q, tree=tree), (), 0) for tree in (False, True))
+            yield from (Target(Case(headdim, (4096,) * 8, group=group, seqlen_q=seqlen_q, tree=tree)) for tree in (False, True))
     for headdim in (128, 256):
         for name in CACHE_KV_DTYPES:
-            yield from ((Case(headdim, (4096,) * 8, group=4, seqlen_q=8, kv_dtype=name, tree=tree), (), 0) for tree in (False, True))
+            yield from (Target(Case(headdim, (4096,) * 8, group=4, seqlen_q=8, kv_dtype=name, tree=tree)) for tree in (False, True))
 
 
-def wide_cases(gpu: str) -> Iterator[Aimed]:
+def wide_cases(gpu: str) -> Iterator[Target]:
     """Yields cases of Gemma 4's global layers: the models' query and KV heads, steps that verify 2 to 8 draft tokens, quantized caches."""
     base = Case(512, (4096,) * 8)
-    yield from ((replace(base, kv_heads=n), (0.95 if gpu in ("", "v100") else 0.90,), 0) for n in (1, 2, 4))
-    yield from ((replace(base, kv_heads=heads, group=group), (), 0) for heads, group in ((2, 4), (1, 16)))
-    yield from ((replace(base, kv_heads=4, seqlen_q=n), (), 0) for n in (2, 4, 8))
-    yield from ((replace(base, kv_heads=4, kv_dtype=name), (), 0) for name in CACHE_KV_DTYPES)
+    yield from (Target(replace(base, kv_heads=n), (0.95 if gpu in ("", "v100") else 0.90,)) for n in (1, 2, 4))
+    yield from (Target(replace(base, kv_heads=heads, group=group)) for heads, group in ((2, 4), (1, 16)))
+    yield from (Target(replace(base, kv_heads=4, seqlen_q=n)) for n in (2, 4, 8))
+    yield from (Target(replace(base, kv_heads=4, kv_dtype=name)) for name in CACHE_KV_DTYPES)
 
 
-def latent_cases() -> Iterator[Aimed]:
+def latent_cases() -> Iterator[Target]:
     """Yields cases of `fwd_mla`. With 16 heads quantized caches have twice the tokens, in about the same bytes."""
 
-    def of(heads: int, batch: int, seqlen: int, targets: Targets = (), tflops: float = 0, **options: Any) -> Aimed:
-        return Case(576, (seqlen,) * batch, heads, page=64, kv_heads=1, latents=True, **options), targets, tflops
+    def of(heads: int, batch: int, seqlen: int, shares: tuple[float, ...] = (), tflops: float = 0, **options: Any) -> Target:
+        return Target(Case(576, (seqlen,) * batch, heads, page=64, kv_heads=1, latents=True, **options), shares, tflops)
 
     for kv_dtype in ("", "int8", "fp8_e5m2", "fp8_e4m3"):
-        targets, batch = (0.80 if kv_dtype == "fp8_e4m3" else 0.88,) * 2, 2 if kv_dtype else 1
-        yield from (of(16, 262144 // n * batch, n, targets, kv_dtype=kv_dtype) for n in (65536, 16384))
+        shares, batch = (0.80 if kv_dtype == "fp8_e4m3" else 0.88,) * 2, 2 if kv_dtype else 1
+        yield from (of(16, 262144 // n * batch, n, shares, kv_dtype=kv_dtype) for n in (65536, 16384))
         yield of(16, 64 * batch, 4096, (0.78,), kv_dtype=kv_dtype)
         yield of(128, 16, 4096, tflops=60, kv_dtype=kv_dtype)
     yield of(16, 1, 65536, (0.88, 0.88))
@@ -246,14 +248,14 @@ def latent_cases() -> Iterator[Aimed]:
     yield of(128, 1, 32768, tflops=60)
 
 
-def prefill_cases(gpu: str, tokens: int) -> Iterator[Aimed]:
+def prefill_cases(gpu: str, tokens: int) -> Iterator[Target]:
     """Yields the cases of each headdim: dense K and V first, then each page size."""
     if gpu not in PREFILL_HEADS:
         raise CommandError(f"--gpu {gpu}: expected one of {', '.join(filter(None, PREFILL_HEADS))} for --prefill")
     if tokens < 512 or tokens % 256:
         raise CommandError(f"--tokens {tokens}: expected a multiple of 256, at least 512")
     for headdim, nheads in PREFILL_HEADS[gpu].items():
-        yield from ((Case(headdim, (tokens,), nheads // 4, 512, page, kv_heads=4), (), 0) for page in (0, 16, 64, 256))
+        yield from (Target(Case(headdim, (tokens,), nheads // 4, 512, page, kv_heads=4)) for page in (0, 16, 64, 256))
 
 
 #: (kernel, GB/s that it reads on a V100, note), derived from published times. Attention counts the KV cache alone. Rows: queries times
@@ -302,8 +304,8 @@ def rows(options: argparse.Namespace) -> list[Row]:
         "": measured_cases if not gpu else lambda: cases(options.all),
     }[options.kind]()
     models = LATENCIES if gpu and options.kind != "prefill" else ("",)
-    found = ((replace(case, bfloat=options.bfloat), targets, tflops) for case, targets, tflops in listed)
-    return [Row(str(case), case, gpu, models, tflops, targets) for case, targets, tflops in found]
+    found = (target._replace(case=replace(target.case, bfloat=options.bfloat)) for target in listed)
+    return [Row(str(target.case), target.case, gpu, models, target.tflops, target.shares) for target in found]
 
 
 # ---- results -----------------------------------------------------------------------------------------------------

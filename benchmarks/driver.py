@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,19 +77,19 @@ WAITS = {
 }
 
 
-class Case(Protocol):
-    """What a row times. A frozen dataclass: its fields determine the calls, and its repr is a key of --resume files."""
+class Case:
+    """What a row times. Subclasses are frozen dataclasses: their fields determine the calls, and their repr is a key of --resume files."""
+
+    bytes = 0.0  # of keys and values that decoding reads; 0: operations bound the case
 
     @property
     def flops(self) -> float:
         """Operations of all calls."""
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of keys and values that decoding reads; 0: operations bound the case."""
+        raise NotImplementedError
 
     def calls(self, device: str) -> list[Work]:
         """Returns the calls on tensors of a device."""
+        raise NotImplementedError
 
 
 class Call(NamedTuple):
@@ -152,6 +152,13 @@ class Result:
         figures = {name: [getattr(self, name)(m) for m in models] for name in ("us", "tflops", "gb_s", "share")}
         kernels = {launch["kernel"]: launch["us"] for launch in self.launches[0]}
         return {"row": asdict(self.row), **figures, "kernels": kernels, "main": self.main}
+
+
+#: Columns of tables with the results of both MODELS.
+SPEEDS: dict[str, Callable[[Result], str]] = {
+    "TFLOP/s": lambda r: f"{r.tflops():.1f}",
+    "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+}
 
 
 def _nothing(_: argparse.ArgumentParser) -> None: ...

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from . import report, volta
 from .attention import Shape
-from .driver import GPUS, MODELS, Benchmark, Result, Row
+from .driver import GPUS, MODELS, SPEEDS, Benchmark, Result, Row
 from .report import Grid
 from .volta import FORWARD
 
@@ -25,7 +25,7 @@ docs/validation/real-cards.md compares the model with PyTorch's kernel on real V
 L2_BYTES = 6 << 20
 L2_RATE, DRAM_RATE = 17.6, 6.4  # bytes per cycle and SM; DRAM: 783 GB/s over 80 SMs at 1.53 GHz
 DRAM_LATENCY = 430  # cycles
-LENGTHS = (8192, 16384, 32768, 65536, 115456)
+LENGTHS = (8192, 16384, 32768, 65536, 115456)  # tokens; the last is a 720p video of HunyuanVideo
 
 
 def miss_share(keys: int, headdim: int, l2_bytes: float = L2_BYTES) -> float:
@@ -63,8 +63,7 @@ def grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
     columns = {
         "headdim, length": lambda r: r.row.name.rpartition(", ")[0],
         "misses": lambda r: r.row.name.rpartition(", ")[2].removesuffix(" misses"),
-        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+        **SPEEDS,
     }
     return [report.table("Forward on a simulated V100, L2 misses modeled", results, columns)]
 

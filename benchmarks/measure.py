@@ -1,25 +1,26 @@
-"""Measures time and peak memory of a function ("work") on a device, and what it launches in the simulator. The benchmarks call it."""
+"""Measures the time of a function ("work") on a device, and what it launches in the simulator. The benchmarks call it."""
 
 from __future__ import annotations
 
-import gc
 import time
-import warnings
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
 from volta_fa.check.kernels import SIMULATED_GPU_VARIABLE, simulate
-from volta_fa.demo.simulated import aligned as aligned  # for the benchmarks: empty tensors aligned as CUDA's allocator does
-from volta_fa.demo.train import cpu_peak
+
+# for the benchmarks: empty tensors aligned as CUDA's allocator does, and the peak of what work allocates
+from volta_fa.demo.simulated import aligned as aligned
+from volta_fa.demo.train import peak_bytes as peak_bytes
 
 Work = Callable[[], object]
 
 
 def median_ms(work: Work, device: torch.device, budget: float) -> float:
     """Returns the median time of one run in milliseconds, out of 3 to 50 runs that take about `budget` seconds together."""
-    once = _warm_up(work, device)
+    _seconds(work, device)  # loads code and fills the allocator's cache
+    once = max(_seconds(work, device), 1e-6)
     repeats = min(50, max(3, int(budget / once)))
     if device.type != "cuda":
         return 1e3 * median(_seconds(work, device) for _ in range(repeats))
@@ -31,12 +32,6 @@ def median_ms(work: Work, device: torch.device, budget: float) -> float:
         end.record()
     torch.cuda.synchronize(device)
     return median(start.elapsed_time(end) for start, end in events)
-
-
-def _warm_up(work: Work, device: torch.device) -> float:
-    """Returns the seconds of the second run. The first one loads code and fills the allocator's cache."""
-    _seconds(work, device)
-    return max(_seconds(work, device), 1e-6)
 
 
 def _seconds(work: Work, device: torch.device) -> float:
@@ -51,21 +46,6 @@ def synchronize(device: torch.device) -> None:
     """Waits for the GPU; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def peak_bytes(work: Work, device: torch.device) -> int:
-    """Returns the peak bytes that PyTorch's allocator held during the work, beyond what it held before."""
-    gc.collect()
-    if device.type != "cuda":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the profiler, from which cpu_peak reads allocations
-            return cpu_peak(work)
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def simulated(work: Work, settings: str, gpu: str = "") -> list[dict]:

@@ -24,8 +24,9 @@ from .measure import peak_bytes
 from .report import Grid, significant
 
 PASSES = ("forward", "forward and backward")
+#: Defaults by device.
 SEQLENS = {"cuda": [512, 1024, 2048, 4096, 8192, 16384], "cpu": [128, 256, 512, 1024, 2048, 4096]}
-QUICK_SEQLENS = [64, 128]
+QUICK_SEQLENS = [64, 128]  # of --quick
 NHEADS = {"cuda": 16, "cpu": 4}
 
 

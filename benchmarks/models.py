@@ -142,7 +142,7 @@ def layers_of_models(sms: int) -> Iterator[Row]:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(driver.Case):
     """Forward and, in training, backward of a layer. Decoding has decode.Case instead."""
 
     attention: Attention
@@ -150,7 +150,6 @@ class Case:
     seqlen_q: int
     seqlen_k: int
     backward: bool
-    bytes = 0.0  # for driver: operations bound it
 
     @property
     def flops(self) -> float:

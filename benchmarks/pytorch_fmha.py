@@ -47,14 +47,23 @@ _CUBIN, _LZ4, _ZSTD = 2, 0x2000, 0x8000
 #: guidelines/flash-attn-v100.md, 2026-08-25.
 PYTORCH_MS = {4096: 5.7, 8192: 23.1, 16384: 99.3, 32768: 492.9, 65536: 2701.2}
 PYTORCH_HEADS = 24
-#: TFLOP/s on a Titan RTX by direction, headdim and tokens: triton-turing, the FlashAttention port ("CUTLASS (CUDA)"), PyTorch.
-#: Chennesxu/triton-turing's charts of 2026-08-06 (tutorial 06-fused-attention: 4 batches of 32 heads, fp16, no mask), read to 0.3
-#: TFLOP/s. That card's clock was not locked; the simulated one has 1770 MHz.
+
+
+class Speeds(NamedTuple):
+    """TFLOP/s of a shape on a Titan RTX."""
+
+    triton_turing: float
+    port: float  # the FlashAttention port, "CUTLASS (CUDA)" in the charts
+    pytorch: float
+
+
+#: By direction and headdim, then tokens. Chennesxu/triton-turing's charts of 2026-08-06 (tutorial 06-fused-attention: 4 batches of 32
+#: heads, fp16, no mask), read to 0.3 TFLOP/s. That card's clock was not locked; the simulated one has 1770 MHz.
 TITAN_RTX = {
-    ("forward", 64): {2048: (62.7, 49.8, 31.6), 4096: (69.0, 55.3, 32.9), 8192: (69.5, 57.5, 31.0)},
-    ("forward", 128): {2048: (51.9, 48.7, 30.0), 4096: (57.3, 53.0, 28.8), 8192: (55.2, 53.0, 29.5)},
-    ("backward", 64): {2048: (36.6, 27.2, 20.8), 4096: (40.0, 29.2, 22.2), 8192: (40.0, 28.4, 21.5)},
-    ("backward", 128): {2048: (26.5, 30.9, 21.1), 4096: (27.6, 32.9, 22.0), 8192: (28.8, 33.0, 21.6)},
+    ("forward", 64): {2048: Speeds(62.7, 49.8, 31.6), 4096: Speeds(69.0, 55.3, 32.9), 8192: Speeds(69.5, 57.5, 31.0)},
+    ("forward", 128): {2048: Speeds(51.9, 48.7, 30.0), 4096: Speeds(57.3, 53.0, 28.8), 8192: Speeds(55.2, 53.0, 29.5)},
+    ("backward", 64): {2048: Speeds(36.6, 27.2, 20.8), 4096: Speeds(40.0, 29.2, 22.2), 8192: Speeds(40.0, 28.4, 21.5)},
+    ("backward", 128): {2048: Speeds(26.5, 30.9, 21.1), 4096: Speeds(27.6, 32.9, 22.0), 8192: Speeds(28.8, 33.0, 21.6)},
 }
 
 
@@ -299,6 +308,13 @@ class Launched(NamedTuple):
     measured: list[float]
 
 
+class Ours(NamedTuple):
+    """A row of the table of our kernels on a Titan RTX, beside what was measured of others."""
+
+    result: Result
+    measured: Speeds
+
+
 def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[Grid]:
     """Returns the tables of PyTorch's kernels, and of ours, beside figures of a Titan RTX."""
     sms, launched = GPUS["titanrtx"].sms, []
@@ -307,7 +323,10 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
         full = (2048, 128) if kernel.direction == volta.FORWARD else (1024, 2 * sms)
         # headdim 128 has one split in PyTorch too, so its 128 heads of the measured figures run as they are
         shapes = [full] if kernel.direction == volta.FORWARD or kernel.headdim == 64 else [full, (1024, 128)]
-        largest, measured = error(simulator, folder, kernel), [row[2] for row in TITAN_RTX[kernel.direction, kernel.headdim].values()]
+        largest, measured = (
+            error(simulator, folder, kernel),
+            [found.pytorch for found in TITAN_RTX[kernel.direction, kernel.headdim].values()],
+        )
         for tokens, heads in shapes:
             launch = job(kernel, heads, tokens, tokens, has_files=False)
             speeds = [tflops(simulator, folder, "titanrtx", launch, *of) for of in ((), ("--set", "icache=false"))]
@@ -328,13 +347,15 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
         # The charts have 4 batches of 32 heads. From 4096 tokens on, one batch fills the GPU as well and simulates faster.
         case = volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim))
         row = Row(f"{direction} D={headdim} N={tokens}", case, "titanrtx")
-        results.append((Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops), measured[tokens]))
+        results.append(Ours(Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops), measured[tokens]))
     ours = {
-        "case": lambda pair: pair[0].row.name,
-        "ours, simulated": lambda pair: f"{pair[0].tflops():.1f}",
-        "perfect i-cache": lambda pair: f"{pair[0].tflops(1):.1f}",
-        **{name: lambda pair, i=i: f"{pair[1][i]:.1f}" for i, name in enumerate(("triton-turing", "FlashAttention port", "PyTorch"))},
-        "ours / triton-turing": lambda pair: f"{pair[0].tflops() / pair[1][0]:.2f}",
+        "case": lambda row: row.result.row.name,
+        "ours, simulated": lambda row: f"{row.result.tflops():.1f}",
+        "perfect i-cache": lambda row: f"{row.result.tflops(1):.1f}",
+        "triton-turing": lambda row: f"{row.measured.triton_turing:.1f}",
+        "FlashAttention port": lambda row: f"{row.measured.port:.1f}",
+        "PyTorch": lambda row: f"{row.measured.pytorch:.1f}",
+        "ours / triton-turing": lambda row: f"{row.result.tflops() / row.measured.triton_turing:.2f}",
     }
     return [
         report.table("PyTorch's memory-efficient kernels on a Titan RTX", launched, theirs),

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 import volta_fa
+from volta_fa.cli import check
 from volta_fa.errors import CommandError
 from volta_fa.progress import Progress
 
@@ -126,16 +127,9 @@ def device_name(device: torch.device) -> str:
 
 def choose_device(name: str) -> torch.device:
     """Returns the device of --device. Raises CommandError for a GPU that is absent or that volta_fa has no kernels for."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
+    if name not in ("auto", "cpu", "cuda"):
         raise CommandError(f"--device {name}: expected auto, cpu or cuda")
-    device = torch.device(name, 0) if name == "cuda" else torch.device(name)
-    if name == "cuda" and not torch.cuda.is_available():
-        raise CommandError(f"--device cuda: torch {torch.__version__} finds no CUDA device here")
-    if name == "cuda" and volta_fa.kernel_family(device) is None:
-        raise CommandError(f"--device cuda: volta_fa has no kernels for {device_name(device)}")
-    return device
+    return torch.device(check.choose_device(name))
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
@@ -201,16 +195,12 @@ def deliver(
     """
     show(header, grids)
     if options.json:
-        write_json(options.json, data)
+        _write(options.json, json.dumps(data, indent=1) + "\n")
     if options.plot and draw:
         draw(options.plot)
     if options.markdown:
         mark = [marks.mark(kernels)] if header.get("kind of figures", "").startswith("simulated") else []
         _write_markdown(options.markdown, header, grids, options.plot, mark)
-
-
-def write_json(path: Path, data: Any) -> None:
-    _write(path, json.dumps(data, indent=1) + "\n")
 
 
 def _write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None, mark: Sequence[str]) -> None:

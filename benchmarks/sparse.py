@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import report
-from .driver import Benchmark, Result, Row
+from .driver import Benchmark, Case, Result, Row
 from .measure import Work
 from .report import Grid
 
@@ -24,11 +24,15 @@ _SPARSE = """Sparse latent attention (`volta_fa::fwd_sparse_mla`) on a simulated
 All query heads read one latent per token, whose first 512 columns are the values (MLA). Each query chooses distinct tokens of a cache of
 32,768 in pages of 64, at random.
 """
+#: Tokens of a cache in decoding and of the cache that queries choose from, and of a page.
 TOKENS, PAGE = 32768, 64
+#: Columns of the indexer's heads. A key in a page has a byte of e4m3 for each, and an fp32 scale.
+HEADDIM = 128
+KEY_BYTES = HEADDIM + 4
 
 
 @dataclass(frozen=True)
-class IndexerCase:
+class IndexerCase(Case):
     """A call over `keys` of each sequence. A prompt has one sequence, and its queries are the last of its `keys` tokens."""
 
     queries: int
@@ -45,23 +49,23 @@ class IndexerCase:
     @property
     def flops(self) -> float:
         visible = self.batch * (self.queries * self.keys - self.queries * (self.queries - 1) // 2)
-        return 2.0 * 128 * self.heads * visible
+        return 2.0 * HEADDIM * self.heads * visible
 
     @property
     def bytes(self) -> float:
-        return 132.0 * self.batch * self.keys if self.paged else 0.0  # a paged key has 128 bytes of e4m3 and an fp32 scale
+        return float(KEY_BYTES * self.batch * self.keys) if self.paged else 0.0
 
     def calls(self, device: str) -> list[Work]:
-        q = torch.full((self.batch, self.queries, self.heads, 128), 0.5).to(self.dtype)
+        q = torch.full((self.batch, self.queries, self.heads, HEADDIM), 0.5).to(self.dtype)
         weights = torch.ones(self.batch, self.queries, self.heads)
         if self.paged:
             pages = self.keys // PAGE
-            keys = torch.full((self.batch * pages, PAGE, 1, 132), 1, dtype=torch.uint8)
+            keys = torch.full((self.batch * pages, PAGE, 1, KEY_BYTES), 1, dtype=torch.uint8)
             table = torch.randperm(self.batch * pages, generator=torch.Generator().manual_seed(0)).int().view(self.batch, pages)
             ends = torch.full((self.batch,), self.keys, dtype=torch.int32)
             options = {"block_table": table, "max_seqlen_k": self.keys}
         else:
-            keys = torch.ones(self.keys, 128).to(torch.float8_e4m3fn)
+            keys = torch.ones(self.keys, HEADDIM).to(torch.float8_e4m3fn)
             ends = (torch.arange(self.queries) + self.keys - self.queries + 1).int().unsqueeze(0)  # keys that each query sees
             options = {"k_scales": torch.ones(self.keys)}
         # clean_logits=False: logits of keys that a query does not see stay undefined
@@ -92,7 +96,7 @@ def indexer_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
 
 
 @dataclass(frozen=True)
-class SparseCase:
+class SparseCase(Case):
     """A call with `queries` query tokens. Each attends to its own `topk` chosen tokens of the cache."""
 
     queries: int
@@ -102,7 +106,6 @@ class SparseCase:
     fp8: bool = True  # rows of the cache are fp8 with scales in 656 bytes (headdim 576) or 584 (512), else of dtype
     headdim: int = 576
     extra: int = 0  # chosen tokens of a second cache (DeepSeek V4)
-    bytes = 0.0  # for driver: operations bound it
 
     def __str__(self) -> str:
         tokens = f"{self.topk}+{self.extra}" if self.extra else f"{self.topk}"
@@ -111,7 +114,7 @@ class SparseCase:
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.queries * self.heads * (self.topk + self.extra) * (self.headdim + 512)
+        return 2.0 * self.queries * self.heads * (self.topk + self.extra) * (self.headdim + 512)  # 512 columns are values
 
     def calls(self, device: str) -> list[Work]:
         generator = torch.Generator().manual_seed(0)

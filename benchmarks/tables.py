@@ -30,7 +30,7 @@ from volta_fa.errors import CommandError
 
 from . import decode, models, report, sparse, volta
 from .attention import Shape
-from .driver import GPUS, PIPES, WAITS, Benchmark, Result, Row, run
+from .driver import GPUS, PIPES, SPEEDS, WAITS, Benchmark, Case, Result, Row, run
 from .long_sequences import LONG_SEQUENCES
 from .measure import Work, aligned
 from .report import Grid
@@ -160,7 +160,7 @@ def headdim_512_rows(_: argparse.Namespace) -> list[Row]:
             if gpu in gpus:
                 found.append(Row(f"{direction}, {'one head, ' * one}N={n}{', causal' * causal}", case, gpu))
         if gpu != "rtx2080ti":
-            with_target = (case for case, targets, _ in decode.wide_cases(gpu) if targets)
+            with_target = (target.case for target in decode.wide_cases(gpu) if target.shares)
             found += [Row(f"decode, {case.kv_heads * case.group} heads on {case.kv_heads}", case, gpu) for case in with_target]
     return found
 
@@ -194,7 +194,7 @@ queries, and counts their share of the preparations' time.
 
 
 @dataclass(frozen=True)
-class FastCase:
+class FastCase(Case):
     """A call of fwd_fast, or of fwd for the same problem."""
 
     op: str  # fwd_fast or fwd
@@ -203,7 +203,6 @@ class FastCase:
     seqlen: int  # keys
     rows: int  # queries, the last of seqlen
     sms: int  # heads (packed: heads x sequences)
-    bytes = 0.0  # for driver: operations bound it
 
     @property
     def flops(self) -> float:
@@ -279,13 +278,12 @@ each SM. Headdim 512 is a VAE: one head and 4096 tokens. The fp32 FMA pipes, wit
 
 
 @dataclass(frozen=True)
-class PassCase:
+class PassCase(Case):
     """One pass. A subclass has its `calls`; `kind` is what it varies."""
 
     kind: str
     direction: str
     shape: Shape
-    bytes = 0.0  # for driver: operations bound it
 
     @property
     def flops(self) -> float:
@@ -325,8 +323,7 @@ def float32_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
     columns = {
         "GPU": lambda r: r.row.gpu,
         "case": lambda r: r.row.name,
-        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+        **SPEEDS,
         "slowest kernel alone": lambda r: f"{r.row.case.flops / r.main['us'] / 1e6:.1f}",
     }
     return [report.table("float32: TFLOP/s by the default model, by a perfect instruction cache, of the slowest kernel", results, columns)]
@@ -350,11 +347,10 @@ INVARIANT = [
 
 
 @dataclass(frozen=True)
-class InvariantCase:
+class InvariantCase(Case):
     """A call under VOLTA_FA_BATCH_INVARIANT."""
 
     usual: decode.Case
-    bytes = 0.0  # for driver: no table has its GB/s
 
     @property
     def flops(self) -> float:

@@ -131,11 +131,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = report.parser("validation", __doc__, plot=False)
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the figures")
     parser.add_argument("--kept", action="store_true", help="run no probe")
-    default, words = (
-        Path(os.environ.get("VOLTA_SIM", _SIMULATOR)),
-        "volta-sim's command (default $VOLTA_SIM, else target/release/volta-sim)",
-    )
-    parser.add_argument("--simulator", type=Path, default=default, help=words)
+    words = "volta-sim's command (default $VOLTA_SIM, else target/release/volta-sim)"
+    parser.add_argument("--simulator", type=Path, default=Path(os.environ.get("VOLTA_SIM", _SIMULATOR)), help=words)
     options = parser.parse_args(arguments)
     found = rows(options.rows)
     if not options.kept:

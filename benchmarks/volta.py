@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import report
+from . import driver, report
 from .attention import Shape
-from .driver import GPUS, PIPES, WAITS, Benchmark, Gpu, Result, Row, run
+from .driver import GPUS, PIPES, SPEEDS, WAITS, Benchmark, Gpu, Result, Row, run
 from .measure import Work, aligned
 from .report import Grid, ratio, significant, times
 
@@ -47,14 +47,13 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(driver.Case):
     """One forward or backward pass. `str` names its row."""
 
     direction: str  # FORWARD or BACKWARD
     shape: Shape
     heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
     feature: str = ""  # one of FEATURES, BIAS_GRADIENT, DETERMINISTIC or "mask"
-    bytes = 0.0  # for driver.Case: operations bound it, not the bytes that decoding reads
 
     def __str__(self) -> str:
         s = self.shape
@@ -298,8 +297,7 @@ def _grid(direction: str, gpu: Gpu, results: Sequence[Result]) -> Grid:
         results,
         {
             "case": lambda r: r.row.name.removeprefix(direction + " "),
-            "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-            "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+            **SPEEDS,
             "of peak": lambda r: f"{r.share():.0%}",
             "kernel": lambda r: r.main["kernel"],
             "registers": lambda r: str(r.main["registers"]),
@@ -312,22 +310,25 @@ def _grid(direction: str, gpu: Gpu, results: Sequence[Result]) -> Grid:
 
 
 def _peer_grid(results: Sequence[Result]) -> Grid:
-    def speedups(pair: tuple[PublishedResult, Result]) -> str:
-        peer, ours = pair
-        return f"{times(ratio(ours.tflops(), peer.tflops))} / {times(ratio(ours.tflops(1), peer.tflops_no_icache))}"
+    """Returns the table of other projects' kernels for which `results` have the same case."""
+    # reversed, so that of several numbers of heads the first, the usual one, stays
+    ours = {peer: result for peer in PUBLISHED_RESULTS for result in reversed(results) if _same_case(result.row.case, peer)}
 
-    beside = [(peer, next((r for r in results if _same_case(r.row.case, peer)), None)) for peer in PUBLISHED_RESULTS]
+    def speedups(peer: PublishedResult) -> str:
+        by_default, without_icache = ratio(ours[peer].tflops(), peer.tflops), ratio(ours[peer].tflops(1), peer.tflops_no_icache)
+        return f"{times(by_default)} / {times(without_icache)}"
+
     return report.table(
         "Ours beside the peers' recorded figures (simulated, default model / perfect instruction cache)",
-        [(peer, ours) for peer, ours in beside if ours],
+        ours,
         {
-            "peer": lambda of: of[0].name,
-            "case": lambda of: f"{of[0].direction} D={of[0].headdim} N={of[0].seqlen}{' causal' if of[0].causal else ''}",
-            "theirs": lambda of: f"{of[0].tflops} / {significant(of[0].tflops_no_icache)}",
-            "published, real V100": lambda of: significant(of[0].published),
-            "ours": lambda of: f"{of[1].tflops():.1f} / {of[1].tflops(1):.1f}",
+            "peer": lambda peer: peer.name,
+            "case": lambda peer: f"{peer.direction} D={peer.headdim} N={peer.seqlen}{' causal' if peer.causal else ''}",
+            "theirs": lambda peer: f"{peer.tflops} / {significant(peer.tflops_no_icache)}",
+            "published, real V100": lambda peer: significant(peer.published),
+            "ours": lambda peer: f"{ours[peer].tflops():.1f} / {ours[peer].tflops(1):.1f}",
             "times as fast": speedups,
-            "record": lambda of: f"docs/validation/real-cards.md row {of[0].row}",
+            "record": lambda peer: f"docs/validation/real-cards.md row {peer.row}",
         },
     )
 

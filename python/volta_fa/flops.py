@@ -25,7 +25,8 @@ def _scores(
     **_: Any,
 ) -> int:
     """Returns the number of scores: queries times keys, over heads and sequences. Reads packed lengths, which synchronizes; fake tensors
-    have none, so there every sequence counts as the longest."""
+    have none, so there every sequence counts as the longest. Ignores other options, and `out_val`, by which FlopCounterMode passes the
+    call's result."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         batch, seqlen_q, nheads, _headdim = q.shape
         return batch * nheads * seqlen_q * k.shape[1]
@@ -36,17 +37,17 @@ def _scores(
     return nheads * int(pairs.sum())
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *, out_val: Any = None, **options: Any) -> int:
+def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
     """Counts Q K^T and P V."""
     return 2 * _scores(q, k, **options) * (q.shape[-1] + v.shape[-1])
 
 
-def _bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, out_val: Any = None, **options: Any) -> int:
+def _bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, **options: Any) -> int:
     """Counts Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
     return 2 * _scores(q, k, **options) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-# after a reload of the package they are registered already
+# get_raw: formulas get tensors instead of shapes. After a reload of the package they are registered already.
 if torch.ops.volta_fa.fwd not in flop_registry:
     register_flop_formula(torch.ops.volta_fa.fwd, get_raw=True)(_fwd)
     register_flop_formula(torch.ops.volta_fa.bwd, get_raw=True)(_bwd)

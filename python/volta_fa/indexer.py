@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek V3.2 and GLM-5 (DSA), by DeepGEMM's functions: which tokens each query of sparse attention takes.
+"""The lightning indexer of DeepSeek V3.2 and GLM-5, by DeepGEMM's functions: which tokens each query of sparse attention takes.
 
     from volta_fa import indexer  # instead of: import deep_gemm
 
@@ -81,7 +81,8 @@ def fp8_paged_mqa_logits(
     """Computes the logits of a decode step over a paged cache, with one query or several of each sequence.
 
     Args:
-        q: (batch, next_n, nheads, 128), torch.float8_e4m3fn with its scales in weights, torch.float16 or torch.bfloat16. Up to 64 heads.
+        q: (batch, next_n, nheads, 128) with next_n queries of each sequence: torch.float8_e4m3fn with its scales in weights,
+            torch.float16 or torch.bfloat16. Up to 64 heads.
         kv_cache: torch.uint8 (num_pages, page_size, 1, 132), as vLLM writes it: a page has the e4m3 codes of all its tokens, then
             the float32 scales of all its tokens. page_size is a power of two, at least 4.
         weights: float32 (batch * next_n, nheads).

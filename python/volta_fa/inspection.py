@@ -35,9 +35,9 @@ def info() -> dict[str, Any]:
             `torch.set_float32_matmul_precision("high")`.
         problems: mismatches of GPU, driver and torch, each one line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
-        variants: for each compiled kernel its name, family, sm, pass, features (those it has code for), required_features (those
-            the problem must use), source (the header that has it), headdims, tile sizes, threads, blocks an SM, registers a thread,
-            spilled bytes, shared memory and parameters in bytes.
+        variants: for each compiled kernel its name, family, sm (70 or 75: what it is compiled for), pass (what it computes, as Forward),
+            features (those it has code for), required_features (those the problem must use), source (the header that has it), headdims,
+            tile sizes, threads, blocks an SM, registers a thread, spilled bytes, shared memory and parameters in bytes.
     """
     build = json.loads(torch.ops.volta_fa._info())
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}

@@ -45,7 +45,9 @@ def prepare_fast(
     A call's own `smooth_k` has no effect. Results are bitwise identical to those without `prepared`.
 
     Args:
-        k, v, cu_seqlens_k, max_seqlen_k, smooth_k, rotate, check_lengths: as for `volta_fa::fwd_fast`.
+        k, v, cu_seqlens_k, max_seqlen_k, check_lengths: as for `volta_fa::fwd_fast`.
+        smooth_k: quantizes K less its mean over keys, which lowers the error.
+        rotate: multiplies K by a Hadamard matrix before it is quantized, which lowers the error where few channels are wide.
     """
     lengths = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k, "check_lengths": check_lengths}
     return torch.ops.volta_fa.prepare_fast(k, v, **lengths, smooth_k=smooth_k, rotate=rotate)

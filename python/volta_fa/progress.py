@@ -1,4 +1,4 @@
-"""Shows how far a command of the command line is: a progress bar, or lines in a pipe. It needs rich, as the commands do."""
+"""Shows how far a command is: a progress bar, or lines in a pipe. `check`, `versus-1cat` and the benchmarks use it. It needs rich."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from rich import progress
 class Lines:
     """Prints a line on standard error every eight seconds, in a thread, until `stop`.
 
-    The first line comes after two seconds, because the imports before already took seconds.
+    The first line comes earlier, because the imports before already took seconds.
 
     Args:
         text: returns the text of a line; the elapsed seconds follow it.
     """
 
+    #: Seconds between lines, and before the first one.
     interval = 8.0
     _FIRST = 2.0
 

@@ -85,6 +85,29 @@ def _rows(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the rows of cos and sin for every token, broadcast over heads."""
+    _check_shapes(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    if cu_seqlens is None:
+        positions = torch.arange(x.shape[1], device=x.device)
+        positions = positions + (seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
+    else:
+        tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
+        sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+        positions = tokens - cu_seqlens[sequence]
+        positions = positions + (seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
+    cos, sin = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (cos, sin))
+    if isinstance(seqlen_offsets, Tensor):  # its values are not read, so positions may lie beyond the tables
+        inside = (positions < cos.shape[0])[..., None]
+        positions = positions.clamp(max=cos.shape[0] - 1)
+        cos, sin = torch.where(inside, cos[positions], 1.0), torch.where(inside, sin[positions], 0.0)
+    else:
+        cos, sin = cos[positions], sin[positions]
+    return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def _check_shapes(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> None:
+    """Raises ValueError for arguments of `apply_rotary` that do not match."""
     require_tensors(x=x, cos=cos, sin=sin)
     rank, layout = (4, "(batch, seqlen, nheads, headdim)") if cu_seqlens is None else (3, "(total, nheads, headdim)")
     if x.dim() != rank:
@@ -102,23 +125,6 @@ def _rows(
     needed = longest if isinstance(seqlen_offsets, Tensor) else longest + seqlen_offsets
     if cos.shape[0] < needed:
         raise bad_argument("cos", f"{cos.shape[0]} positions", f"at least {needed}")
-
-    if cu_seqlens is None:
-        positions = torch.arange(x.shape[1], device=x.device)
-        positions = positions + (seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
-    else:
-        tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
-        sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-        positions = tokens - cu_seqlens[sequence]
-        positions = positions + (seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
-    cos, sin = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (cos, sin))
-    if isinstance(seqlen_offsets, Tensor):
-        inside = (positions < cos.shape[0])[..., None]
-        positions = positions.clamp(max=cos.shape[0] - 1)
-        cos, sin = torch.where(inside, cos[positions], 1.0), torch.where(inside, sin[positions], 0.0)
-    else:
-        cos, sin = cos[positions], sin[positions]
-    return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
 
 class _Rotate(torch.autograd.Function):

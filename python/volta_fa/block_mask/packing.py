@@ -68,13 +68,13 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
     tiles = _tiles(cells.states)
     # counts from before evaluation still suffice, because evaluation only lowers the numbers of partial tiles
     counts = _partial_counts(*tiles) if counts is None else counts
-    # `tiles` is one tensor of both directions, or one tensor for each
-    directions = ((tile, lists) for of in tiles for tile, lists in zip(of, _lists(of)))
-    forward, transposed = (
-        Lists(lists, _tile_bits(tile, source, bits, count) if count else None)
-        for (tile, lists), source, bits, count in zip(directions, (cells.source, cells.source.mT), cells.bits, counts)
-    )
-    return forward, transposed
+    # of each direction: states of tiles and their lists. `tiles` is one tensor of both directions, or one tensor for each
+    directions = [(states, lists) for of in tiles for states, lists in zip(of, _lists(of))]
+    sources = (cells.source, cells.source.mT)
+    found = []
+    for (states, lists), source, bits, count in zip(directions, sources, cells.bits, counts):
+        found.append(Lists(lists, _tile_bits(states, source, bits, count) if count else None))
+    return found[0], found[1]
 
 
 def _partial_counts(*states: Tensor) -> list[int]:

@@ -67,6 +67,7 @@ class Source:
         if indices.shape[-2] < rows:
             given, expected = f"{indices.shape[-2]} rows of blocks", f"at least {rows} for {self.seq_lengths[0]} queries"
             raise bad_argument("block_mask", given, expected, op="BlockMask")
+        # `_mark` needs a column more on either side
         blocks = torch.full((*indices.shape[:-1], columns + 2), ABSENT, dtype=torch.int8, device=indices.device)
         _mark(blocks, counts, indices, UNKNOWN)
         if full_counts is not None and full_indices is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..inspection import cache_formats
-from ..kv_cache.formats import dequantize_kv, parts_of, quantize_kv
+from ..kv_cache.formats import cache_dtype, dequantize_kv, parts_of, quantize_kv
 from . import tolerance
 from .cases import OF_REFERENCE, ScoreOptions, Source
 from .problems import Part, forward_parts
@@ -139,13 +139,14 @@ def has_scales(kv_dtype: str) -> bool:
     return any(row["name"] == kv_dtype and row["scale"] == "token" for row in cache_formats())
 
 
-def _of_pages(both: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Returns views of `both`, (pages, elements), as one tensor (pages, *shape) for each shape: each page holds K, then V."""
-    return [t.unflatten(1, shape) for t, shape in zip(both.split([math.prod(shape) for shape in shapes], 1), shapes)]
-
-
 class _Caches:
-    """Empty caches of a case, with their scales and the options that say where tokens lie."""
+    """Empty caches of a case, with their scales and the options that say where tokens lie.
+
+    Attributes:
+        entries, rows: pages and tokens of a page, or entries of a dense cache and tokens for which each has room.
+        places: for each sequence the entry and the row of each of its tokens.
+        caches: by "k" and "v" (latents: "k" alone) a tensor (entries, rows, nheads_k, elements).
+    """
 
     def __init__(self, c: CacheCase, source: Source):
         self.case, self.source, self.options = c, source, dict[str, Any]()
@@ -160,20 +161,19 @@ class _Caches:
         elements = {"k": c.headdim} if c.latents else {"k": c.headdim, "v": c.columns_v}  # of a row: int4 has two in a byte
         if c.kv_dtype:
             elements = {which: n // 2 if c.kv_dtype_of(which) == "int4" else n for which, n in elements.items()}
-        if c.layout == "kv":
-            shapes = [(self.rows, c.nheads_k, n) for n in elements.values()]
-            caches = _of_pages(self._full(self.entries, sum(map(math.prod, shapes))), shapes)
+        if c.layout == "kv":  # one tensor, whose pages hold K, then V
+            sizes = [self.rows * c.nheads_k * n for n in elements.values()]
+            parts = self._full(self.entries, sum(sizes)).split(sizes, 1)
+            caches = [t.unflatten(1, (self.rows, c.nheads_k, -1)) for t in parts]
         else:
             caches = [self._empty(n) for n in elements.values()]
         self.caches = dict(zip(elements, caches))
         if c.kv_dtype:
-            self.caches = {
-                which: t.view(quantize_kv(torch.zeros(1, 2), c.kv_dtype_of(which)).data.dtype) for which, t in self.caches.items()
-            }
+            self.caches = {which: t.view(cache_dtype(c.kv_dtype_of(which))) for which, t in self.caches.items()}
             self.options |= self._empty_scales()
 
     def _lay_out_pages(self, order: torch.Generator) -> None:
-        """Gives each sequence pages in random order, and block tables with further entries that name no page."""
+        """Gives each sequence pages in random order, and block tables with further entries that name no page. Three pages are unused."""
         c = self.case
         pages = [-(-n // c.page) for n in c.ends]
         max_pages = max(pages) if c.all_cached else max(pages) + 2
@@ -183,10 +183,10 @@ class _Caches:
         for b, of_sequence in enumerate(numbers):
             table[b, : len(of_sequence)] = of_sequence
         self.options["block_table"] = table.to(self.source.device)
-        # entry (page) and row of each token
         self.places = [(numbers[b][torch.arange(n) // c.page], torch.arange(n) % c.page) for b, n in enumerate(c.ends)]
 
     def _lay_out_entries(self, order: torch.Generator) -> None:
+        """Gives each sequence an entry of a dense cache, with `batch_idx` in random order and two more entries that are unused."""
         c = self.case
         self.rows = max(c.ends) + (0 if c.all_cached else 5) if c.seqlen_cache is None else c.seqlen_cache
         self.entries = c.batch + 2 if c.batch_idx else c.batch

@@ -43,7 +43,8 @@ def _case(lengths: Lengths, headdim: int, headdim_v: int, group: int, cache: str
 
 
 def problems(variant: dict[str, Any]) -> list[CacheCase]:
-    """Returns problems that together use every feature of a kernel (`variant`: its entry in `info()`); `--quick` runs the first."""
+    """Returns problems that together use every feature of a kernel (`variant`: its entry in `info()`); `--quick` runs the first.
+    Lengths are arbitrary, but most leave the last tile and the last page partial, and some sequences are empty."""
     if variant["family"] == "cpu":
         rest = {"page": 0, "packed": True, "dtype": variant["dtype"], "rotary": "half", **EVERY}
         return [

@@ -8,8 +8,8 @@ import contextlib
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from .problems import Error, Inputs, Part, WrongReference, exact_backward, exact
 
 #: Outcomes of a check: all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
 RIGHT, WRONG, INCOMPLETE = "right", "wrong", "incomplete"
+#: Results of a call, by name: out, dq, ...
+Results = dict[str, Tensor]
 
 
 @dataclass
@@ -80,7 +82,7 @@ class KernelResult:
 
 
 #: Gradients by which a backward kernel is judged, by its pass; other passes by all.
-_OF_PASS = {"BackwardDkDv": ("dk", "dv", "dattn_bias"), "BackwardDq": ("dq",), "BackwardPostprocess": ("dq",)}
+_JUDGED_GRADIENTS = {"BackwardDkDv": ("dk", "dv", "dattn_bias"), "BackwardDq": ("dq",), "BackwardPostprocess": ("dq",)}
 
 
 class DeviceLost(Exception):
@@ -116,6 +118,44 @@ def _planned(target: Target, problem: Case | CacheCase, variant: dict[str, Any])
     return target.planned(problem, variant)
 
 
+@dataclass(frozen=True)
+class _Record:
+    """Adds what one problem shows to the result of its kernel."""
+
+    result: KernelResult
+    problem: str
+    seed: int
+
+    def failure(self, text: str) -> None:
+        """Adds a failure."""
+        self.result.failures.append(f"{text} ({self.problem}, seed {self.seed})")
+
+    def inconclusive(self, text: str) -> None:
+        """Adds why the problem could not be checked."""
+        self.result.inconclusive.append(f"{text} ({self.problem}, seed {self.seed})")
+
+    def error(self, error: Error) -> None:
+        """Adds an error: as the worst so far, and as a failure if it exceeds what is allowed."""
+        if error.share > self.result.worst.share:
+            self.result.worst = Worst(error.share, error.result, error.kind, error.error, error.allowed, self.problem, self.seed)
+        if not error.share <= 1:  # also for NaN
+            self.failure(str(error))
+
+    def errors(self, parts: Sequence[Part], found: Results) -> None:
+        """Adds the errors of the results' parts."""
+        on_cpu = {name: t.cpu() for name, t in found.items()}
+        for part in parts:
+            for error in part.errors(on_cpu):
+                self.error(error)
+
+    def same_bits(self, first: Results, second: Results) -> None:
+        """Adds a failure for each result that is not bitwise the same in two runs."""
+        for name, a in first.items():
+            different = int((_bits(a) != _bits(second[name])).sum())
+            if different:
+                self.failure(f"{name}: {different} of {a.numel()} elements differ between two runs")
+
+
 def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool = False) -> KernelResult:
     """Runs the kernel's problems and returns the result with all failures. Each problem has its own seed, from the kernel's and the
     problem's name. `quick` runs the first problem only. Raises DeviceLost if the CUDA context is destroyed."""
@@ -123,24 +163,26 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
     result = KernelResult(variant["name"], variant["family"], pass_)
     if pass_ in _ALONE:
         name, check_alone = _ALONE[pass_]
-        _guarded(result, target, name, seed, lambda: check_alone(result, target, variant, seed))
+        record = _Record(result, name, seed)
+        _guarded(record, target, lambda: check_alone(record, target, variant))
     elif pass_ == "Cast":
         for magnitudes in _CAST_MAGNITUDES:
-            name = "bf16 q and k times 2^{}, 2^{}".format(*magnitudes)
-            _guarded(result, target, name, seed, lambda: _check_cast(result, target, magnitudes, name, seed))
+            record = _Record(result, "bf16 q and k times 2^{}, 2^{}".format(*magnitudes), seed)
+            _guarded(record, target, lambda: _check_cast(record, target, magnitudes))
     else:
         check: Callable[..., None] = _check_cached if pass_ in cached.PASSES else _check_problem
         listed: Sequence[Any] = _problems(variant, quick)
         if pass_ in int8_scores.PASSES:
             check, listed = _check_int8, int8_scores.problems(variant)[: 1 if quick else None]
         for problem in listed:
-            own_seed = zlib.crc32(f"{variant['name']}:{problem}:{seed}".encode())
-            _guarded(result, target, str(problem), own_seed, lambda: check(result, target, variant, problem, own_seed))
+            record = _Record(result, str(problem), zlib.crc32(f"{variant['name']}:{problem}:{seed}".encode()))
+            _guarded(record, target, lambda: check(record, target, variant, problem))
     return result
 
 
-def _guarded(result: KernelResult, target: Target, name: str, seed: int, work: Callable[[], None]) -> None:
-    """Runs a problem and records an exception in the result. Raises DeviceLost if the device fails to synchronize after one."""
+def _guarded(record: _Record, target: Target, work: Callable[[], None]) -> None:
+    """Runs a problem and records an exception. Raises DeviceLost if the device fails to synchronize after one."""
+    result = record.result
     result.problems += 1
     try:
         work()
@@ -148,112 +190,119 @@ def _guarded(result: KernelResult, target: Target, name: str, seed: int, work: C
     except Exception as error:
         said = first_line(error)
         if isinstance(error, WrongReference) or lacks_memory(error):
-            result.inconclusive.append(f"{said} ({name}, seed {seed})")
+            record.inconclusive(said)
         else:
-            result.failures.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
+            record.failure(f"{type(error).__name__}: {said}")
         try:
             target.synchronize()
         except Exception as lost:
-            result.failures = result.failures or [f"{type(lost).__name__}: {said} ({name}, seed {seed})"]
+            if not result.failures:
+                record.failure(f"{type(lost).__name__}: {said}")
             raise DeviceLost(result) from lost
 
 
-def _is_planned(result: KernelResult, target: Target, planned: list[str], problem: object) -> bool:
+def _is_planned(record: _Record, target: Target, planned: list[str]) -> bool:
     """Returns whether the plan has the kernel; if not, the result is inconclusive. Records the other kernels of the plan."""
+    result = record.result
     if target.has_kernels and result.kernel not in planned:
-        result.inconclusive.append(f"the plan takes {', '.join(planned)} instead ({problem})")
+        result.inconclusive.append(f"the plan takes {', '.join(planned)} instead ({record.problem})")
         return False
     result.runs_with = sorted({*result.runs_with, *planned} - {result.kernel})
     return True
 
 
-def _check_cached(result: KernelResult, target: Target, variant: dict[str, Any], problem: CacheCase, seed: int) -> None:
+def _check_cached(record: _Record, target: Target, variant: dict[str, Any], problem: CacheCase) -> None:
     """Checks a kernel with a KV cache: its results, and that it changes no other part of the cache."""
     kernels = cached.planned(target, problem, variant)
-    if not _is_planned(result, target, [kernel["name"] for kernel in kernels], problem):
+    if not _is_planned(record, target, [kernel["name"] for kernel in kernels]):
         return
-    inputs = cached.draw(problem, seed, target.device, kernels)
-    first, second = _twice(result, target, variant, inputs, lambda: cached.run(inputs))
-    _same_bits(result, str(problem), seed, first, second)
+    inputs = cached.draw(problem, record.seed, target.device, kernels)
+    first, second = _twice(record, target, lambda: cached.run(inputs), variant, inputs)
+    record.same_bits(first, second)
     found = {name: t.cpu() for name, t in first.items()}
     parts, caches = cached.exact(inputs.mapped(lambda t: t.cpu()))
-    _judge(result, str(problem), seed, parts, found)
+    record.errors(parts, found)
     written = cached.written(inputs)
     for name, given in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
         lost = int((_bits(found[name]) != _bits(given.cpu()))[~written].sum())
         if lost:
-            result.failures.append(f"{name}: {lost} elements changed that nothing is appended to ({problem}, seed {seed})")
+            record.failure(f"{name}: {lost} elements changed that nothing is appended to")
         if written.any():
             exact = caches[name][written]
             # a rotated key is a sum of two products in fp32, rounded once
             allowed = 2 * torch.finfo(exact.dtype).eps * (1 + tolerance.largest(exact))
             value = cached.numbers(inputs, name[0], found[name])[written]
-            _put_down(result, str(problem), seed, Error(name, "largest", tolerance.max_error(value, exact), allowed))
+            record.error(Error(name, "largest", tolerance.max_error(value, exact), allowed))
 
 
-def _check_int8(result: KernelResult, target: Target, variant: dict[str, Any], problem: FastCase, seed: int) -> None:
+def _check_int8(record: _Record, target: Target, variant: dict[str, Any], problem: FastCase) -> None:
     """Checks a kernel of `fwd_fast` or `prepare_fast` against its model on the CPU."""
-    inputs = FastInputs.draw(problem, seed)
+    inputs = FastInputs.draw(problem, record.seed)
     expected = inputs.model()
-    if result.pass_ == "FastPrepare":
-        first, second = _twice(result, target, variant, inputs, lambda: inputs.prepare(target))
-        _same_bits(result, str(problem), seed, {"prepared": first}, {"prepared": second})
-        found = inputs.model(first.cpu())
+    if variant["pass"] == "FastPrepare":
+        runs = _twice(record, target, lambda: {"prepared": inputs.prepare(target)}, variant, inputs)
+        found = inputs.model(runs[0]["prepared"].cpu())
     else:
-        found, again = _twice(result, target, variant, inputs, lambda: inputs.forward(target))
+        runs = _twice(record, target, lambda: dict(zip(("out", "softmax_lse"), inputs.forward(target))), variant, inputs)
+        found = runs[0]["out"], runs[0]["softmax_lse"]
         with target.running():
             if torch.equal(found[0], inputs.exact(target)):
-                result.inconclusive.append(f"the plan takes exact kernels instead ({problem})")
+                record.result.inconclusive.append(f"the plan takes exact kernels instead ({problem})")
                 return
-        _same_bits(result, str(problem), seed, *(dict(zip(("out", "softmax_lse"), run)) for run in (found, again)))
+    record.same_bits(*runs)
     for error in int8_scores.errors(found, expected, problem.dtype):
-        _put_down(result, str(problem), seed, error)
+        record.error(error)
 
 
-def _check_problem(result: KernelResult, target: Target, variant: dict[str, Any], problem: Case, seed: int) -> None:
+def _check_problem(record: _Record, target: Target, variant: dict[str, Any], problem: Case) -> None:
     """Checks a kernel of `fwd` or `bwd`. A backward kernel gets an exact forward pass, rounded."""
-    if not _is_planned(result, target, target.planned(problem, variant), problem):
+    if not _is_planned(record, target, target.planned(problem, variant)):
         return
+    seed = record.seed
     inputs = Inputs.draw(problem, seed, target.device)
     host = inputs.on_cpu()
-    if result.pass_ in FORWARD:
-        runs = [
-            dict(zip(("out", "softmax_lse", "rng_state"), run))
-            for run in _twice(result, target, variant, inputs, lambda: inputs.forward(torch.Generator(target.device).manual_seed(seed)))
-        ]
-        _same_bits(result, str(problem), seed, *runs)
+    if variant["pass"] in FORWARD:
+
+        def forward() -> Results:
+            results = inputs.forward(torch.Generator(target.device).manual_seed(seed))
+            return dict(zip(("out", "softmax_lse", "rng_state"), results))
+
+        runs = _twice(record, target, forward, variant, inputs)
+        record.same_bits(*runs)
         _, parts, *_ = exact_forward(host, runs[0]["rng_state"])
-        _judge(result, str(problem), seed, parts, runs[0])
+        record.errors(parts, runs[0])
         return
     rng_state = torch.tensor([seed, 7], device=target.device)  # seed and offset of dropout's random numbers; any offset serves
     exact, _, out, lse = exact_forward(host, rng_state)
     parts = exact_backward(exact, host, out, lse, rng_state)
     # the backward pass gets exact results of the forward pass, rounded, so that errors of forward kernels do not count
     given = out.to(inputs.q.dtype).to(target.device), lse.to(target.device)
-    runs = _twice(result, target, variant, inputs, lambda: inputs.gradients(*given, rng_state))
+    runs = _twice(record, target, lambda: inputs.gradients(*given, rng_state), variant, inputs)
+    runs = [{n: t for n, t in run.items() if n in _JUDGED_GRADIENTS.get(variant["pass"], run)} for run in runs]
     unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics, so not bitwise the same in two runs
-    runs = [{n: t for n, t in run.items() if n in _OF_PASS.get(result.pass_, run)} for run in runs]
-    _same_bits(result, str(problem), seed, *({n: t for n, t in run.items() if n not in unordered} for run in runs))
+    record.same_bits(*({n: t for n, t in run.items() if n not in unordered} for run in runs))
     for run in runs:
-        _judge(result, str(problem), seed, parts, run)
+        record.errors(parts, run)
 
 
-_Result = TypeVar("_Result")
 AnyInputs = Inputs | CacheInputs | FastInputs
 
 
-def _run(target: Target, variant: dict[str, Any] | None, work: Callable[[], _Result]) -> _Result:
-    with target.running(variant):
-        found = work()
-        target.synchronize()
-    return found
-
-
-def _twice(result: KernelResult, target: Target, variant: dict[str, Any], inputs: AnyInputs, work: Callable[[], _Result]) -> list[_Result]:
-    found = []
+def _twice(
+    record: _Record, target: Target, work: Callable[[], Results], variant: dict[str, Any] | None = None, inputs: AnyInputs | None = None
+) -> list[Results]:
+    """Returns the results of two calls, which run the variant if it is given, in memory filled with NaN. Without `inputs`, the sizes of
+    results are known only after the first call, so only the second one gets such memory."""
+    found: list[Results] = []
     for _ in range(2):
-        result.poisoned &= poison(target, inputs)
-        found.append(_run(target, variant, work))
+        if inputs is not None:
+            record.result.poisoned &= poison(target, inputs)
+        elif found:
+            sizes = [t.nbytes for t in found[0].values() for _ in range(2)]
+            record.result.poisoned &= fill_with_nan(target, sizes, probed=sizes[0])
+        with target.running(variant):
+            found.append(work())
+            target.synchronize()
     return found
 
 
@@ -286,82 +335,53 @@ def fill_with_nan(target: Target, sizes: Sequence[int], probed: int) -> bool:
     return bool((probe == 255).all())
 
 
-def _same_bits(result: KernelResult, problem: str, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    """Records a failure for each result that is not bitwise the same in two runs."""
-    for name, a in first.items():
-        different = int((_bits(a) != _bits(second[name])).sum())
-        if different:
-            result.failures.append(f"{name}: {different} of {a.numel()} elements differ between two runs ({problem}, seed {seed})")
-
-
 def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def _judge(result: KernelResult, problem: str, seed: int, parts: Sequence[Part], found: dict[str, Tensor]) -> None:
-    on_cpu = {name: t.cpu() for name, t in found.items()}
-    for part in parts:
-        for error in part.errors(on_cpu):
-            _put_down(result, problem, seed, error)
-
-
-def _put_down(result: KernelResult, problem: str, seed: int, error: Error) -> None:
-    """Records an error: as the worst so far, and as a failure if it exceeds what is allowed."""
-    if error.share > result.worst.share:
-        result.worst = Worst(error.share, error.result, error.kind, error.error, error.allowed, problem, seed)
-    if not error.share <= 1:  # also for NaN
-        result.failures.append(f"{error} ({problem}, seed {seed})")
-
-
-def _two_runs(
-    result: KernelResult, target: Target, compute: Callable[[], Sequence[Tensor]], variant: dict[str, Any] | None = None
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Returns the results of two calls, which run the variant if it is given. The second writes into memory filled with NaN."""
-    first = _run(target, variant, compute)
-    result.poisoned &= fill_with_nan(target, [t.nbytes for t in first for _ in range(2)], probed=first[0].nbytes)
-    return first, _run(target, variant, compute)
-
-
-def _check_sparse(result: KernelResult, target: Target, variant: dict[str, Any], seed: int) -> None:
+def _check_sparse(record: _Record, target: Target, variant: dict[str, Any]) -> None:
     """Checks the kernels of sparse latents against the fp64 CPU backend."""
-    for place, arguments, expected in sparse_cases.problems(variant, seed):
+    for name, arguments, expected in sparse_cases.problems(variant, record.seed):
+        of_problem = replace(record, problem=name)
         on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
         chosen = variant if variant["pass"] == "SparseMla" else None
-        runs = _two_runs(result, target, lambda: torch.ops.volta_fa.fwd_sparse_mla(**on_device), chosen)
-        for error in sparse_cases.errors(tuple(runs[0]), expected, arguments):
-            _put_down(result, place, seed, error)
-        _same_bits(result, place, seed, *(dict(zip(sparse_cases.RESULTS, run)) for run in runs))
+        fwd = torch.ops.volta_fa.fwd_sparse_mla
+        runs = _twice(of_problem, target, lambda: dict(zip(sparse_cases.RESULTS, fwd(**on_device))), chosen)
+        for error in sparse_cases.errors(tuple(runs[0].values()), expected, arguments):
+            of_problem.error(error)
+        of_problem.same_bits(*runs)
 
 
-def _check_indexer(result: KernelResult, target: Target, variant: dict[str, Any], seed: int) -> None:
+def _check_indexer(record: _Record, target: Target, variant: dict[str, Any]) -> None:
     """Checks the indexer's kernels against exact logits."""
-    for place, arguments, exact, allowed in sparse_cases.indexer_problems(variant, seed):
+    for name, arguments, exact, allowed in sparse_cases.indexer_problems(variant, record.seed):
+        of_problem = replace(record, problem=name)
         on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
-        [logits], [again] = _two_runs(result, target, lambda: [torch.ops.volta_fa.indexer_logits(**on_device)], variant)
-        _put_down(result, place, seed, sparse_cases.indexer_error(logits, exact, allowed))
-        _same_bits(result, place, seed, {"logits": logits}, {"logits": again})
+        runs = _twice(record, target, lambda: {"logits": torch.ops.volta_fa.indexer_logits(**on_device)}, variant)
+        of_problem.error(sparse_cases.indexer_error(runs[0]["logits"], exact, allowed))
+        of_problem.same_bits(*runs)
 
 
-def _check_merge(result: KernelResult, target: Target, variant: dict[str, Any], seed: int) -> None:
+def _check_merge(record: _Record, target: Target, variant: dict[str, Any]) -> None:
     """Checks the merge kernel, which combines attention over two parts of the keys. Its fp64 CPU backend is the reference. Eager attention
     has no such operation, so out may be off by two units in the last place, and softmax_lse by 2^-21, relative to 1 plus the largest
     value."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(record.seed)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         states: list[Tensor] = []
         for _ in range(2):
             out, lse = torch.randn(2, 77, 3, 40, generator=generator), 3 * torch.randn(2, 3, 77, generator=generator)
             lse.flatten()[:: 5 + len(states)] = math.inf  # rows without a key
             states += [out.to(dtype), lse]
-        expected = torch.ops.volta_fa.merge_attention_states(states[0].double(), states[1], states[2].double(), states[3])
+        merge = torch.ops.volta_fa.merge_attention_states
+        expected = merge(states[0].double(), states[1], states[2].double(), states[3])
         on_device = [t.to(target.device) for t in states]
-        runs = _two_runs(result, target, lambda: torch.ops.volta_fa.merge_attention_states(*on_device))
-        eps = torch.finfo(dtype).eps
-        place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
-        _same_bits(result, place, seed, *(dict(zip(("out", "softmax_lse"), run)) for run in runs))
-        for name, value, exact in zip(("out", "softmax_lse"), runs[0], expected):
-            allowed = (2 * eps if name == "out" else 2**-21) * (1 + tolerance.largest(exact[exact.isfinite()]))
-            _put_down(result, place, seed, Error(name, "largest", tolerance.max_error(value.cpu(), exact), allowed))
+        runs = _twice(record, target, lambda: dict(zip(("out", "softmax_lse"), merge(*on_device))))
+        of_problem = replace(record, problem=f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}")
+        of_problem.same_bits(*runs)
+        for (name, value), exact in zip(runs[0].items(), expected):
+            allowed = (2 * torch.finfo(dtype).eps if name == "out" else 2**-21) * (1 + tolerance.largest(exact[exact.isfinite()]))
+            of_problem.error(Error(name, "largest", tolerance.max_error(value.cpu(), exact), allowed))
 
 
 #: Passes that are checked without listed problems: what the report calls the problem, and the function.
@@ -379,35 +399,33 @@ _LARGE_ROW_ERROR = 2 * 2**-5 * math.log(2)
 _CAST_MAGNITUDES = ((0, 0), (20, -20), (-40, 40), (-30, -30), (16, 16))
 
 
-def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int], place: str, seed: int) -> None:
+def _check_cast(record: _Record, target: Target, magnitudes: tuple[int, int]) -> None:
     """Checks the kernel that casts bf16 to fp16, by the results and gradients of a call that needs it. Errors may be two units of bf16,
     relative to the largest exact number; softmax_lse 2^-18. With large scores the gradients of q and k nearly vanish, and only dv is
     compared. The backward pass scales these scores down to 2^19 and subtracts an lse as large (log2 units). Each is rounded by up to 2^-5,
     so the largest probability is right within _LARGE_ROW_ERROR."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((2, 45, 4, 40), (2, 70, 2, 40), (2, 70, 2, 40), (2, 45, 4, 40))
+    generator = torch.Generator().manual_seed(record.seed)
+    shapes = ((2, 45, 4, 40), (2, 70, 2, 40), (2, 70, 2, 40), (2, 45, 4, 40))  # q, k, v, dout
     factors = (*(2.0**x for x in magnitudes), 1.0, 1.0)
     drawn = [(factor * torch.randn(shape, generator=generator)).bfloat16() for shape, factor in zip(shapes, factors)]
-
     is_large = sum(magnitudes) > 0
 
-    def results(tensors: list[Tensor]) -> list[Tensor]:
+    def results(tensors: list[Tensor]) -> Results:
         *operands, dout = tensors
         out, lse, _ = torch.ops.volta_fa.fwd(*operands)
         dq, dk, dv, *_ = torch.ops.volta_fa.bwd(dout, *operands, out, lse, deterministic=True)
-        return [out, lse, dv] if is_large else [out, lse, dv, dq, dk]
+        return {"out": out, "softmax_lse": lse, "dv": dv} | ({} if is_large else {"dq": dq, "dk": dk})
 
     expected = results([t.double() for t in drawn])
-    runs = _two_runs(result, target, lambda: results([t.to(target.device) for t in drawn]))
-    names = ("out", "softmax_lse", "dv", "dq", "dk")
-    _same_bits(result, place, seed, *(dict(zip(names, run)) for run in runs))
-    for name, value, exact in zip(names, runs[0], expected):
-        largest = tolerance.largest(exact)
+    runs = _twice(record, target, lambda: results([t.to(target.device) for t in drawn]))
+    record.same_bits(*runs)
+    for name, value in runs[0].items():
+        largest = tolerance.largest(expected[name])
         of_large_rows = _LARGE_ROW_ERROR if name == "dv" and is_large else 0.0
         allowed = (2 * torch.finfo(torch.bfloat16).eps + of_large_rows) * largest
         if name == "softmax_lse":
             allowed = 2**-18 * max(largest, 1.0)
-        _put_down(result, place, seed, Error(name, "largest", tolerance.max_error(value.cpu(), exact), allowed))
+        record.error(Error(name, "largest", tolerance.max_error(value.cpu(), expected[name]), allowed))
 
 
 def share_blame(results: Sequence[KernelResult]) -> None:

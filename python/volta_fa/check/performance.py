@@ -23,7 +23,7 @@ from . import atomics, machine
 from .kernels import Target, lacks_memory
 
 #: Seconds for the runs of one figure, besides the two runs that always happen.
-_OF_A_FIGURE = 0.12
+_SECONDS_PER_FIGURE = 0.12
 #: Query heads (batch 1) of the predictions and so of these figures: enough thread blocks for a V100 at every length.
 HEADS = {"forward": 32, "backward": 40}
 #: Implementations: volta_fa's gradients with and without atomics, and two of PyTorch's.
@@ -291,7 +291,7 @@ def _time(speeds: Speeds, target: Target, point: Point | CachePoint, name: str) 
         if is_ours:
             work()
             speeds.loading += time.monotonic() - begin
-        point.ms[name] = median_ms(work, target.device, _OF_A_FIGURE)
+        point.ms[name] = median_ms(work, target.device, _SECONDS_PER_FIGURE)
     except Exception as error:
         if lacks_memory(error):
             point.missing[name] = OUT_OF_MEMORY
@@ -319,6 +319,7 @@ def _attention(name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = Fal
 
 
 def _drawn(target: Target, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yields a standard normal tensor of each shape: fp16 on a GPU, fp32 on a CPU."""
     generator = torch.Generator(target.device).manual_seed(0)
     dtype = torch.float16 if target.kind == "cuda" else torch.float32
     for shape in shapes:
@@ -382,5 +383,6 @@ def dense_of_cached(point: CachePoint, target: Target) -> tuple[Tensor, Tensor, 
 
 
 def _cached_tensors(point: CachePoint, target: Target) -> Iterator[Tensor]:
+    """Yields q, and the cached tokens as dense k and v."""
     rows = ((point.seqlen_q, GROUP * _KV_HEADS), (point.seqlen, _KV_HEADS), (point.seqlen, _KV_HEADS))
     return _drawn(target, *((point.batch, n, heads, point.headdim) for n, heads in rows))

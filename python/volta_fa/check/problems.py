@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,20 +50,19 @@ class Inputs:
         """All tensors."""
         return [self.q, self.k, self.v, self.dout, *(t for t in self.options.values() if isinstance(t, Tensor))]
 
-    def on_cpu(self) -> Inputs:
-        """Returns the same tensors on the CPU."""
-        options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in self.options.items()}
-        q, k, v, dout = (t.cpu() for t in (self.q, self.k, self.v, self.dout))
+    def _mapped(self, change: Callable[[Tensor], Tensor], names: Collection[str]) -> Inputs:
+        """Returns the same problem with `change` applied to q, k, v, dout and the options of these names."""
+        options = {name: change(t) if name in names and isinstance(t, Tensor) else t for name, t in self.options.items()}
+        q, k, v, dout = (change(t) for t in (self.q, self.k, self.v, self.dout))
         return Inputs(self.problem, q, k, v, dout, options)
 
+    def on_cpu(self) -> Inputs:
+        """Returns the same tensors on the CPU."""
+        return self._mapped(lambda t: t.cpu(), self.options)
+
     def in_fp64(self) -> Inputs:
-        """Returns the same values in fp64, except ALiBi slopes, which are fp32 in every call."""
-        options = {
-            name: value.double() if name in ("attn_bias", "sinks") and value.is_floating_point() else value
-            for name, value in self.options.items()
-        }
-        q, k, v, dout = (t.double() for t in (self.q, self.k, self.v, self.dout))
-        return Inputs(self.problem, q, k, v, dout, options)
+        """Returns the same values in fp64, except bool masks, and ALiBi slopes, which are fp32 in every call."""
+        return self._mapped(lambda t: t.double() if t.is_floating_point() else t, ("attn_bias", "sinks"))
 
     def forward(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns out, softmax_lse and rng_state of `fwd`. With the case's `as_fp32`, q, k and v are cast to float32 for the call."""

@@ -160,7 +160,7 @@ def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         if "nvidia_smi" in card:
             rows.append(("clocks", f"unknown: nvidia-smi {card['nvidia_smi']}"))
         else:
-            clocks = f"SM {_of(card, 'sm_clock_mhz')} MHz, memory {_of(card, 'memory_clock_mhz')} MHz"
+            clocks = f"SM {_of_max(card, 'sm_clock_mhz')} MHz, memory {_of_max(card, 'memory_clock_mhz')} MHz"
             power = f"{_text(card['power_limit_w'])} of {_text(card['power_limit_max_w'])} W allowed"
             rows.append(("driver", f"{_text(card['driver'])}; {clocks}; {power}; ECC {_text(card['ecc'])}"))
     elif facts["target"] == "simulator":
@@ -189,7 +189,8 @@ def _text(value: Any) -> str:  # None: nvidia-smi has no value
     return "unknown" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _of(card: dict[str, Any], name: str) -> str:
+def _of_max(card: dict[str, Any], name: str) -> str:
+    """Returns a clock of nvidia-smi beside its maximum."""
     return f"{_text(card[name])} of {_text(card[name.replace('_mhz', '_max_mhz')])}"
 
 
@@ -265,20 +266,9 @@ def _show_verdicts(findings: Findings) -> None:
         table.add_row(f"{family} {_PASSES[pass_]}", f"{passed} of {total}", _percent(worst.share) if results else "-", of)
     _console.print(table)
     failed = [v for v in findings.results if v.failures]
-    for result in failed[:_MOST_FAILURES]:
-        worst = result.worst
-        text = result.failures[0]
-        if worst.share > 1:
-            text = f"{worst.result}: {worst.kind} error {worst.error:.3g}, allowed {worst.allowed:.3g} ({worst.problem}, seed {worst.seed})"
-        more = f"; {len(result.failures)} failures in all" if len(result.failures) > 1 else ""
-        _console.print(f"[red]{result.kernel} failed[/red]: {text}{more}", soft_wrap=True)
-    if len(failed) > _MOST_FAILURES:
-        _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
+    _show_kernels("red", [f"[red]{v.kernel} failed[/red]: {_failure(v)}" for v in failed])
     doubtful = [v for v in findings.results if v.inconclusive]
-    for result in doubtful[:_MOST_FAILURES]:
-        _console.print(f"[yellow]{result.kernel} could not be checked[/yellow]: {result.inconclusive[0]}", soft_wrap=True)
-    if len(doubtful) > _MOST_FAILURES:
-        _console.print(f"[yellow]and {len(doubtful) - _MOST_FAILURES} others[/yellow]: the JSON file names them")
+    _show_kernels("yellow", [f"[yellow]{v.kernel} could not be checked[/yellow]: {v.inconclusive[0]}" for v in doubtful])
     if findings.unfit:
         _console.print(f"{len(findings.unfit)} others need more shared memory than this card has")
     for note in sorted({v.note for v in findings.results if v.note}):
@@ -289,6 +279,22 @@ def _show_verdicts(findings: Findings) -> None:
         _console.print("with --tune, plans on this card will not take them any more")
     if findings.unchecked:
         _console.print(f"[yellow]{len(findings.unchecked)} are not checked[/yellow]; plans take them all the same", soft_wrap=True)
+
+
+def _show_kernels(color: str, lines: Sequence[str]) -> None:
+    """Prints a line for each kernel, at most _MOST_FAILURES."""
+    for line in lines[:_MOST_FAILURES]:
+        _console.print(line, soft_wrap=True)
+    if len(lines) > _MOST_FAILURES:
+        _console.print(f"[{color}]and {len(lines) - _MOST_FAILURES} others[/{color}]: the JSON file names them")
+
+
+def _failure(result: KernelResult) -> str:
+    """Returns a kernel's worst error if it is too large, else its first failure, and the number of failures."""
+    worst, text = result.worst, result.failures[0]
+    if worst.share > 1:
+        text = f"{worst.result}: {worst.kind} error {worst.error:.3g}, allowed {worst.allowed:.3g} ({worst.problem}, seed {worst.seed})"
+    return text + (f"; {len(result.failures)} failures in all" if len(result.failures) > 1 else "")
 
 
 def _table(*columns: str, padding: int = 1) -> Table:
@@ -304,7 +310,7 @@ def _percent(share: float) -> str:
 
 
 #: Sequence lengths on the page; the plot and the JSON have all.
-_SHOWN = (512, 2048, 8192)
+_SHOWN_SEQLENS = (512, 2048, 8192)
 
 
 def _show_speeds(speeds: Speeds) -> None:
@@ -324,7 +330,7 @@ def _show_speeds(speeds: Speeds) -> None:
         _console.print("\nFast: " + "; ".join(figures), soft_wrap=True)
     if speeds.missing:
         _console.print(f"\nFast: {speeds.missing}", soft_wrap=True)
-    shown = [p for p in speeds.points if p.seqlen in _SHOWN] or speeds.points
+    shown = [p for p in speeds.points if p.seqlen in _SHOWN_SEQLENS] or speeds.points
     predicted = speeds.predictions is not None
     heads = {p.direction: p.nheads for p in speeds.points}
     _console.print("TFLOP/s" + "".join(f", {n} heads {direction}" for direction, n in heads.items()))
@@ -365,6 +371,7 @@ def _show_cached(points: Sequence[CachePoint]) -> None:
 
 
 def _pairs(points: Sequence[Point]) -> dict[tuple[int, int, bool], dict[str, Point]]:
+    """Returns the points by (seqlen, headdim, causal) and direction, in the order of the page's rows."""
     found: dict[tuple[int, int, bool], dict[str, Point]] = defaultdict(dict)
     for point in sorted(points, key=lambda p: (p.headdim, p.causal, p.seqlen)):
         found[point.seqlen, point.headdim, point.causal][point.direction] = point

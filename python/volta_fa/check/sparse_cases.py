@@ -13,6 +13,7 @@ from .kernels import SIMULATE_VARIABLE, environment
 from .problems import Error
 from .tolerance import largest, max_error
 
+#: Results of `volta_fa::fwd_sparse_mla`.
 RESULTS = ("out", "softmax_lse", "max_logits")
 #: Allowed error of out relative to 1 + its largest value, by dtype of q: rounding of out, and of fp16 products.
 _OUT_LIMITS = {torch.float16: 3e-3, torch.bfloat16: 8e-3}
@@ -89,6 +90,7 @@ def errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], arguments: d
 
 # ---- the indexer -------------------------------------------------------------------------------------------------
 
+#: Pages of the cache, tokens of a page, and columns of logits: the table's fifth page is used in part.
 _PAGES, _PAGE_SIZE, _KEYS = 12, 64, 300
 #: Allowed error of a logit relative to the sum over heads of |weight| * |q| * |k|: fp32 sums of 128 products.
 _LOGITS_LIMIT = 1e-6

@@ -250,11 +250,6 @@ class Budget:
         return max(self.factor * self.eager_rms, self._unavoidable(self.rms, self.rounded.rms))
 
 
-def accumulation_eps(dtype: torch.dtype) -> float:
-    """Returns the eps of the type in which sums are computed: fp64 for fp64, fp32 for all others."""
-    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-
-
 def largest(t: Tensor) -> float:
     """Returns the largest absolute value."""
     return t.abs().max().item() if t.numel() else 0.0
@@ -275,15 +270,10 @@ def score_error(ref: Eager, q: Tensor) -> float:
     If the reference is more precise than the result, that is a unit in the last place of the largest score. An fp64 result is compared with
     another fp64 result, whose BLAS may add the headdim products in another order. Each step rounds the sum so far with a variance of
     1/12 unit^2, relative to that sum, which grows to the score. So all steps have a variance of headdim / 3 / 12 unit^2, relative to it."""
-    units = 1.0
     if q.dtype == torch.float64:
-        units = max(units, _DEVIATIONS * math.sqrt(q.shape[-1] / 3 / 12))
-    return accumulation_eps(q.dtype) * (1 + units * ref.largest_score)
-
-
-def forward_sums(ref: Eager, q: Tensor, v: Tensor, dropout_p: float = 0.0, **_: Any) -> float:
-    """Returns the error of out that rounded sums alone may cause."""
-    return score_error(ref, q) * largest(v) / kept_share(dropout_p)
+        units = max(1.0, _DEVIATIONS * math.sqrt(q.shape[-1] / 3 / 12))
+        return torch.finfo(torch.float64).eps * (1 + units * ref.largest_score)
+    return torch.finfo(torch.float32).eps * (1 + ref.largest_score)  # all others sum in fp32
 
 
 def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Rounded:
@@ -306,7 +296,8 @@ def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -
 def forward_budget(ref: Eager, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Budget:
     """Returns how far out may be from `exact`'s."""
     rounded = rounded_probabilities(ref.weights, heads_first(v.double(), q.shape[2]), q.dtype)
-    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, forward_sums(ref, q, v, **options), rounded)
+    sums = score_error(ref, q) * largest(v) / kept_share(options.get("dropout_p", 0.0))  # the error that rounded sums alone may cause
+    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, sums, rounded)
 
 
 def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[float]:

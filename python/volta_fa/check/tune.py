@@ -26,12 +26,14 @@ from .performance import Work, median_ms
 
 #: An alternative must be this share faster in every round. Repeated medians of one kernel differ by less.
 MARGIN = 0.05
-_ROUNDS = 3
-#: Seconds per figure, and calls between two events. A launch costs the CPU about 10 us, and several calls hide this.
-_OF_A_FIGURE, _CALLS = 0.01, 8
+_ROUNDS = 3  # in each, all alternatives of a class are measured
+_SECONDS_PER_FIGURE = 0.01  # of one alternative in one round
+#: Calls between two CUDA events. A launch costs the CPU about 10 us, and several calls hide this.
+_CALLS = 8
 #: Maximum number of choices that src/tuning.rs reads from a file.
 MAX_CHOICES = 512
 
+#: Shapes that are measured, batch 1. Neighbors differ by factors of 2 (`Class.bounds`). The backward pass has enough heads for a V100.
 _BACKWARD_SEQLENS = (512, 1024, 2048, 4096)
 _BACKWARD_HEADS = 40
 _FORWARD_SEQLENS = (256, 512, 1024, 2048)
@@ -149,12 +151,12 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
 
 def tune(target: Target, results: Sequence[KernelResult], deadline: float, advance: Callable[[str], None]) -> Tuned:
     """Measures until `deadline`, a time of time.monotonic(), and writes the GPU's tuning file. `results`: of the check."""
-    about = json.loads(torch.ops.volta_fa._tuning(target.number))
-    if about["outcome"] == "off":
+    file = json.loads(torch.ops.volta_fa._tuning(target.number))  # the GPU's tuning file, as `info()["tuning"]` has it
+    if file["outcome"] == "off":
         # a new file would lose the kernels that failed before
         return Tuned(trouble="VOLTA_FA_TUNING=0 says that no tuning is read, so none is written")
     # a kernel that failed once on this GPU stays excluded
-    tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in results if v.failures)}))
+    tuned = Tuned(file["path"], failed=sorted({*file["failed"], *(v.kernel for v in results if v.failures)}))
     for class_, alternatives in classes(target, info()["variants"], tuned.failed):
         advance(str(class_))
         if time.monotonic() > deadline:
@@ -174,7 +176,7 @@ def tune(target: Target, results: Sequence[KernelResult], deadline: float, advan
     by_gain = sorted(tuned.choices, key=lambda c: -c["note"]["times_as_fast"])
     tuned.choices = by_gain[:MAX_CHOICES]
     try:
-        _write(tuned, about)
+        _write(tuned, file)
     except (OSError, ValueError) as error:
         tuned.trouble = f"the file was not written: {error}"
     return tuned
@@ -194,7 +196,7 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
         for alternative, work, of in zip(alternatives, works, times):
             with target.running(alternative.variant, failed, alternative.deterministic):
                 # most: runs after the first, of _CALLS calls each
-                of.append(median_ms(work, target.device, _OF_A_FIGURE, most=10, calls=_CALLS))
+                of.append(median_ms(work, target.device, _SECONDS_PER_FIGURE, most=10, calls=_CALLS))
     # of each alternative: how many times as fast as the plan's kernel it was in its worst round
     gains = [min(mine / theirs for mine, theirs in zip(times[own], of)) for of in times]
     best = max(range(len(gains)), key=gains.__getitem__)
@@ -229,11 +231,11 @@ def _work(target: Target, class_: Class, alternative: Alternative) -> Work:
     return lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, is_causal=class_.causal)
 
 
-def _write(tuned: Tuned, about: dict[str, Any]) -> None:
+def _write(tuned: Tuned, file: dict[str, Any]) -> None:
     """Writes the choices and failed kernels into the tuning file, after the library has accepted them."""
     if tuned.path is None:
         raise OSError("there is no home folder; VOLTA_FA_TUNING=<path> names a file")
-    made_on = {name: about[name] for name in ("volta_fa", "device", "driver")}
+    made_on = {name: file[name] for name in ("volta_fa", "device", "driver")}
     note = {"made_by": "python -m volta_fa check --tune", "margin": MARGIN, "date": time.strftime("%Y-%m-%d")}
     tuning = {"format": 1, **made_on, "failed": tuned.failed, "choices": tuned.choices, "note": note}
     text = json.dumps(tuning, indent=1) + "\n"

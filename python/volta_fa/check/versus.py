@@ -22,13 +22,13 @@ from . import tolerance
 from .kernels import SIMULATED_GPU_VARIABLE, Target, lacks_memory, simulate
 from .performance import median_ms
 
-NHEADS, NHEADS_K, HEADDIM = 6, 1, 256
+NHEADS, NHEADS_K, HEADDIM = 6, 1, 256  # query heads, KV heads
 #: The machine that `--device simulator` times on, at its application clock of 1312 MHz.
 SIMULATED_GPU = "pg503"
 #: Maximum seqlen_q * seqlen_k that the simulator times within a minute.
 _SIMULATED_PRODUCTS = 4096 * 8192
 _NO_MEMORY, _TOO_LONG = "not enough memory", "takes too long to simulate"
-_SECONDS_PER_FIGURE = 0.5
+_SECONDS_PER_FIGURE = 0.5  # of timed calls
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Defines a small GPT that takes its attention as an argument, and the attentions that the demo compares."""
+"""Defines a small GPT that takes its attention as an argument, and the attentions that the demo and benchmarks.training compare."""
 
 from __future__ import annotations
 

@@ -36,19 +36,14 @@ def say(text: str) -> None:
     _console.print(text)
 
 
-def _code(major: int, minor: int) -> str:
-    """Describes the form in which a GPU of this compute capability runs its preferred kernels."""
-    if families((major, minor))[0]["native"]:
-        return f"machine code for sm_{major}{minor}"
-    return "through PTX that the driver compiles"
-
-
 def introduce(settings: Settings, device: torch.device, tokens: int, files: int, runs: Sequence[Run]) -> None:
     """Prints the machine, the model and the planned runs."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         found = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-        kernels = f"family {kernel_family(device)}, {_code(major, minor)}"
+        is_native = families((major, minor))[0]["native"]
+        code = f"machine code for sm_{major}{minor}" if is_native else "through PTX that the driver compiles"
+        kernels = f"family {kernel_family(device)}, {code}"
     else:
         found = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
         kernels = "CPU backend: PyTorch's own operations, so the losses may be equal"

@@ -1,11 +1,13 @@
 """Trains several copies of the demo's GPT side by side, on the same batches. They differ only in their attention. The text is one that
-every Python installation has: the source of its standard library."""
+every Python installation has: the source of its standard library. The demo (demo/__init__.py) and benchmarks.training call this module."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,11 +68,13 @@ LOSS_SCALE = 2.0**16
 
 @dataclass(frozen=True)
 class Settings:
+    """The model and its training."""
+
     layers: int
     nheads: int
     headdim: int
-    seqlen: int
-    batch: int
+    seqlen: int  # characters, which are tokens, of a window
+    batch: int  # windows of a step
     steps: int
     learning_rate: float = 1e-3
     warmup: int = 20  # steps in which the learning rate rises from zero
@@ -118,16 +122,22 @@ class Run:
 
     def peak_memory(self, tokens: torch.Tensor, target: torch.Tensor) -> int:
         """Returns the peak bytes that one forward and backward allocate, gradients included."""
-        if tokens.is_cuda:
-            torch.cuda.synchronize(tokens.device)
-            torch.cuda.reset_peak_memory_stats(tokens.device)
-            before = torch.cuda.memory_allocated(tokens.device)
-            self._forward_backward(tokens, target)
-            peak = torch.cuda.max_memory_allocated(tokens.device) - before
-        else:
-            peak = cpu_peak(lambda: self._forward_backward(tokens, target))
+        peak = peak_bytes(lambda: self._forward_backward(tokens, target), tokens.device)
         self.optimizer.zero_grad()
         return peak
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Returns the peak bytes that PyTorch's allocator held during `work`, beyond what it held before. The benchmarks call it too."""
+    gc.collect()
+    if device.type != "cuda":
+        return cpu_peak(work)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def cpu_peak(work: Callable[[], object]) -> int:
@@ -135,8 +145,10 @@ def cpu_peak(work: Callable[[], object]) -> int:
     that the first run freed, so the second run would seem to need none."""
     # Kineto, which records the allocations, would report a CUDA build without a driver as an error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
-        work()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the profiler
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+            work()
     held = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":

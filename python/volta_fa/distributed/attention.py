@@ -118,9 +118,8 @@ def ring_attention(
     Raises the same on all ranks, before any tensor is sent: ValueError if arguments of any rank are wrong or differ, NotImplementedError
     for unsupported ones. Raises RuntimeError if a rank does not make the call within the group's timeout.
     """
-    ring = group_of("ring_attention", group)
-    grid = Grid(ring, None, dist.get_rank(ring), ring.size(), 0, 1)
-    return _attention("ring_attention", grid, **_all(locals(), ("group", "ring", "grid")))
+    grid = Grid.of(ring=group_of("ring_attention", group))
+    return _attention("ring_attention", grid, **_all(locals(), ("group", "grid")))
 
 
 def ulysses_attention(
@@ -149,9 +148,8 @@ def ulysses_attention(
     exchange, and a rank's memory is that of the whole sequence for its heads.
 
     Arguments, result and errors are those of `ring_attention`."""
-    ulysses = group_of("ulysses_attention", group)
-    grid = Grid(None, ulysses, 0, 1, dist.get_rank(ulysses), ulysses.size())
-    return _attention("ulysses_attention", grid, **_all(locals(), ("group", "ulysses", "grid")))
+    grid = Grid.of(ulysses=group_of("ulysses_attention", group))
+    return _attention("ulysses_attention", grid, **_all(locals(), ("group", "grid")))
 
 
 def context_parallel_attention(
@@ -187,6 +185,7 @@ def _all(arguments: dict[str, Any], but: Sequence[str]) -> dict[str, Any]:
 
 
 def _groups(grid: Grid) -> list[dist.ProcessGroup]:
+    """Returns the groups of a grid as `check_same_arguments` takes them: the ring last."""
     return [group for group in (grid.ulysses, grid.ring) if group is not None]
 
 
@@ -224,6 +223,7 @@ def _attention(
         "dropout_p": dropout_p,
         "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
     }
+    # The ranks compare their arguments, then the lengths of their shards.
     starts: list[int] | None = None  # cu_seqlens on the host; None: not packed
 
     def local_arguments() -> tuple[dict[str, Any], Any]:
@@ -269,8 +269,9 @@ def _attention(
         torch.empty(1, device=q.device).uniform_(generator=generator)  # so that the next call draws other numbers
 
     packed = starts is not None
-    if packed:
+    if packed:  # below, packed tensors have a batch of 1
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    # The Ulysses group exchanges: then this rank has some heads, of all positions of the group.
     if grid.ulysses is not None:
         size, nheads, nheads_k = grid.ulysses_size, q.shape[2], k.shape[2]
         each = nheads // size
@@ -283,25 +284,22 @@ def _attention(
         q, k, v = to_heads(op, grid.ulysses, (q, k, v), (q_lengths[own_ulysses], k_lengths[own_ulysses]), of_keys, order)
         alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., own_heads].contiguous()
         sinks = None if sinks is None else sinks[own_heads]
-    bounds = [(a, b) for a, b in zip(starts, starts[1:])] if starts is not None else []
+    # The ring computes attention, by positions in the whole sequence.
+    sequences = tuple(zip(starts, starts[1:])) if starts is not None else ()
     mask = Mask(
-        queries=tuple(bounds) or ((0, seqlen_q),),
-        keys=tuple(bounds) or ((0, seqlen_k),),
+        queries=sequences or ((0, seqlen_q),),
+        keys=sequences or ((0, seqlen_k),),
         left=window_left if window_left >= 0 else None,
         right=0 if is_causal else window_right if window_right >= 0 else None,
         alibi=alibi_slopes is not None,
     )
-    if grid.ring is None:
-        ring_ranges: list[list[Any]] = [[((0, seqlen_q),)], [((0, seqlen_k),)]]
-    else:
-        ring_ranges = [[shard_ranges(n, grid.ring_size, rank, layout) for rank in range(grid.ring_size)] for n in (seqlen_q, seqlen_k)]
+    ring_ranks = range(grid.ring_size)
     problem = Problem(
         op=op,
-        # the second: a ring of one rank sends nothing, and its backward pass compares arguments in this group
-        group=grid.ring if grid.ring is not None else grid.ulysses,  # type: ignore[arg-type]
+        group=groups[-1],  # without a ring the Ulysses group: nothing is sent, and the backward pass compares arguments in it
         rank=grid.ring_rank,
-        q_ranges=ring_ranges[0],
-        k_ranges=ring_ranges[1],
+        q_ranges=[shard_ranges(seqlen_q, grid.ring_size, rank, layout) for rank in ring_ranks],
+        k_ranges=[shard_ranges(seqlen_k, grid.ring_size, rank, layout) for rank in ring_ranks],
         mask=mask,
         scores={"softmax_scale": softmax_scale, "softcap": softcap},
         dropout_p=dropout_p,
@@ -397,10 +395,7 @@ def _check_heads(op: str, q: Tensor, k: Tensor, grid: Grid) -> None:
 def _check_lengths(op: str, name: str, grid: Grid, lengths: Sequence[int], layout: str) -> int:
     """Returns the length of the whole sequence. Raises ValueError if the shards are not those of `shard_sequence`."""
     total = sum(lengths)
-    size = grid.ulysses_size
-    expected = [length(grid.ranges(total, layout, r, u)) for r in range(grid.ring_size) for u in range(size)]
-    if grid.ring is None:
-        expected = [length(shard_ranges(total, size, u, layout)) for u in range(size)]
+    expected = [length(grid.ranges(total, layout, r, u)) for r in range(grid.ring_size) for u in range(grid.ulysses_size)]
     if list(lengths) != expected:
         wanted = f"{', '.join(map(str, expected))}, as shard_sequence makes them of {total} with layout={layout!r}"
         raise bad_argument(name, f"shards of {', '.join(map(str, lengths))} positions", wanted, op=f"distributed.{op}")
@@ -420,16 +415,24 @@ class Grid:
 
     ring: dist.ProcessGroup | None
     ulysses: dist.ProcessGroup | None
-    #: this rank's ranks in the two groups, and the groups' sizes
+    #: this rank's ranks in the two groups, and the groups' sizes; 0 and 1 without a group
     ring_rank: int
     ring_size: int
     ulysses_rank: int
     ulysses_size: int
 
+    @classmethod
+    def of(cls, ring: dist.ProcessGroup | None = None, ulysses: dist.ProcessGroup | None = None) -> Grid:
+        """Returns the grid of these groups."""
+        places = [(0, 1) if group is None else (dist.get_rank(group), group.size()) for group in (ring, ulysses)]
+        return cls(ring, ulysses, *places[0], *places[1])
+
     def ranges(self, seqlen: int, layout: str, ring_rank: int | None = None, ulysses_rank: int | None = None) -> tuple[Range, ...]:
         """Returns the positions that a rank holds: this rank by default."""
         r = self.ring_rank if ring_rank is None else ring_rank
         u = self.ulysses_rank if ulysses_rank is None else ulysses_rank
+        if self.ring is None:  # the layout is that of the Ulysses group
+            return shard_ranges(seqlen, self.ulysses_size, u, layout)
         return shard_ranges(seqlen, self.ring_size, r, layout, self.ulysses_size, u)
 
 
@@ -458,12 +461,10 @@ def grid_of(op: str, group: Group) -> Grid:
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         if group.get_coordinate() is None:
             raise bad_argument("mesh", f"one without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
-        ring, ulysses = group.get_group(0), group.get_group(1)
-        return Grid(ring, ulysses, dist.get_rank(ring), ring.size(), dist.get_rank(ulysses), ulysses.size())
+        return Grid.of(ring=group.get_group(0), ulysses=group.get_group(1))
     if isinstance(group, DeviceMesh) and group.ndim > 2:
         raise bad_argument("mesh", f"{group.ndim} dimensions", "1 (a ring) or 2 (ring, Ulysses)", op=f"distributed.{op}")
-    ring = group_of(op, group)
-    return Grid(ring, None, dist.get_rank(ring), ring.size(), 0, 1)
+    return Grid.of(ring=group_of(op, group))
 
 
 def check_layout(op: str, layout: str) -> None:

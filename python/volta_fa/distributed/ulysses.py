@@ -46,6 +46,18 @@ def _positions(order: Order, seqlen: int, device: torch.device) -> Tensor | None
     return torch.cat([torch.arange(*r) for r in ranges]).to(device, non_blocking=True)
 
 
+def _in_order(t: Tensor, order: Order) -> Tensor:
+    """Returns concatenated shards, (batch, positions, ...), in the order of their positions."""
+    where = _positions(order, t.shape[1], t.device)
+    return t if where is None else torch.empty_like(t).index_copy_(1, where, t)
+
+
+def _by_shard(t: Tensor, order: Order) -> Tensor:
+    """The inverse of `_in_order`."""
+    where = _positions(order, t.shape[1], t.device)
+    return t if where is None else t.index_select(1, where)
+
+
 class _ToHeads(torch.autograd.Function):
     """Exchanges this rank's positions of all heads for all positions of `heads[this rank]`, ranges that may overlap. `lengths`: numbers of
     positions of each rank."""
@@ -58,19 +70,14 @@ class _ToHeads(torch.autograd.Function):
         mine = heads[dist.get_rank(group)]
         sizes = [(t.shape[0], n, mine[1] - mine[0], t.shape[3]) for n in lengths]
         parts = _all_to_all(op, group, [t[:, :, first:last] for first, last in heads], sizes)
-        whole = torch.cat(parts, 1)
-        where = _positions(order, whole.shape[1], whole.device)
-        return whole if where is None else torch.empty_like(whole).index_copy_(1, where, whole)
+        return _in_order(torch.cat(parts, 1), order)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         op, group, lengths, heads, order, nheads = ctx.arguments
-        where = _positions(order, gradient.shape[1], gradient.device)
-        if where is not None:
-            gradient = gradient.index_select(1, where)
         rows = lengths[dist.get_rank(group)]
         sizes = [(gradient.shape[0], rows, last - first, gradient.shape[3]) for first, last in heads]
-        parts = _all_to_all(op, group, gradient.split(lengths, 1), sizes)
+        parts = _all_to_all(op, group, _by_shard(gradient, order).split(lengths, 1), sizes)
         if sum(last - first for first, last in heads) == nheads:
             return None, None, torch.cat(parts, 2), None, None, None
         # several ranks read the same KV heads
@@ -87,12 +94,9 @@ class _ToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], order: Order) -> Tensor:
         ctx.arguments = (op, group, lengths, order)
-        where = _positions(order, t.shape[1], t.device)
-        if where is not None:
-            t = t.index_select(1, where)
         rows = lengths[dist.get_rank(group)]
         sizes = [(t.shape[0], rows, t.shape[2], t.shape[3])] * len(lengths)
-        return torch.cat(_all_to_all(op, group, t.split(lengths, 1), sizes), 2)
+        return torch.cat(_all_to_all(op, group, _by_shard(t, order).split(lengths, 1), sizes), 2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -100,10 +104,7 @@ class _ToSequence(torch.autograd.Function):
         size = len(lengths)
         nheads = gradient.shape[2] // size
         sizes = [(gradient.shape[0], n, nheads, gradient.shape[3]) for n in lengths]
-        whole = torch.cat(_all_to_all(op, group, gradient.split(nheads, 2), sizes), 1)
-        where = _positions(order, whole.shape[1], whole.device)
-        if where is not None:
-            whole = torch.empty_like(whole).index_copy_(1, where, whole)
+        whole = _in_order(torch.cat(_all_to_all(op, group, gradient.split(nheads, 2), sizes), 1), order)
         return None, None, whole, None, None
 
 

@@ -21,12 +21,12 @@ from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values
 MAX_BIAS_BYTES = 256 << 20
 
 
-def results(out: Tensor, lse: Tensor, return_lse: bool, return_aux: Any) -> Any:
-    """Returns out, or (out, lse), or (out, AuxOutput), as torch's function does for these two arguments."""
+def results(out: Tensor, lse: Tensor, return_lse: bool, return_aux: Any, max_scores: Tensor | None = None) -> Any:
+    """Returns out, or (out, lse), or (out, AuxOutput), as torch's function does for `return_lse` and `return_aux`."""
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse if return_aux.lse else None)
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out
 
 

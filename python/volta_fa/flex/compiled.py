@@ -60,21 +60,17 @@ def traced(
         score_mod = _identity
     if block_mask is None:
         block_mask = _no_mask(query)
-    wanted = return_lse or (return_aux is not None and return_aux.lse)
-    max_scores = return_aux is not None and return_aux.max_scores
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants_maxima = return_aux is not None and return_aux.max_scores
     options = {} if kernel_options is None else dict(kernel_options)
-    options |= {_MARK: INTERFACE, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": max_scores}
+    options |= {_MARK: INTERFACE, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": wants_maxima}
     # the defaults that torch's function sets before it calls its operator
     for name, default in (("PRESCALE_QK", False), ("ROWS_GUARANTEED_SAFE", False), ("BLOCKS_ARE_CONTIGUOUS", False), ("WRITE_DQ", True)):
         options.setdefault(name, default)
-    result = operator(query, key, value, score_mod, block_mask.as_tuple(), scale, options)
+    out, lse, *maxima = operator(query, key, value, score_mod, block_mask.as_tuple(), scale, options)
     # the operator returns lse and maxima to base 2
-    lse = result[1] * math.log(2.0) if wanted else result[1]
-    if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
-
-        return result[0], AuxOutput(lse=lse if wanted else None, max_scores=result[2] * math.log(2.0) if max_scores else None)
-    return (result[0], lse) if return_lse else result[0]
+    lse = lse * math.log(2.0) if wants_lse else lse
+    return results(out, lse, return_lse, return_aux, maxima[0] * math.log(2.0) if wants_maxima else None)
 
 
 def _install() -> None:

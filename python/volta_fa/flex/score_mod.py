@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -220,57 +220,78 @@ class _Reader:
         linear = self._linear(bias)
         if linear is None:
             return None
-        of_key, of_query, constant, kind = linear
-        if kind == "absolute":
-            return kind
-        return "relative" if of_key == -of_query and of_key != 0 and constant == 0 else None
+        if linear.kind == "absolute":
+            return "absolute"
+        return "relative" if linear.key == -linear.query != 0 and linear.constant == 0 else None
 
-    def _linear(self, value: Any) -> tuple[float, float, float, str] | None:
-        """Reads t * (a * key + b * query + c), where t depends on batch entry and head only.
-        Returns (a, b, c, kind), or None for anything else. Kinds: "term"; "number" for t = 1; "absolute" for t * |key - query|."""
+    def _linear(self, value: Any) -> _Linear | None:
+        """Returns a value as a linear function of key and query; None if it is none, or of no form that is read here."""
         constant = self._constant(value)
         if constant is not None:
-            return 0.0, 0.0, constant, "number"
+            return _Linear(constant=constant)
         if value is self.indices[3]:
-            return 1.0, 0.0, 0.0, "number"
+            return _Linear(key=1.0)
         if value is self.indices[2]:
-            return 0.0, 1.0, 0.0, "number"
+            return _Linear(query=1.0)
         if not isinstance(value, fx.Node):
             return None
         if not self._needs(value) & {2, 3}:
-            return 0.0, 0.0, 1.0, "term"
+            return _Linear(constant=1.0, kind="term")
         name, args = _name(value), value.args
         if args and name in _CONVERSIONS and _keeps_fractions(value):
             return self._linear(args[0])
         parts = [self._linear(a) for a in args if isinstance(a, (fx.Node, int, float))]
-        if None in parts or value.kwargs:
+        operands = [part for part in parts if part is not None]
+        if len(operands) < len(parts) or value.kwargs:
             return None
-        if name == "neg" and len(parts) == 1:
-            a = parts[0]
-            return (-a[0], -a[1], -a[2], a[3])  # type: ignore[index]
-        if name == "abs" and len(parts) == 1:
-            a = parts[0]
-            return (1.0, -1.0, 0.0, "absolute") if a[3] == "number" and a[0] == -a[1] != 0 and a[2] == 0 else None  # type: ignore[index]
-        if len(parts) != 2:
+        if len(operands) == 1:
+            return _of_one(name, operands[0])
+        return _of_two(name, *operands) if len(operands) == 2 else None
+
+
+class _Linear(NamedTuple):
+    """The function t * (key * KEY + query * QUERY + constant) of the positions KEY and QUERY."""
+
+    key: float = 0.0
+    query: float = 0.0
+    constant: float = 0.0
+    #: of t. "number": t is 1. "term": t depends on batch entry and head. "absolute": the function is t * |KEY - QUERY| instead
+    kind: str = "number"
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether it depends on key or query."""
+        return self.key != 0 or self.query != 0 or self.kind == "absolute"
+
+
+def _of_one(name: str, a: _Linear) -> _Linear | None:
+    """Returns the result of an operation with one operand."""
+    if name == "neg":
+        return a._replace(key=-a.key, query=-a.query, constant=-a.constant)
+    if name == "abs" and a.kind == "number" and a.key == -a.query != 0 and a.constant == 0:
+        return _Linear(key=1.0, query=-1.0, kind="absolute")
+    return None
+
+
+def _of_two(name: str, a: _Linear, b: _Linear) -> _Linear | None:
+    """Returns the result of an operation with two operands."""
+    if name in _ADD | _SUBTRACT:
+        if (a.kind, b.kind) != ("number", "number"):
             return None
-        a, b = parts
-        assert a is not None and b is not None
-        if name in _ADD | _SUBTRACT:
-            if (a[3], b[3]) != ("number", "number"):
-                return None
-            sign = 1 if name in _ADD else -1
-            return a[0] + sign * b[0], a[1] + sign * b[1], a[2] + sign * b[2], "number"
-        if name in _MULTIPLY | _DIVIDE:
-            # b becomes the factor that depends on neither key nor query
-            if name in _MULTIPLY and not a[0] and not a[1] and a[3] != "absolute":
-                a, b = b, a
-            if b[0] or b[1] or b[3] == "absolute" or (a[3], b[3]) == ("term", "term") or b[2] == 0:
-                return None
-            if b[3] == "term":
-                return a if a[3] == "absolute" else (a[0], a[1], a[2], "term")
-            factor = b[2] if name in _MULTIPLY else 1 / b[2]
-            return a if a[3] == "absolute" else (a[0] * factor, a[1] * factor, a[2] * factor, a[3])
+        sign = 1 if name in _ADD else -1
+        return _Linear(a.key + sign * b.key, a.query + sign * b.query, a.constant + sign * b.constant)
+    if name not in _MULTIPLY | _DIVIDE:
         return None
+    if name in _MULTIPLY and not a.has_positions:
+        a, b = b, a
+    if b.has_positions or (a.kind, b.kind) == ("term", "term") or b.constant == 0:
+        return None
+    if a.kind == "absolute":  # its t is not read here
+        return a
+    if b.kind == "term":
+        return a._replace(kind="term")
+    factor = b.constant if name in _MULTIPLY else 1 / b.constant
+    return _Linear(a.key * factor, a.query * factor, a.constant * factor, a.kind)
 
 
 def _content(node: fx.Node) -> Any:

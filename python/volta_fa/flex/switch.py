@@ -66,13 +66,15 @@ def _apply(devices: Devices) -> None:
 
 
 def _flex_attention(torch_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `volta_fa.flex_attention` for the devices that are on, and torch's own function for others."""
+
     @functools.wraps(torch_function)
-    def replaced(query: Any, *args: Any, **kwargs: Any) -> Any:
+    def choose(query: Any, *args: Any, **kwargs: Any) -> Any:
         # while dynamo traces, torch's function makes a call of its operator, whose replaced kernel decides
         ours = not torch.compiler.is_dynamo_compiling() and query.device in attention.devices
         return (flex_attention if ours else torch_function)(query, *args, **kwargs)
 
-    return replaced
+    return choose
 
 
 def _validate_device(torch_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,8 +82,8 @@ def _validate_device(torch_function: Callable[..., Any]) -> Callable[..., Any]:
     makes torch's check after all if torch's own kernel then runs."""
 
     @functools.wraps(torch_function)
-    def replaced(query: Any, key: Any, value: Any) -> None:
+    def validate(query: Any, key: Any, value: Any) -> None:
         if not (query.device.type == "cpu" and attention.devices.cpu and torch.compiler.is_dynamo_compiling()):
             torch_function(query, key, value)
 
-    return replaced
+    return validate

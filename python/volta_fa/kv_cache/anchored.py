@@ -61,7 +61,7 @@ def anchored_window_attention(
         if anchor_tokens == 0 or 0 in (*q.shape, *k.shape):
             return out, lse
         sequence, visible = _visible_anchors(q, cu_seqlens_k.diff(), cu_seqlens_q, anchor_tokens, window_left)
-        # a cache of copies; those past the end of a sequence are not visible
+        # a dense cache with the first keys of each sequence; `visible` hides those past its end
         rows = cu_seqlens_k[:-1, None] + torch.arange(min(anchor_tokens, max_seqlen_k), dtype=torch.int32, device=q.device)
         k_cache, v_cache = (t[rows.clamp(0, len(t) - 1)] for t in (k, v))
         return _merge_anchors(out, lse, q, k_cache, v_cache, cache_seqlens=visible, cache_batch_idx=sequence, **options)
@@ -141,7 +141,7 @@ def anchored_window_attention_with_kvcache(
         k_cache, v_cache = (t[:, :anchor_tokens] for t in (k_cache, v_cache))
         options |= {name: t[:, :anchor_tokens] for name, t in scales.items() if t is not None}
     elif len(sequence) > len(block_table) and len(k_cache) > 0:
-        # one copy for the queries of a sequence, because the operator may copy whole pages for each
+        # each query is a sequence here, and the operator may copy whole pages for each: so the anchors are copied into a dense cache
         token = torch.arange(min(anchor_tokens, block_table.shape[1] * k_cache.shape[1]), device=q.device)
         page = block_table[:, token // k_cache.shape[1]].long()
         # tokens before the first one whose page is not in the cache; rows that see more get length -1, which is invalid: they become NaN
@@ -158,7 +158,7 @@ def anchored_window_attention_with_kvcache(
 
 
 def _check(q: Tensor, anchor_tokens: int, window_left: int, packed: dict[str, Any]) -> bool:
-    """Returns whether sequences are packed. Raises ValueError for wrong arguments."""
+    """Raises ValueError for wrong arguments. Returns whether sequences are packed: whether any of `packed` is given."""
     is_packed = any(value is not None for value in packed.values())
     if is_packed:
         for name, value in packed.items():
@@ -176,10 +176,10 @@ def _check(q: Tensor, anchor_tokens: int, window_left: int, packed: dict[str, An
 def _visible_anchors(
     q: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None, anchor_tokens: int, window_left: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns of each query, in int32: its sequence, and how many anchors are before its window.
+    """Returns of each query, in int32: the number of its sequence, and how many anchors are before its window.
 
-    Any values in `lengths` and `cu_seqlens_q` give a sequence that is there and 0 to `anchor_tokens`. Where they are wrong, the call for
-    the window returns NaN, which stays. Rows of no sequence have any."""
+    Both are in range for any values in `lengths` (keys of each sequence) and `cu_seqlens_q`, which may be wrong on a GPU. There the call
+    for the window returns NaN, and the merge keeps it. For rows of no sequence they mean nothing."""
     row = torch.arange(q.shape[:-2].numel(), dtype=torch.int32, device=q.device)
     if cu_seqlens_q is None:
         sequence = row // q.shape[1]
@@ -189,7 +189,7 @@ def _visible_anchors(
         sequence = torch.searchsorted(ends, row, right=True, out_int32=True).clamp(0, len(ends) - 1)
         end = ends.index_select(0, sequence)
     length = lengths.index_select(0, sequence)
-    # (2**30 is beyond every length, and int32 holds the differences)
+    # 2**30 is beyond every length, and int32 holds the differences
     return sequence, (length - min(window_left, 2**30) - end + row).clamp(0, anchor_tokens)
 
 

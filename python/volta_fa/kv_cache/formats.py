@@ -30,11 +30,13 @@ class _Format:
     has_zero_points: bool = False
 
 
-def _read(row: dict[str, Any]) -> _Format:  # a row of the native library's table
+def _read(row: dict[str, Any]) -> _Format:
+    """Returns the format of a row of `cache_formats`, the native library's table."""
     dtype = getattr(torch, row["dtype"].removeprefix("torch."))
     return _Format(dtype, row["bits"], row["max_code"], row["scale"] == "token", row["zero_point"])
 
 
+#: By kv_dtype of a cache: those of its keys and of its values. And by kv_dtype of keys or values: the format.
 _PARTS = {row["name"]: (row["keys"], row["values"]) for row in cache_formats() if row["is_quantized"]}
 _FORMATS = {row["name"]: _read(row) for row in cache_formats() if row["name"] in _PARTS and row["keys"] == row["values"]}
 #: The values of `kv_dtype` for keys or values.
