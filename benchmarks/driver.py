@@ -21,9 +21,10 @@ import argparse
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,6 +231,9 @@ class Kept:
         return self._known.get(json.dumps(key))
 
     def put(self, key: Any, figures: Any) -> None:
+        """Keeps the figures of a key. Does nothing with None: without a kernel there are no figures."""
+        if figures is None:
+            return
         self._known[json.dumps(key)] = figures
         if self._file:
             with self._file.open("a") as file:
@@ -255,14 +259,23 @@ def timed(rows: Sequence[Row], kept: Kept, only_kept: bool = False, jobs: int = 
     # processes and not threads, because the simulator reads its settings from the process's environment
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawned) if jobs > 1 else nullcontext() as pool:
-        todo = [call for call in calls if call not in known]
-        found = (map if pool is None else pool.map)(measure if on_gpu else simulate, todo)
+        run = measure if on_gpu else simulate
+        # each result is kept when it ends, not in the order of rows, so a stopped command loses none
+        started = {call: pool.submit(run, call) for call in calls if call not in known} if pool else {}
+        for call, future in started.items():
+            future.add_done_callback(partial(_keep, kept, keys.get(call)))
         for row in rows:
             if row.call not in known:
-                known[row.call] = next(found)
-                if kept._file and known[row.call]:
-                    kept.put(keys[row.call], known[row.call])
+                known[row.call] = started[row.call].result() if pool else run(row.call)
+                if not pool:
+                    kept.put(keys.get(row.call), known[row.call])
             yield known[row.call]
+
+
+def _keep(kept: Kept, key: Any, ended: Future) -> None:
+    """Keeps the figures of a process that ended without an error."""
+    if not ended.cancelled() and not ended.exception():
+        kept.put(key, ended.result())
 
 
 def copy_rate() -> float:
