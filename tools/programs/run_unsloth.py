@@ -54,33 +54,31 @@ def configuration(model: str, device: str) -> Any:
     import transformers as t
 
     sizes = SIZES[device]
-    window, headdim = sizes.window, sizes.headdim
+    # on the GPU the headdims of all released sizes of these models
+    headdim = {"gemma3": 256, "gemma4": 256, "gpt-oss": 64}.get(model, sizes.headdim) if device == "cuda" else sizes.headdim
     common = dict(
         vocab_size=VOCABULARY, hidden_size=sizes.hidden, intermediate_size=2 * sizes.hidden, num_hidden_layers=sizes.layers,
         num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, max_position_embeddings=2 * sizes.seqlen, bos_token_id=1,
         eos_token_id=2, pad_token_id=0, head_dim=headdim, tie_word_embeddings=False,
     )  # fmt: skip
-    kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(sizes.layers)]
     if model.startswith("llama"):
         return t.LlamaConfig(**common)
-    if model == "mistral":
-        return t.MistralConfig(**common, sliding_window=window)
     if model == "qwen3":
         return t.Qwen3Config(**common)
+    common["sliding_window"] = sizes.window
+    if model == "mistral":
+        return t.MistralConfig(**common)
     if model == "gemma2":
-        return t.Gemma2Config(**common, sliding_window=window, query_pre_attn_scalar=headdim, attn_logit_softcapping=20.0)
-    if model == "gemma3":  # headdim 256, that of all its sizes
-        common["head_dim"] = headdim if device == "cpu" else 256
-        return t.Gemma3TextConfig(**common, sliding_window=window, query_pre_attn_scalar=common["head_dim"], layer_types=kinds)
+        return t.Gemma2Config(**common, query_pre_attn_scalar=headdim, attn_logit_softcapping=20.0)
+    common["layer_types"] = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(sizes.layers)]
+    if model == "gemma3":
+        return t.Gemma3TextConfig(**common, query_pre_attn_scalar=headdim)
     if model == "gemma4":
-        common["head_dim"] = headdim if device == "cpu" else 256
         return t.Gemma4TextConfig(
-            **common, sliding_window=window, layer_types=kinds, global_head_dim=common["head_dim"], num_kv_shared_layers=0,
-            hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCABULARY,
-        )  # fmt: skip
+            **common, global_head_dim=headdim, num_kv_shared_layers=0, hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCABULARY
+        )
     if model == "gpt-oss":
-        common["head_dim"] = headdim if device == "cpu" else 64
-        return t.GptOssConfig(**common, sliding_window=window, layer_types=kinds, num_local_experts=4, num_experts_per_tok=2)
+        return t.GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2)
     raise SystemExit(f"--models: got {model}, expected some of {', '.join(MODELS)}")
 
 

@@ -192,28 +192,12 @@ def _sdpa_forward(
 
 
 def _sdpa_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *others: Any, scale: float | None = None
 ) -> tuple[Tensor, ...]:
-    """Implements `aten::_scaled_dot_product_flash_attention_backward`."""
+    """Implements `aten::_scaled_dot_product_flash_attention_backward`, (batch, heads, seqlen, headdim). others: those of `_backward` from
+    cum_seq_q to unused; the schema has philox_seed and philox_offset in place of rng_state and unused."""
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-    gradients = _backward(
-        dout, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
-    )  # fmt: skip
+    gradients = _backward(dout, q, k, v, o, logsumexp, *others, scale=scale)
     return tuple(_heads_first(gradient, t) for t, gradient in zip((query, key, value), gradients))
 
 
