@@ -286,7 +286,7 @@ class Report:
         print(f"{self.result['stages'][stage]} s: {stage}", flush=True)
 
 
-def as_on_turing() -> None:
+def keep_memory_efficient_attention() -> None:
     """Leaves PyTorch and xformers the attention that they have on Turing."""
     import torch
 
@@ -327,7 +327,7 @@ def child(model: str, attention: str, device: str, steps: int, folder: Path) -> 
             torch.set_num_threads(1)
             adapt_to_the_cpu(bfloat16=attention == "reference")
         else:
-            as_on_turing()
+            keep_memory_efficient_attention()
         if attention == "volta_fa":
             import volta_fa
 
