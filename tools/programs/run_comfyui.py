@@ -120,12 +120,25 @@ def paths(worker, device):
     """Returns the paths of this worker by name: functions that make a model, in a ModelPatcher, `Ready`."""
     import volta_fa
 
+    @contextlib.contextmanager
+    def sdpa_enabled(**variables):
+        with environment(**variables), volta_fa.sdpa_enabled(device, force=True):
+            yield
+
+    @contextlib.contextmanager
+    def xformers_enabled():
+        volta_fa.enable_xformers(force=True)
+        try:
+            yield
+        finally:
+            volta_fa.disable_xformers()
+
     def switched(patcher, context, stats):
         stats(reset=True)
         return Ready(patcher, context, lambda: Counter(ran=(found := stats())["ran"], **found["fell_back"]))
 
     def through_sdpa(patcher, **variables):
-        return switched(patcher, sdpa_enabled(device, **variables), volta_fa.sdpa_stats)
+        return switched(patcher, sdpa_enabled(**variables), volta_fa.sdpa_stats)
 
     def through_xformers(patcher):
         return switched(patcher, xformers_enabled(), volta_fa.xformers_stats)
@@ -156,25 +169,6 @@ def environment(**variables):
     finally:
         for name in variables:
             del os.environ[name]
-
-
-@contextlib.contextmanager
-def sdpa_enabled(device, **variables):
-    import volta_fa
-
-    with environment(**variables), volta_fa.sdpa_enabled(device, force=True):
-        yield
-
-
-@contextlib.contextmanager
-def xformers_enabled():
-    import volta_fa
-
-    volta_fa.enable_xformers(force=True)
-    try:
-        yield
-    finally:
-        volta_fa.disable_xformers()
 
 
 @contextlib.contextmanager
