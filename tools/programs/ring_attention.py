@@ -219,7 +219,7 @@ def worker(rank: int, options: argparse.Namespace, store: str, failed) -> None:
 
 #: Lets volta_fa's flash_attn answer for flash-attn.
 SHIM = "import volta_fa; volta_fa.install_flash_attn_shim()\n"
-#: Patterns of a test's source, and what takes their place on the CPU.
+#: Patterns of a test's source, and what takes their place on the CPU: gloo, the CPU as the device, short sequences.
 ADAPTATIONS = {
     '"nccl"': '"gloo"',
     r'f"cuda:\{(local_)?rank\}"': '"cpu"',
@@ -255,13 +255,6 @@ REPORT = re.compile(
 ALLOWED_DIFFERENCE, ALLOWED_SHARE = 0.06, 2**-7
 #: Seconds for one test.
 TEST_LIMIT = 300
-
-
-def adapted(source: str) -> str:
-    """Returns a test for gloo, the CPU and short sequences."""
-    for pattern, replacement in ADAPTATIONS.items():
-        source = re.sub(pattern, replacement, source)
-    return source
 
 
 def differences(report: str) -> tuple[dict[str, float], float]:
@@ -302,7 +295,9 @@ def run_tests(folder: Path, device: str) -> list[str]:
         for file in folder.glob("*.py"):
             text = file.read_text()
             if file.name in OWN_TESTS:
-                text = SHIM + (adapted(text) if device == "cpu" else text)
+                for pattern, replacement in ADAPTATIONS.items() if device == "cpu" else ():
+                    text = re.sub(pattern, replacement, text)
+                text = SHIM + text
             (Path(work) / file.name).write_text(text)
         runs = [(name, run) for name, by_device in OWN_TESTS.items() if (folder / name).exists() for run in by_device[device]]
         return [f"{name} {run}" for name, run in runs if not test_passes(name, run, work, device)]

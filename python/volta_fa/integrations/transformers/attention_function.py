@@ -158,10 +158,6 @@ def attention(
     return out.view(batch, seqlen_q, *out.shape[-2:]), None
 
 
-#: Default of the mappings in `_VisibleKeys`.
-_NO_ARGUMENTS: Mapping[str, Any] = {}
-
-
 class _VisibleKeys(NamedTuple):
     """The keys that each query sees, as arguments of the operators."""
 
@@ -169,8 +165,8 @@ class _VisibleKeys(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     bias: Tensor | None = None
-    cache_lengths: Mapping[str, Tensor] = _NO_ARGUMENTS  # leftpad_k and cache_seqlens of `volta_fa::fwd_kvcache`
-    sequences: Mapping[str, Any] = _NO_ARGUMENTS  # cu_seqlens and max_seqlen of `volta_fa::fwd`
+    cache_lengths: Mapping[str, Tensor] = {}  # leftpad_k and cache_seqlens of `volta_fa::fwd_kvcache`
+    sequences: Mapping[str, Any] = {}  # cu_seqlens and max_seqlen of `volta_fa::fwd`
     blocks: BlockMask | None = None
 
 
