@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-#: Lengths of packed sequences, in multiples of twice the number of processes: `zigzag` cuts a sequence into so many pieces.
+#: Lengths of packed sequences, in multiples of twice the number of processes: `zigzag` cuts a sequence into that many pieces.
 PACKED = (3, 11, 18)
 NHEADS, NHEADS_K, HEADDIM = 4, 2, 32
 #: Allowed error, as a multiple of eager attention's.

@@ -142,7 +142,7 @@ class _PyTorchAttention(nn.Module):
         self.drop = nn.Dropout(attention_dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool | None, key_padding_mask: Tensor | None, lengths: Tensor) -> Tensor:
-        """Returns out. lengths: (batch or 1), the number of keys, to the last of which the causal mask is aligned."""
+        """Returns out. lengths: (batch or 1), the number of keys. The causal mask is aligned to the last key."""
         i, j = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1], device=q.device)
         bias = q.new_zeros(1, 1, q.shape[1], k.shape[1])
         if key_padding_mask is not None:
