@@ -40,7 +40,7 @@ else:
 
 
 def lines():
-    """What the user says."""
+    """Yields what the user says: --say, or lines of the terminal until its end."""
     if arguments.say:
         yield from arguments.say
         return

@@ -66,9 +66,10 @@ def mean_loss(model, tokens, targets, positions, attend, device):
 
 
 def main():
+    # what torchrun sets, for a process that it did not start
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, value)
-    if int(os.environ["WORLD_SIZE"]) > 1:
+    if int(os.environ["WORLD_SIZE"]) > 1:  # gloo's own choice of a network needs a host name that resolves
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost") else "")
     nccl = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if nccl else torch.device("cpu")
@@ -84,9 +85,9 @@ def main():
     reference = Model().to(device)
     model = Model().to(device)
     model.load_state_dict(reference.state_dict())
-    flat = mesh._flatten("all") if size > 1 else mesh["sequence"]
+    all_ranks = mesh._flatten("all") if size > 1 else mesh["sequence"]
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=flat)
+        fully_shard(part, mesh=all_ranks)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
 
     def attend(q, k, v):

@@ -13,12 +13,6 @@ import torch.nn.functional as F
 import volta_fa  # noqa: F401  registers the op
 
 
-def softmax_with_sink(scores, sinks):
-    """Returns probabilities of the keys alone, after a softmax over keys and sink: they add up to less than 1."""
-    with_sink = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
-    return with_sink.softmax(-1)[..., :-1]
-
-
 def formula(q, k, v, sinks=None, slopes=None):
     """Causal attention in one sequence, (seqlen, nheads, headdim)."""
     nheads, seqlen = q.shape[1], q.shape[0]
@@ -28,7 +22,9 @@ def formula(q, k, v, sinks=None, slopes=None):
     if slopes is not None:
         scores = scores - slopes[:, None, None] * (i[:, None] - i).abs()
     scores = scores.masked_fill(i[:, None] < i, float("-inf"))
-    p = scores.softmax(-1) if sinks is None else softmax_with_sink(scores, sinks)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, seqlen, 1)], -1)
+    p = scores.softmax(-1)[..., :seqlen]  # with sinks, probabilities of the keys add up to less than 1
     return (p @ v).transpose(0, 1)
 
 

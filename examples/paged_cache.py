@@ -24,13 +24,13 @@ class PagedCache:
         # keys and values of a page are adjacent: the operator accepts any strides but of the last dimension
         shape = (config.num_hidden_layers, pages, 2, page_size, config.num_key_value_heads, headdim)
         self.storage = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        self.free = list(range(pages))
-        self.page_size = page_size
-        self.table = torch.full((batch, pages), -1, dtype=torch.int32, device=weight.device)
-        self.taken = [0] * batch  # pages of each sequence
+        self.free = list(range(pages))  # numbers of pages
+        self.page_size = page_size  # tokens
+        self.table = torch.full((batch, pages), -1, dtype=torch.int32, device=weight.device)  # the pages of each sequence, in order
+        self.taken = [0] * batch  # number of pages of each sequence: the first columns of its row in `table`
         self.lengths = [0] * batch  # valid tokens of each sequence; the cache may hold others after them, which attention ignores
         model.set_attn_implementation(NAME)
-        model.pages = self
+        model.pages = self  # where `attention` finds it
 
     def step(self, model: PreTrainedModel, tokens: Tensor, sequences: list[int] | None = None) -> Tensor:
         """Returns logits (sequences, n, vocabulary) for n more tokens (sequences, n) of `sequences`, by default of all. Writes their keys
@@ -125,9 +125,9 @@ def decode(model: PreTrainedModel, guesses: int) -> tuple[list[list[int]], int]:
             model, torch.tensor([[tokens[-1], *draft] for tokens, draft in zip(sequences, drafts)], device=cache.table.device)
         )
         steps += 1
-        for b, (tokens, draft, said) in enumerate(zip(sequences, drafts, logits.argmax(-1).tolist())):
-            right = next((i for i, (a, s) in enumerate(zip(draft, said)) if a != s), guesses)
-            tokens += said[: right + 1]
+        for b, (tokens, draft, greedy) in enumerate(zip(sequences, drafts, logits.argmax(-1).tolist())):
+            correct = next((i for i, (guessed, token) in enumerate(zip(draft, greedy)) if guessed != token), guesses)
+            tokens += greedy[: correct + 1]
             cache.release(b, len(tokens) - 1)  # the last token is the next step's first query
     return [tokens[:end] for tokens, end in zip(sequences, ends)], steps
 

@@ -1,4 +1,4 @@
-"""ComfyUI's own models with random weights, for run_comfyui.py: of real width on a GPU, small on the CPU, and its KSampler.
+"""ComfyUI's own models with random weights, and its KSampler, for run_comfyui.py: of real width on a GPU, small on the CPU.
 
 A model's name is a key of CONFIGS, with "-small" for the CPU's sizes on any device, or with "-mask" for an attention mask. ComfyUI is
 imported in the functions, because its arguments must be parsed before.
@@ -6,6 +6,9 @@ imported in the functions, because its arguments must be parsed before.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
+# Options of ComfyUI's model classes: those of the released models, and sizes by device.
 SDXL = dict(
     use_checkpoint=False, image_size=32, out_channels=4, in_channels=4, use_spatial_transformer=True, legacy=False,
     num_classes="sequential", adm_in_channels=2816, use_linear_in_transformer=True, use_temporal_attention=False,
@@ -34,17 +37,23 @@ QWEN_SIZES = {
     "cuda": dict(num_layers=20, num_attention_heads=24, joint_attention_dim=3584),  # of 60 layers: in fp64 all would take 160 GB
     "cpu": dict(num_layers=1, num_attention_heads=2, joint_attention_dim=64),
 }
-#: ComfyUI's class, its options, and those of each size
+#: By kind of model: ComfyUI's class, its options, and those of each size.
 CONFIGS = {"sdxl": ("SDXL", SDXL, SDXL_SIZES), "flux": ("Flux", FLUX, FLUX_SIZES), "qwen": ("QwenImage", QWEN, QWEN_SIZES)}
-#: edge of the latent, text tokens, sampling steps
-PROBLEM = {
-    "cuda": {"sdxl": (128, 77, 4), "flux": (128, 512, 2), "qwen": (128, 512, 2)},
-    "cpu": {"sdxl": (16, 77, 2), "flux": (16, 24, 2), "qwen": (16, 24, 2)},
+#: What KSampler computes: the edge of the latent (an eighth of the image's), the number of text tokens, and that of steps.
+Problem = namedtuple("Problem", "edge tokens steps")
+PROBLEMS = {
+    "cuda": {"sdxl": Problem(128, 77, 4), "flux": Problem(128, 512, 2), "qwen": Problem(128, 512, 2)},
+    "cpu": {"sdxl": Problem(16, 77, 2), "flux": Problem(16, 24, 2), "qwen": Problem(16, 24, 2)},
 }
 
 
+def problem_of(name, device):
+    """Returns the problem of a model's name on a device."""
+    return PROBLEMS["cpu" if name.endswith("-small") else device][name.split("-")[0]]
+
+
 def build(name, dtype, device):
-    """Returns a model of ComfyUI with random weights, equal for each dtype but for rounding, in a ModelPatcher."""
+    """Returns a model of ComfyUI in a ModelPatcher. Its random weights are the same in each dtype, but for rounding."""
     import comfy.model_management
     import comfy.model_patcher
     import comfy.supported_models
@@ -60,9 +69,10 @@ def build(name, dtype, device):
 
 
 def randomize(module, device):
-    """Gives all weights random values that fp16 has, and attention scores a spread of a few units.
+    """Gives all weights random values that fp16 can represent, so that attention scores spread over a few units.
 
-    Each residual branch of a UNet adds little. Otherwise a deep random UNet is chaotic: any two computations in fp16 differ completely.
+    Each residual branch of a UNet adds little (a gain of 0.25). Otherwise a deep random UNet is chaotic: any two computations in fp16
+    differ completely.
     """
     import torch
 
@@ -85,16 +95,16 @@ def sample(patcher, name, device, steps=None):
     import torch
 
     kind = name.split("-")[0]
-    size = "cpu" if name.endswith("-small") else device
-    edge, tokens, default_steps = PROBLEM[size][kind]
+    edge, tokens, default_steps = problem_of(name, device)
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape):
         return torch.randn(*shape, generator=generator)
 
-    sizes = CONFIGS[kind][2][size]
-    width = sizes[{"sdxl": "context_dim", "flux": "context_in_dim", "qwen": "joint_attention_dim"}[kind]]
-    options = {"pooled_output": randn(1, sizes["vec_in_dim"] if kind == "flux" else 1280)}
+    _, _, all_sizes = CONFIGS[kind]
+    sizes = all_sizes["cpu" if name.endswith("-small") else device]
+    width = sizes[{"sdxl": "context_dim", "flux": "context_in_dim", "qwen": "joint_attention_dim"}[kind]]  # of the text's embedding
+    options = {"pooled_output": randn(1, sizes["vec_in_dim"] if kind == "flux" else 1280)}  # 1280: SDXL's
     if name == "flux-mask":  # as a style model sets it: an additive mask over text and image tokens
         total = tokens + (edge // 2) ** 2
         mask = torch.zeros(1, total, total)

@@ -1,6 +1,7 @@
 """Models of diffusers' own classes with random weights, for run_diffusers.py and fast_models.py: SMALL, and LARGE with released widths.
 
-Functions such as flux() take the sizes of a model and its input (heads, layers, tokens ...) and return arguments of Model.
+Functions such as flux() take the sizes of a model and its input, and return arguments of Model. `text` is the number of text tokens,
+`width` that of columns of their embeddings, `side` an edge of a square input, `axes` the columns of a head for each rotary axis.
 """
 
 from __future__ import annotations
@@ -18,19 +19,15 @@ import torch
 
 @dataclass(frozen=True)
 class Model:
-    """A class of diffusers with arguments and inputs. The first input gets a gradient. `make` and `inputs` draw random values anew."""
+    """A model and its inputs. The first input gets a gradient. Each call of `make` and `inputs` draws random values."""
 
     name: str
     make: Callable[[], torch.nn.Module]
     inputs: Callable[[], dict[str, Any]]
-    #: whether it has `set_attention_backend` for all its attention; otherwise diffusers' older switches
-    dispatches: bool = True
-    #: whether it gives its attention a mask
-    has_mask: bool = False
-    #: whether diffusers has a plan for its context parallelism
-    parallel: bool = False
-    #: reasons of volta_fa.sdpa_stats() for which calls run PyTorch's attention, and rightly so
-    falls_back: tuple[str, ...] = ()
+    dispatches: bool = True  # whether `set_attention_backend` reaches all its attention; else diffusers' older switches do
+    has_mask: bool = False  # whether it gives its attention a mask
+    parallel: bool = False  # whether diffusers has a plan for its context parallelism
+    falls_back: tuple[str, ...] = ()  # reasons, of volta_fa.sdpa_stats(), for which calls rightly run PyTorch's attention
 
 
 def flux(heads: int, headdim: int, layers: int, tokens: int, text: int, axes: tuple[int, ...], width: int) -> dict[str, Any]:
@@ -140,26 +137,26 @@ def vae(channels: tuple[int, ...], side: int) -> dict[str, Any]:
 
 
 SMALL = [
-    Model("flux", **flux(2, 16, 1, 16, 8, (4, 4, 8), 32)),
-    Model("sd3", **sd3(2, 32, 2, 8, 10, 32, (0,))),
-    Model("sdxl-unet", **sdxl((32, 64), (2, 4), (1, 2), 16, 64)),
-    Model("wan", **wan(2, 24, 2, 3, 8, 8, 12)),
-    Model("qwen-image", **qwen_image(2, 32, 2, 8, 10, (8, 12, 12), 48)),
-    Model("ltx", **ltx(2, 32, 2, 2, 6, 6, 12)),
-    Model("vae", **vae((32, 64), 16)),
-    Model("vae-512", **vae((32, 512), 16)),
+    Model("flux", **flux(heads=2, headdim=16, layers=1, tokens=16, text=8, axes=(4, 4, 8), width=32)),
+    Model("sd3", **sd3(heads=2, headdim=32, layers=2, side=8, text=10, width=32, dual=(0,))),
+    Model("sdxl-unet", **sdxl(channels=(32, 64), heads=(2, 4), blocks=(1, 2), side=16, width=64)),
+    Model("wan", **wan(heads=2, headdim=24, layers=2, frames=3, height=8, width=8, text=12)),
+    Model("qwen-image", **qwen_image(heads=2, headdim=32, layers=2, side=8, text=10, axes=(8, 12, 12), width=48)),
+    Model("ltx", **ltx(heads=2, headdim=32, layers=2, frames=2, height=6, width=6, text=12)),
+    Model("vae", **vae(channels=(32, 64), side=16)),
+    Model("vae-512", **vae(channels=(32, 512), side=16)),
 ]
 #: The width and length of the released models, with fewer layers: SDXL at 1024 x 1024 (all layers), FLUX.1, SD 3.5 medium, Wan 2.1 of
 #: 1.3 billion weights with 5 frames of latents of 480 x 832, Qwen-Image at 1024 x 1024, LTX-Video with 5 frames of latents of 512 x 768,
 #: SDXL's VAE at 512 x 512.
 LARGE = [
-    Model("sdxl-unet", **sdxl((320, 640, 1280), (5, 10, 20), (1, 2, 10), 128, 2048)),
-    Model("flux", **flux(24, 128, 2, 4096, 512, (16, 56, 56), 4096)),
-    Model("sd3", **sd3(24, 64, 4, 128, 333, 4096, (0, 1))),
-    Model("wan", **wan(12, 128, 4, 5, 60, 104, 512)),
-    Model("qwen-image", **qwen_image(24, 128, 2, 64, 512, (16, 56, 56), 3584)),
-    Model("ltx", **ltx(32, 64, 4, 5, 16, 24, 128)),
-    Model("vae-512", **vae((128, 256, 512, 512), 512)),
+    Model("sdxl-unet", **sdxl(channels=(320, 640, 1280), heads=(5, 10, 20), blocks=(1, 2, 10), side=128, width=2048)),
+    Model("flux", **flux(heads=24, headdim=128, layers=2, tokens=4096, text=512, axes=(16, 56, 56), width=4096)),
+    Model("sd3", **sd3(heads=24, headdim=64, layers=4, side=128, text=333, width=4096, dual=(0, 1))),
+    Model("wan", **wan(heads=12, headdim=128, layers=4, frames=5, height=60, width=104, text=512)),
+    Model("qwen-image", **qwen_image(heads=24, headdim=128, layers=2, side=64, text=512, axes=(16, 56, 56), width=3584)),
+    Model("ltx", **ltx(heads=32, headdim=64, layers=4, frames=5, height=16, width=24, text=128)),
+    Model("vae-512", **vae(channels=(128, 256, 512, 512), side=512)),
 ]
 
 
@@ -184,8 +181,8 @@ def forward(module: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 def forward_backward(module: torch.nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and the gradient of the first input."""
     inputs = cast(inputs, dtype)
-    if "timestep" in inputs:  # a number, not an activation
-        inputs["timestep"] = inputs["timestep"].float() if inputs["timestep"].is_floating_point() else inputs["timestep"]
+    if "timestep" in inputs and inputs["timestep"].is_floating_point():  # a number, not an activation: float32 in each dtype
+        inputs["timestep"] = inputs["timestep"].float()
     first = next(iter(inputs))
     inputs[first] = inputs[first].requires_grad_()
     out = forward(module, inputs)

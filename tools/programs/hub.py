@@ -80,19 +80,19 @@ def main() -> int:
         wide = wide.to(arguments.device)
         narrow = copy.deepcopy(wide).to(dtype)
         narrow.set_attn_implementation(REPOSITORY, allow_all_kernels=True)
-        right = results(wide, [row[used.bool()] for row, used in zip(ids, mask)], None, "eager")
+        exact = results(wide, [row[used.bool()] for row, used in zip(ids, mask)], None, "eager")
         ours = results(narrow, ids, mask, REPOSITORY)
         eager = results(narrow, ids, mask, "eager")
-        for what, factor, expected, found, other in zip(("logits", "gradient"), (2, 3), right, ours, eager):
-            error, allowed = ((t - expected).abs().max().item() for t in (found, other))
-            wrong = not error <= factor * allowed
+        for what, factor, expected, found, theirs in zip(("logits", "gradient"), (2, 3), exact, ours, eager):
+            error, eager_error = ((t - expected).abs().max().item() for t in (found, theirs))
+            wrong = not error <= factor * eager_error
             failed |= wrong
-            print(f"{name:8} {what:9} error {error:.2e}, eager's {allowed:.2e}{'  WRONG' if wrong else ''}")
-        tokens = [
-            narrow.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0)
-            for _ in map(narrow.set_attn_implementation, (REPOSITORY, "eager"))  # each takes effect before its generate()
-        ]
-        equal = (tokens[0] == tokens[1]).all(dim=1).sum().item()
+            print(f"{name:8} {what:9} error {error:.2e}, eager's {eager_error:.2e}{'  WRONG' if wrong else ''}")
+        tokens = {}
+        for implementation in (REPOSITORY, "eager"):
+            narrow.set_attn_implementation(implementation)
+            tokens[implementation] = narrow.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0)
+        equal = (tokens[REPOSITORY] == tokens["eager"]).all(dim=1).sum().item()
         print(f"{name:8} generate: {equal} of {len(ids)} sequences equal eager's")
     return int(failed)
 

@@ -4,12 +4,13 @@
     python tools/programs/ring_attention.py --device cuda         one process for each GPU over NCCL, in float16
     python tools/programs/ring_attention.py --tests FOLDER ...    also the packages' own tests
 
-Needs ring_flash_attn 0.1.8 (with transformers 4: its adapters do not import on 5) or yunchang 0.6.4 (with einops), both from PyPI.
-A package that does not import is skipped. FOLDER is `test/` of either repository. The packages need half precision, whose
-gradients they copy to float32 for their sums. Gradients in float32 stay in buffers that the next call overwrites.
+Needs ring_flash_attn 0.1.8 (with transformers 4: its adapters do not import on 5) or yunchang 0.6.4 (with einops), both from PyPI: packages
+for context parallelism, whose ranks each hold a part ("shard") of every sequence, and exchange keys and values. A package that does not
+import is skipped. FOLDER is `test/` of either repository. The packages need half precision, whose gradients they copy to float32 for their
+sums. Gradients in float32 stay in buffers that the next call overwrites.
 
 Each row compares out and the gradients of q, k and v with dense attention in float64: the maximum error relative to the largest
-value, beside the error of PyTorch's eager attention in the same dtype. Exits with 1 if an error is too large.
+value, and in parentheses that of PyTorch's eager attention in the same dtype. Exits with 1 if an error is too large.
 """
 
 from __future__ import annotations
@@ -31,34 +32,25 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-#: Lengths of packed sequences, in multiples of twice the number of processes.
+#: Lengths of packed sequences, in multiples of twice the number of processes: `zigzag` cuts a sequence into that many pieces.
 PACKED = (3, 11, 18)
 NHEADS, NHEADS_K, HEADDIM = 4, 2, 32
-#: Allowed error, as a multiple of eager attention's, and at least ROUNDING, relative to the largest value: fp16's unit roundoff, half of
-#: bf16's.
+#: Allowed error, as a multiple of eager attention's.
 ALLOWED = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
+#: Error that is allowed in any case, relative to the largest value: fp16's unit roundoff, half of bf16's.
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9}
 #: For one collective: a rank that fails leaves the others waiting.
 LIMIT = timedelta(minutes=2)
-#: Functions that return dq in bfloat16, whatever the dtype of q.
+#: First words of the names of cases that return dq in bfloat16, whatever the dtype of q.
 ROUNDED_DQ = ("ring", "basic")
 #: A window without limits, as flash-attn writes it.
-EVERY = (-1, -1)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--processes", type=int, default=0, help="2 on the CPU, the number of GPUs otherwise")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
-    parser.add_argument("--tests", type=Path, nargs="+", default=[], help="folders with a package's own tests")
-    return parser.parse_args()
+NO_WINDOW = (-1, -1)
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------
 
 
-def attention(q, k, v, causal, window=EVERY):
+def attention(q, k, v, causal, window=NO_WINDOW):
     """Attention of one sequence, (seqlen, nheads, headdim), by hand."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
@@ -69,7 +61,7 @@ def attention(q, k, v, causal, window=EVERY):
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def dense(operands, lengths, dout, dtype, causal, window=EVERY):
+def dense(operands, lengths, dout, dtype, causal, window=NO_WINDOW):
     """Returns out, dq, dk and dv of packed sequences, computed in a dtype, in float64."""
     leaves = [t.detach().to(dtype).requires_grad_() for t in operands]
     parts = zip(*(t.split(lengths) for t in leaves))
@@ -77,7 +69,7 @@ def dense(operands, lengths, dout, dtype, causal, window=EVERY):
     return [t.double() for t in (out, *torch.autograd.grad(out, leaves, dout.to(dtype)))]
 
 
-# ---- how functions share a sequence: the part of `rank` --------------------------------------------------------------
+# ---- layouts: which tokens of a sequence are the shard of `rank` -----------------------------------------------------
 
 
 def chunks(t, rank, ranks):
@@ -93,22 +85,23 @@ def stripes(t, rank, ranks):
     return t[rank::ranks]
 
 
-def share(t, lengths, way, rank, ranks):
-    return torch.cat([way(part, rank, ranks) for part in t.split(lengths)])
+def shard(t, lengths, layout, rank, ranks):
+    """Returns the rank's shards of packed sequences."""
+    return torch.cat([layout(part, rank, ranks) for part in t.split(lengths)])
 
 
 # ---- the packages' functions -----------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
-    """A function of local q, k and v, and what it computes."""
+    """A function of a rank's q, k and v, and what it computes."""
 
     name: str
     lengths: list[int]  # of the sequences, over all ranks
-    way: Callable | None  # how ranks share each sequence: chunks, zigzag or stripes. None: chunks of all sequences in a row
+    layout: Callable | None  # of each sequence: chunks, zigzag or stripes. None: chunks of the row of all sequences
     function: Callable
     causal: bool = True
-    window: tuple[int, int] = EVERY
+    window: tuple[int, int] = NO_WINDOW
 
 
 def batched(function, **options):
@@ -139,7 +132,7 @@ def ring_flash_attn_cases(lengths, rank, ranks) -> list[Case]:
         Case("stripe", one, stripes, batched(package.stripe_flash_attn_func, causal=True)),
         Case("ring varlen", lengths, chunks, varlen(package.ring_flash_attn_varlen_func)),
         Case("zigzag varlen", lengths, zigzag, varlen(package.zigzag_ring_flash_attn_varlen_func)),
-        *(Case(f"llama3 varlen, window={w}", lengths, None, llama3(w), window=w) for w in (EVERY, (9, 0))),
+        *(Case(f"llama3 varlen, window={w}", lengths, None, llama3(w), window=w) for w in (NO_WINDOW, (9, 0))),
     ]
 
 
@@ -150,9 +143,9 @@ def yunchang_cases(lengths, rank, ranks) -> list[Case]:
     one = [sum(lengths)]
     yunchang.set_seq_parallel_pg(1, ranks, rank, ranks)
 
-    def ring(kind, way, causal):
+    def ring(kind, layout, causal):
         function = batched(yunchang.LongContextAttention(ring_impl_type=kind, attn_type=AttnType.FA), causal=causal)
-        return Case(f"{kind}, causal={causal}", one, way, function, causal)
+        return Case(f"{kind}, causal={causal}", one, layout, function, causal)
 
     rings = [ring("basic", chunks, False), ring("basic", chunks, True), ring("zigzag", zigzag, True)]
     # not with a ring of one process, which sends to itself: gloo cannot
@@ -162,12 +155,11 @@ def yunchang_cases(lengths, rank, ranks) -> list[Case]:
 PACKAGES = {"ring_flash_attn": ring_flash_attn_cases, "yunchang": yunchang_cases}
 
 
-def compare(name, found, right, eager, dtype, rank) -> bool:
-    """Prints a row on rank 0. Returns whether all errors of all ranks are small enough."""
+def compare(name, found, expected, eager, dtype, rank) -> bool:
+    """Compares a rank's out, dq, dk and dv. Prints a row on rank 0. Returns whether all errors of all ranks are small enough."""
     row, passes = f"{name:42}", True
-    for label, f, r, e in zip(("out", "dq", "dk", "dv"), found, right, eager):
-        largest = r.abs().max()
-        errors = torch.stack([(f.double() - r).abs().max() / largest, (e - r).abs().max() / largest]).to(torch.float32)
+    for label, ours, exact, theirs in zip(("out", "dq", "dk", "dv"), found, expected, eager):
+        errors = torch.stack([(t.double() - exact).abs().max() / exact.abs().max() for t in (ours, theirs)]).to(torch.float32)
         dist.all_reduce(errors, dist.ReduceOp.MAX)
         error, of_eager = errors.tolist()
         extra = ROUNDING[torch.bfloat16] if label == "dq" and name.startswith(ROUNDED_DQ) else 0.0
@@ -204,18 +196,19 @@ def worker(rank: int, options: argparse.Namespace, store: str, failed) -> None:
             continue
         if rank == 0:
             print(f"{package} {version}, {ranks} processes, {device.type}, {options.dtype}: error (eager attention's)")
-        for name, sizes, way, function, causal, window in cases(lengths, rank, ranks):
-            sizes_of_shares = sizes if way else [sum(sizes)]
+        for case in cases(lengths, rank, ranks):
 
-            def mine(t, sizes=sizes_of_shares, way=way):
-                return share(t, sizes, way or chunks, rank, ranks)
+            def mine(t):
+                return shard(t, case.lengths if case.layout else [sum(lengths)], case.layout or chunks, rank, ranks)
 
             local = [mine(t).detach().clone().requires_grad_() for t in operands]
-            out = function(*local)
+            out = case.function(*local)
             found = [out, *torch.autograd.grad(out, local, mine(dout).contiguous())]
-            right, eager = (list(map(mine, dense(operands, sizes, dout, d, causal, window))) for d in (torch.float64, dtype))
-            if not compare(name, found, right, eager, dtype, rank) and rank == 0:
-                failed.append(name)
+            expected, eager = (
+                [mine(t) for t in dense(operands, case.lengths, dout, d, case.causal, case.window)] for d in (torch.float64, dtype)
+            )
+            if not compare(case.name, found, expected, eager, dtype, rank) and rank == 0:
+                failed.append(case.name)
     dist.destroy_process_group()
 
 
@@ -226,7 +219,7 @@ def worker(rank: int, options: argparse.Namespace, store: str, failed) -> None:
 
 #: Lets volta_fa's flash_attn answer for flash-attn.
 SHIM = "import volta_fa; volta_fa.install_flash_attn_shim()\n"
-#: Patterns of a test's source, and what takes their place on the CPU.
+#: Patterns of a test's source, and what takes their place on the CPU: gloo, the CPU as the device, short sequences.
 ADAPTATIONS = {
     '"nccl"': '"gloo"',
     r'f"cuda:\{(local_)?rank\}"': '"cpu"',
@@ -262,13 +255,6 @@ REPORT = re.compile(
 ALLOWED_DIFFERENCE, ALLOWED_SHARE = 0.06, 2**-7
 #: Seconds for one test.
 TEST_LIMIT = 300
-
-
-def adapted(source: str) -> str:
-    """Returns a test for gloo, the CPU and short sequences."""
-    for pattern, replacement in ADAPTATIONS.items():
-        source = re.sub(pattern, replacement, source)
-    return source
 
 
 def differences(report: str) -> tuple[dict[str, float], float]:
@@ -309,14 +295,21 @@ def run_tests(folder: Path, device: str) -> list[str]:
         for file in folder.glob("*.py"):
             text = file.read_text()
             if file.name in OWN_TESTS:
-                text = SHIM + (adapted(text) if device == "cpu" else text)
+                for pattern, replacement in ADAPTATIONS.items() if device == "cpu" else ():
+                    text = re.sub(pattern, replacement, text)
+                text = SHIM + text
             (Path(work) / file.name).write_text(text)
         runs = [(name, run) for name, by_device in OWN_TESTS.items() if (folder / name).exists() for run in by_device[device]]
         return [f"{name} {run}" for name, run in runs if not test_passes(name, run, work, device)]
 
 
 def main() -> int:
-    options = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--processes", type=int, default=0, help="2 on the CPU, the number of GPUs otherwise")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    parser.add_argument("--tests", type=Path, nargs="+", default=[], help="folders with a package's own tests")
+    options = parser.parse_args()
     options.processes = options.processes or (2 if options.device == "cpu" else torch.cuda.device_count())
     with torch.multiprocessing.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         failed = manager.list()

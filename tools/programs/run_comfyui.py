@@ -4,7 +4,7 @@
 
 COMFYUI_FOLDER has ComfyUI's source; this Python has its requirements. The models are ComfyUI's classes with random weights, sampled by
 ComfyUI's KSampler: on a GPU whole SDXL and Flux and a third of Qwen-Image's layers, small ones on the CPU. Each way to start ComfyUI is a
-process of its own:
+process of its own, a worker. It takes one or several paths: ways to compute attention. The workers and their paths:
 
     pytorch     its scaled_dot_product_attention, then that with enable_sdpa(), then the node of integrations/comfyui
     flash       --use-flash-attention, with volta_fa's flash_attn package
@@ -15,13 +15,14 @@ Errors are those of the latents, or of the VAE's image, from ComfyUI's own model
 path's error by that of ComfyUI's SDPA. The column `attention` has the worst ratio of the node's error to that of ComfyUI's attention, both
 against fp64, over the distinct shapes of attention calls; on the CPU the node's error is that of the simulated V100. Both ratios may be 2
 (ALLOWED), the first more below ROUNDING. `ms/step` of a VAE is its whole decode. The exit status is 1 if a path breaks this rule, fails, or
-runs no call on volta_fa where it should. A path is one attention (`paths`), a worker one process.
+runs no call on volta_fa where it should.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib.util
 import json
@@ -34,12 +35,14 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from comfyui_models import CONFIGS, PROBLEM, build, randomize, sample
+from comfyui_models import CONFIGS, build, problem_of, randomize, sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-#: ComfyUI's arguments of each worker.
+#: ComfyUI's arguments, by worker.
 FLAGS = {
     "pytorch": ["--use-pytorch-cross-attention"],
     "flash": ["--use-flash-attention"],
@@ -49,20 +52,23 @@ FLAGS = {
 }
 #: The dtype of the model that gives the exact result, by the dtype of the model compared.
 EXACT = {"float16": "float32", "float32": "float64"}
-#: Ratio of errors.
+#: Allowed ratio of errors.
 ALLOWED = 2.0
-#: Share of the largest latent that is rounding in any case: KSampler keeps latents in fp32.
+#: Errors below this, relative to the largest latent, are rounding in any case: KSampler keeps latents in fp32.
 ROUNDING = 2.0**-22
-#: An error of ComfyUI's own result above this share of the largest latent says that the model is chaotic.
+#: If ComfyUI's own error is above this, relative to the largest latent, the model is chaotic, and the comparison means nothing.
 CHAOS = 0.05
+#: Allowed difference of CLIP with and without volta_fa, relative to its largest output: both compute attention in fp32.
+CLIP_DIFFERENCE = 2.0**-16
+#: Models of comfyui_models, and what `dtypes`, `clip` and `vae` below run.
 MODELS = ("sdxl", "flux", "flux-mask", "qwen", "dtypes", "clip", "vae")
 
 
-# ---- one process: one way to start ComfyUI -----------------------------------------------------------------------
+# ---- a worker: one process, one way to start ComfyUI --------------------------------------------------------------
 
 
 def node_package():
-    """Loads integrations/comfyui as ComfyUI loads a folder of custom_nodes."""
+    """Loads integrations/comfyui as ComfyUI loads a folder of custom_nodes. Returns the package and its module `attention`."""
     folder = REPOSITORY / "integrations" / "comfyui"
     name = str(folder).replace(".", "_x_")
     if name not in sys.modules:
@@ -83,16 +89,15 @@ class FlashCalls(logging.Handler):
 
     def __init__(self):
         super().__init__()
-        self.calls = self.failed = 0
         import comfy.ldm.modules.attention as attention
 
-        self.reasons = Counter()
+        self.counts = Counter()
         if hasattr(attention, "flash_attn_func"):
             function = attention.flash_attn_func
 
             def counting(*args, **kwargs):
                 out = function(*args, **kwargs)
-                self.calls += 1
+                self.counts["ran"] += 1
                 return out
 
             attention.flash_attn_func = counting
@@ -100,32 +105,40 @@ class FlashCalls(logging.Handler):
 
     def emit(self, record):
         if "Flash Attention failed" in record.getMessage():
-            self.reasons[record.getMessage().split(": ", 1)[1].splitlines()[0][:60]] += 1
-
-    def take(self):
-        found = Counter(ran=self.calls, **self.reasons) if self.calls or self.reasons else Counter()
-        self.calls, self.reasons = 0, Counter()
-        return found
+            self.counts[record.getMessage().split(": ", 1)[1].splitlines()[0][:60]] += 1
 
 
-@contextlib.contextmanager
+class Ready(NamedTuple):
+    """A model that is ready to be sampled by one path."""
+
+    patcher: Any  # the model, in ComfyUI's ModelPatcher
+    context: Any = contextlib.nullcontext()  # in which to sample it
+    counts: Callable[[], Counter[str]] = Counter  # returns the attention calls so far: `ran` on volta_fa, and the others by reason
+
+
 def paths(worker, device):
-    """Yields the paths of this worker: a dictionary of names and functions.
-
-    A function takes a model in a ModelPatcher. It returns a context in which to sample, the model to sample, and a function that counts
-    attention calls: `ran` on volta_fa, and reasons of the others.
-    """
+    """Returns the paths of this worker by name: functions that make a model, in a ModelPatcher, `Ready`."""
     import volta_fa
 
-    def own(patcher):
-        return contextlib.nullcontext(), patcher, Counter
+    @contextlib.contextmanager
+    def sdpa_enabled(**variables):
+        with environment(**variables), volta_fa.sdpa_enabled(device, force=True):
+            yield
 
-    def switched(patcher, switch, stats):
+    @contextlib.contextmanager
+    def xformers_enabled():
+        volta_fa.enable_xformers(force=True)
+        try:
+            yield
+        finally:
+            volta_fa.disable_xformers()
+
+    def switched(patcher, context, stats):
         stats(reset=True)
-        return switch, patcher, lambda: Counter(ran=(found := stats())["ran"], **found["fell_back"])
+        return Ready(patcher, context, lambda: Counter(ran=(found := stats())["ran"], **found["fell_back"]))
 
     def through_sdpa(patcher, **variables):
-        return switched(patcher, sdpa_enabled(device, **variables), volta_fa.sdpa_stats)
+        return switched(patcher, sdpa_enabled(**variables), volta_fa.sdpa_stats)
 
     def through_xformers(patcher):
         return switched(patcher, xformers_enabled(), volta_fa.xformers_stats)
@@ -133,25 +146,19 @@ def paths(worker, device):
     def through_node(patcher, **variables):
         _, attention = node_package()
         attention.counts.clear()
-        return environment(**variables), with_node(patcher), attention.counts.copy
-
-    def simulated(through):
-        return lambda patcher: through(patcher, VOLTA_FA_SIMULATE="1")
+        return Ready(with_node(patcher), environment(**variables), attention.counts.copy)
 
     if worker == "pytorch":
-        found = {"SDPA": own, "enable_sdpa": through_sdpa, "node": through_node}
-        if device == "cuda":
-            found = {"SDPA": own, "SDPA, mem-efficient": lambda p: (memory_efficient(), p, Counter), **found}
-        else:
-            found |= {"enable_sdpa, simulated V100": simulated(through_sdpa), "node, simulated V100": simulated(through_node)}
-        yield found
-    elif worker == "flash":
+        own = {"SDPA, mem-efficient": lambda patcher: Ready(patcher, memory_efficient())} if device == "cuda" else {}
+        ours = {"enable_sdpa": through_sdpa, "node": through_node}
+        simulated = {f"{name}, simulated V100": functools.partial(path, VOLTA_FA_SIMULATE="1") for name, path in ours.items()}
+        return {"SDPA": Ready, **own, **ours, **(simulated if device == "cpu" else {})}
+    if worker == "flash":
         calls = FlashCalls()
-        yield {"--use-flash-attention": lambda p: (contextlib.nullcontext(), p, calls.take)}
-    elif worker == "xformers":
-        yield {"xformers": own, "enable_xformers": through_xformers, "node instead of xformers": through_node}
-    else:
-        yield {"split attention" if worker == "split" else "sub-quadratic attention": own}
+        return {"--use-flash-attention": lambda patcher: Ready(patcher, counts=calls.counts.copy)}
+    if worker == "xformers":
+        return {"xformers": Ready, "enable_xformers": through_xformers, "node instead of xformers": through_node}
+    return {"split attention" if worker == "split" else "sub-quadratic attention": Ready}
 
 
 @contextlib.contextmanager
@@ -162,25 +169,6 @@ def environment(**variables):
     finally:
         for name in variables:
             del os.environ[name]
-
-
-@contextlib.contextmanager
-def sdpa_enabled(device, **variables):
-    import volta_fa
-
-    with environment(**variables), volta_fa.sdpa_enabled(device, force=True):
-        yield
-
-
-@contextlib.contextmanager
-def xformers_enabled():
-    import volta_fa
-
-    volta_fa.enable_xformers(force=True)
-    try:
-        yield
-    finally:
-        volta_fa.disable_xformers()
 
 
 @contextlib.contextmanager
@@ -199,10 +187,9 @@ def memory_efficient():
 
 def measure(patcher, name, device, path, reference):
     """Samples with one path. Returns its row."""
-    context, patcher, counts = path(patcher)
-    steps = PROBLEM["cpu" if name.endswith("-small") else device][name.split("-")[0]][2]
+    patcher, context, counts = path(patcher)
     with context:
-        return timed(lambda: sample(patcher, name, device), steps, device, counts, reference)
+        return timed(lambda: sample(patcher, name, device), problem_of(name, device).steps, device, counts, reference)
 
 
 def timed(run, steps, device, counts, reference):
@@ -231,7 +218,8 @@ def timed(run, steps, device, counts, reference):
 
 
 def attention_errors(patcher, name, device):
-    """Samples one step through the node and returns, by kind of call, both errors against fp64 and the worst ratio."""
+    """Samples one step through the node. Returns, by kind of call (shapes, heads, mask), the errors of volta_fa and of ComfyUI's own
+    attention against fp64, and their ratio."""
     import torch
     import torch.nn.functional as F
 
@@ -322,14 +310,14 @@ def vae(device, dtype, found):
         reference, run = decoder(getattr(torch, EXACT[dtype]))(), decoder(getattr(torch, dtype))
         for label, path in found.items():
             if not label.startswith("node"):
-                context, _, counts = path(None)
+                _, context, counts = path(None)
                 with context:
                     rows.append({"model": f"VAE decoder, {dtype}", "path": label, **timed(run, 1, device, counts, reference)})
     return rows
 
 
 def run_worker(worker, folder, device, dtype, models, shared, result):
-    """Runs the paths of one process and writes their rows."""
+    """Runs the paths of one worker and writes their rows to the file `result`. The folder `shared` has the exact latents."""
     sys.path[0] = folder  # not the folder of this script, whose files are named like packages
     sys.argv = ["main.py", *FLAGS[worker], *([] if worker == "xformers" else ["--disable-xformers"])]
     sys.argv += ["--cpu"] if device == "cpu" else ["--highvram"]  # which keeps a model whole on the GPU, however large
@@ -352,25 +340,24 @@ def run_worker(worker, folder, device, dtype, models, shared, result):
         Path(result).write_text(json.dumps({"attention": comfy.ldm.modules.attention.optimized_attention.__name__, "rows": rows}))
 
     def attempt(label, path, function):
+        """Adds the rows that `function` returns, if any, or one with its error."""
         try:
-            rows.extend(function())
+            rows.extend(function() or [])
         except Exception:
             rows.append({"model": label, "path": path, "problem": traceback.format_exc()})
         save()
 
-    def references(kind, names):
-        """Exact latents, from one process for all."""
-        if worker == "pytorch":
-            exact = build(kind, getattr(torch, EXACT[dtype]), device)
-            # comfy_kitchen's rotary embedding refuses fp64. ComfyUI's own, for training, takes it and computes in fp32.
-            comfy.model_management.in_training = EXACT[dtype] == "float64"
-            for name in names:
-                torch.save(sample(exact, name, device), Path(shared, f"{name}.pt"))
-            comfy.model_management.in_training = False
-        return []
+    def save_exact_latents(kind, names):
+        exact = build(kind, getattr(torch, EXACT[dtype]), device)
+        # comfy_kitchen's rotary embedding refuses fp64. ComfyUI's own, for training, takes it and computes in fp32.
+        comfy.model_management.in_training = EXACT[dtype] == "float64"
+        for name in names:
+            torch.save(sample(exact, name, device), Path(shared, f"{name}.pt"))
+        comfy.model_management.in_training = False
 
     def compare(kind, names):
-        attempt(kind, EXACT[dtype], lambda: references(kind, names))
+        if worker == "pytorch":  # for all workers
+            attempt(kind, EXACT[dtype], lambda: save_exact_latents(kind, names))
         release()
         patcher = build(kind, getattr(torch, dtype), device)
         for name in names:
@@ -378,28 +365,29 @@ def run_worker(worker, folder, device, dtype, models, shared, result):
             errors = {}
             if worker == "pytorch":
                 with environment(**({"VOLTA_FA_SIMULATE": "1"} if device == "cpu" else {})):
-                    attempt(name, "attention", lambda: errors.update(attention_errors(patcher, name, device)) or [])
+                    attempt(name, "attention", lambda: errors.update(attention_errors(patcher, name, device)))
             for label, path in found.items():
                 if name == "flux-mask" and worker in ("split", "quad"):
                     continue
                 attempt(name, label, lambda: [{"model": name, "path": label, **measure(patcher, name, device, path, reference)}])
                 if label == ("node, simulated V100" if device == "cpu" else "node") and errors:
                     rows[-1]["attention"] = errors
-        return []
 
-    with torch.inference_mode(), paths(worker, device) as found:
+    found = paths(worker, device)
+    others = {
+        "dtypes": ("node", lambda: dtypes(device)),
+        "clip": ("enable_sdpa", lambda: clip(device)),
+        "vae": ("enable_sdpa", lambda: vae(device, dtype, found)),
+    }
+    with torch.inference_mode():
         for kind in CONFIGS:
             names = [name for name in models if name.startswith(kind)]
             if names:
                 attempt(kind, worker, lambda: compare(kind, names))
                 release()
-        for name in models if worker == "pytorch" else []:
-            if name == "dtypes":
-                attempt(name, "node", lambda: dtypes(device))
-            elif name == "clip":
-                attempt(name, "enable_sdpa", lambda: clip(device))
-            elif name == "vae":
-                attempt(name, "enable_sdpa", lambda: vae(device, dtype, found))
+        for name in models:
+            if name in others and worker == "pytorch":
+                attempt(name, *others[name])
     save()
 
 
@@ -413,11 +401,11 @@ def release():
         torch.cuda.empty_cache()
 
 
-# ---- all processes, the table and the verdict --------------------------------------------------------------------
+# ---- all workers, the table and the verdict ----------------------------------------------------------------------
 
 
 def worst_ratio(row):
-    """Returns the largest ratio of a row's attention calls; infinity if one is not a number, which max() may pass over."""
+    """Returns the largest ratio of a row's attention calls; infinity if one is NaN, which max() may pass over."""
     ratios = [e["ratio"] for e in row.get("attention", {}).values()]
     return max((math.inf if math.isnan(ratio) else ratio for ratio in ratios), default=None)
 
@@ -440,7 +428,7 @@ def judge(rows):
             if uses_volta_fa and not row["calls"].get("ran") and not masked_flash:
                 row["problem"] = f"no call ran on volta_fa: {row['calls']}"
         if "difference" in row:
-            allowed = row["largest"] * 2**-16
+            allowed = row["largest"] * CLIP_DIFFERENCE
             if not row["calls"].get("ran"):
                 row["problem"] = f"no call ran on volta_fa: {row['calls']}"
             elif not row["difference"] <= allowed:
@@ -480,7 +468,7 @@ def main():
     parser.add_argument("--starts", default=",".join(FLAGS), help="comma-separated: " + ", ".join(FLAGS))
     parser.add_argument("--limit", type=float, default=1200, help="seconds for each way to start ComfyUI")
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--worker", nargs=3, metavar=("START", "SHARED", "RESULT"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, metavar=("WORKER", "SHARED", "RESULT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     models = args.models.split(",")
     if not args.starts.startswith("pytorch") or not set(models) <= set(MODELS) or not set(args.starts.split(",")) <= set(FLAGS):

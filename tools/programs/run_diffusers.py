@@ -43,9 +43,9 @@ import diffusers
 from diffusers.models import attention_dispatch
 from diffusers_models import LARGE, SMALL, Model, build, cast, forward, forward_backward
 
-#: Multiples of PyTorch's errors that volta_fa's may reach.
+#: Multiples of PyTorch's errors that volta_fa's may reach, for outputs and gradients.
 FORWARD, BACKWARD = 2.0, 3.0
-#: Below this both are rounding of the sum's order.
+#: Relative errors below this are allowed in any case: float32 sums in another order.
 FLOOR = 1e-6
 #: volta_fa's name in PyTorch's registry of flash implementations.
 VOLTA = "VOLTA"
@@ -86,6 +86,7 @@ def sdpa(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[s
 
 
 def refuse_flash(model: Model) -> None:
+    """Raises NotImplementedError for models that cannot take the backends `flash` and `_native_flash`."""
     if not model.dispatches:
         raise NotImplementedError("its attention has no backends")
     if model.has_mask:
@@ -209,12 +210,12 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor, ...]  # the output, and the gradient of the input if there is one
 
 
 def judge(model: Model, found: Tensors, theirs: Tensors, expected: Tensors, stats: dict[str, Any]) -> tuple[dict[str, str], bool]:
-    """Returns the cells of a row, and whether it is right."""
-    errors = [(relative(a, c), relative(b, c)) for a, b, c in zip(found, theirs, expected)]
+    """Returns the cells of a row, and whether it is right. `theirs`: with PyTorch's attention. `expected`: in float64."""
+    errors = [(relative(ours, exact), relative(native, exact)) for ours, native, exact in zip(found, theirs, expected)]
     right = all(ours <= max(FLOOR, limit * native) for (ours, native), limit in zip(errors, (FORWARD, BACKWARD)))
     ran, fell_back = stats.get("ran", 0), stats.get("fell_back", {})
     right = right and set(fell_back) <= set(model.falls_back) and ran + sum(fell_back.values()) > 0
@@ -311,7 +312,7 @@ PARALLEL = {
 
 
 def rank_main(rank: int, port: int, ways: list[tuple[str, str]], device: str, dtype: torch.dtype, queue: Any) -> None:
-    """Runs (model, way) pairs in one of two processes. Rank 0 reports output, gradient and number of calls of each."""
+    """Runs (model, way) pairs in one of two processes. Rank 0 puts (model, way, result) of each into the queue, rank 1 errors alone."""
     import torch.distributed as dist
 
     if device == "cuda":
@@ -333,7 +334,7 @@ def rank_main(rank: int, port: int, ways: list[tuple[str, str]], device: str, dt
 
 
 def run_in_parallel(name: str, way: str, device: str, dtype: torch.dtype) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns the output, the gradient of the input and the number of calls, in NumPy's arrays for the queue."""
+    """Returns the output and the gradient of the input, as NumPy's arrays for the queue, and the counts of calls."""
     import torch.distributed as dist
 
     model = next(model for model in SMALL if model.name == name)

@@ -5,11 +5,13 @@
     python tools/programs/run_unsloth.py --device cpu --models llama,gemma2 --steps 30
 
 It needs unsloth, unsloth_zoo and what they import, and no network: weights are random and the tokenizer is built here. Each pair of a
-model and an attention runs in a process of its own, because unsloth replaces functions of the whole process. When all have compiled
-and trained, or most of --time-limit is over, they measure their steps one after another. A process that is stopped leaves the losses
-that it has, and its log has the last line of each thread's stack.
+model and an attention (volta_fa, sdpa, xformers or reference) runs in a process of its own, a child, because unsloth replaces functions of
+the whole process. When all have compiled and trained, or most of --time-limit is over, they measure their steps one after another. A
+child that is stopped leaves the losses that it has, and its log has the stack of each thread.
 
-The reference of the losses is unsloth with its own attention, all in float32, with the same weights.
+The reference of the losses is unsloth with its own attention, all in float32, with the same weights. The exit status is 1 if a child
+fails (xformers' may), if volta_fa ran no call, or if its losses' error is more than rounding and more than twice that of sdpa.
+
 On CUDA, unsloth takes the GPU for one of compute capability 7.5 while it decides what to load, so it trains in float16 as on a T4, and
 VOLTA_FA_FAMILY selects volta_fa's kernels. PyTorch's and xformers' attention are the memory-efficient ones, their choice on Turing.
 On the CPU, torch.compile is off, and PyTorch code takes the place of unsloth's Triton kernels for rotary embeddings and norms, which
@@ -31,17 +33,19 @@ import sys
 import tempfile
 import time
 import types
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
-#: Sizes for a device: seqlen, sliding window, layers, hidden size, heads, KV heads, headdim of most models, steps that are timed.
-SIZES = {"cpu": (48, 16, 2, 64, 4, 2, 16, 0), "cuda": (2048, 512, 4, 1024, 8, 4, 128, 8)}
+#: Of a device. `window` is that of sliding layers, `headdim` that of most models.
+Sizes = namedtuple("Sizes", "seqlen window layers hidden heads kv_heads headdim timed_steps")
+SIZES = {"cpu": Sizes(48, 16, 2, 64, 4, 2, 16, 0), "cuda": Sizes(2048, 512, 4, 1024, 8, 4, 128, 8)}
 BATCH = 2
 VOCABULARY = 512
 MODELS = ("llama", "llama-packed", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt-oss")
-#: unsloth trains these in float16 between layers wherever it cannot use bfloat16, and Gemma's attention in float32.
-FORCED = ("gemma3", "gemma4", "gpt-oss")
-#: Seconds at the end of a time limit for measuring, and seconds after which a process that measures is stopped.
+#: unsloth trains these in float16 between layers wherever it cannot use bfloat16, and Gemma's attention in float32, whatever the dtype.
+FORCED_FLOAT16 = ("gemma3", "gemma4", "gpt-oss")
+#: Seconds of the time limit that are kept for measuring, and seconds after which a child that measures is stopped.
 MEASURING, MEASURING_ONE = 60, 20
 
 
@@ -49,33 +53,32 @@ def configuration(model: str, device: str) -> Any:
     """Returns a small configuration of a model, with windows shorter than the sequences where it has any."""
     import transformers as t
 
-    seqlen, window, layers, hidden, heads, kv_heads, headdim, _ = SIZES[device]
+    sizes = SIZES[device]
+    # on the GPU the headdims of all released sizes of these models
+    headdim = {"gemma3": 256, "gemma4": 256, "gpt-oss": 64}.get(model, sizes.headdim) if device == "cuda" else sizes.headdim
     common = dict(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, max_position_embeddings=2 * seqlen, bos_token_id=1, eos_token_id=2, pad_token_id=0, head_dim=headdim,
-        tie_word_embeddings=False,
+        vocab_size=VOCABULARY, hidden_size=sizes.hidden, intermediate_size=2 * sizes.hidden, num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, max_position_embeddings=2 * sizes.seqlen, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0, head_dim=headdim, tie_word_embeddings=False,
     )  # fmt: skip
-    kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
     if model.startswith("llama"):
         return t.LlamaConfig(**common)
-    if model == "mistral":
-        return t.MistralConfig(**common, sliding_window=window)
     if model == "qwen3":
         return t.Qwen3Config(**common)
+    common["sliding_window"] = sizes.window
+    if model == "mistral":
+        return t.MistralConfig(**common)
     if model == "gemma2":
-        return t.Gemma2Config(**common, sliding_window=window, query_pre_attn_scalar=headdim, attn_logit_softcapping=20.0)
-    if model == "gemma3":  # headdim 256, that of all its sizes
-        common["head_dim"] = headdim if device == "cpu" else 256
-        return t.Gemma3TextConfig(**common, sliding_window=window, query_pre_attn_scalar=common["head_dim"], layer_types=kinds)
+        return t.Gemma2Config(**common, query_pre_attn_scalar=headdim, attn_logit_softcapping=20.0)
+    common["layer_types"] = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(sizes.layers)]
+    if model == "gemma3":
+        return t.Gemma3TextConfig(**common, query_pre_attn_scalar=headdim)
     if model == "gemma4":
-        common["head_dim"] = headdim if device == "cpu" else 256
         return t.Gemma4TextConfig(
-            **common, sliding_window=window, layer_types=kinds, global_head_dim=common["head_dim"], num_kv_shared_layers=0,
-            hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCABULARY,
-        )  # fmt: skip
+            **common, global_head_dim=headdim, num_kv_shared_layers=0, hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCABULARY
+        )
     if model == "gpt-oss":
-        common["head_dim"] = headdim if device == "cpu" else 64
-        return t.GptOssConfig(**common, sliding_window=window, layer_types=kinds, num_local_experts=4, num_experts_per_tok=2)
+        return t.GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2)
     raise SystemExit(f"--models: got {model}, expected some of {', '.join(MODELS)}")
 
 
@@ -113,7 +116,7 @@ def as_turing() -> Any:
     with contextlib.suppress(ImportError):
         from triton.runtime import driver
 
-        driver.active.get_current_target()  # Triton takes its function now, and compiles for the real GPU
+        driver.active.get_current_target()  # binds the real get_device_capability, so Triton compiles for the real GPU
     real = torch.cuda.get_device_capability, torch.cuda.is_bf16_supported
     torch.cuda.get_device_capability = lambda device=None: (7, 5)
     torch.cuda.is_bf16_supported = lambda including_emulation=True: False
@@ -124,7 +127,7 @@ def as_turing() -> Any:
 
 
 class _OneDevice(list):  # type: ignore[type-arg]
-    """A list with an entry for each GPU, which finds its first for the CPU too."""
+    """A list with an entry for each GPU, whose first entry is also that of indices that are no integers: unsloth uses "cpu"."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(index if type(index) is int else 0)
@@ -186,7 +189,7 @@ def load(model: str, device: str, dtype: str, folder: Path) -> Any:
     from unsloth import FastLanguageModel
 
     net, _tokenizer = FastLanguageModel.from_pretrained(
-        str(folder), max_seq_length=SIZES[device][0], dtype=getattr(torch, dtype), load_in_4bit=False, device_map={"": device},
+        str(folder), max_seq_length=SIZES[device].seqlen, dtype=getattr(torch, dtype), load_in_4bit=False, device_map={"": device},
         attn_implementation=None,
     )  # fmt: skip
     net = FastLanguageModel.get_peft_model(
@@ -205,7 +208,7 @@ def batches(model: str, device: str) -> Any:
     """Yields two random batches in turn, the same for each attention, so there is something to learn in few steps."""
     import torch
 
-    seqlen = SIZES[device][0]
+    seqlen = SIZES[device].seqlen
     for step in itertools.count():
         generator = torch.Generator().manual_seed(1 + step % 2)
         phrase = torch.randint(4, VOCABULARY, (BATCH, seqlen // 4), generator=generator)
@@ -231,7 +234,7 @@ class Training:
         import torch
 
         self.net, self.device = net, device
-        self.half = device == "cuda" and dtype == "float16" and model not in FORCED
+        self.half = device == "cuda" and dtype == "float16" and model not in FORCED_FLOAT16
         self.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=5e-3)
         self.scaler = torch.amp.GradScaler(device, enabled=self.half, init_scale=2.0**12)
         self.batches = batches(model, device)
@@ -258,7 +261,7 @@ class Training:
 
         seconds = []
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(SIZES[self.device][-1]):
+        for _ in range(SIZES[self.device].timed_steps):
             torch.cuda.synchronize()
             start = time.perf_counter()
             self.steps(1)
@@ -268,7 +271,7 @@ class Training:
 
 
 class Report:
-    """The result of a child in a JSON file, as far as it is."""
+    """Writes the result of a child so far into a JSON file. A call adds a stage with the seconds until it, and other entries."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.begin = file, time.time()
@@ -283,7 +286,7 @@ class Report:
         print(f"{self.result['stages'][stage]} s: {stage}", flush=True)
 
 
-def as_on_turing() -> None:
+def keep_memory_efficient_attention() -> None:
     """Leaves PyTorch and xformers the attention that they have on Turing."""
     import torch
 
@@ -297,7 +300,7 @@ def as_on_turing() -> None:
 
 
 def child(model: str, attention: str, device: str, steps: int, folder: Path) -> None:
-    """Runs one model with one attention, volta_fa, sdpa, xformers or reference, and writes MODEL-ATTENTION.json into `folder`.
+    """Runs one model with one attention, and writes MODEL-ATTENTION.json into `folder`.
 
     On CUDA it then waits for a file MODEL-ATTENTION.go, with which run_all() lets one child after the other measure.
     """
@@ -324,7 +327,7 @@ def child(model: str, attention: str, device: str, steps: int, folder: Path) -> 
             torch.set_num_threads(1)
             adapt_to_the_cpu(bfloat16=attention == "reference")
         else:
-            as_on_turing()
+            keep_memory_efficient_attention()
         if attention == "volta_fa":
             import volta_fa
 
@@ -392,7 +395,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> int:
 
     versions = {name: metadata.version(name) for name in ("unsloth", "unsloth_zoo", "transformers", "peft", "torch")}
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    print(f"{arguments.device}, {arguments.steps} steps, batch {BATCH}, seqlen {SIZES[arguments.device][0]}")
+    print(f"{arguments.device}, {arguments.steps} steps, batch {BATCH}, seqlen {SIZES[arguments.device].seqlen}")
     losses = f"{'first':>8}{'last':>8}{'max |dloss|':>12}"
     print(f"{'model':13}{'attention':10}{losses}{'ran':>6}{'traced':>7}{'ms/step':>9}{'MiB':>7}  fell back")
     right = [compare_model(model, attentions, arguments, folder) for model in models]
@@ -426,7 +429,7 @@ def compare_model(model: str, attentions: list[str], arguments: argparse.Namespa
             right = False
     if truth and {"volta_fa", "sdpa"} <= set(errors):
         # twice unsloth's own, and at least what the last digits of its logits are worth: float32 of about 8, or float16
-        floor = 2e-5 if arguments.device == "cpu" and model not in FORCED else 2e-3
+        floor = 2e-5 if arguments.device == "cpu" and model not in FORCED_FLOAT16 else 2e-3
         limit = max(2 * errors["sdpa"], floor)
         if not errors["volta_fa"] <= limit:
             print(f"{model:13}volta_fa    loss is off: {errors['volta_fa']:.1e}, expected at most {limit:.1e}")

@@ -14,6 +14,6 @@ Module | Program | Takes effect by
 `vllm` | vLLM | its plugin entry point, `--attention-backend CUSTOM`
 
 Each module begins with the supported releases, what it registers or replaces, and what falls back.
-PyTorch's FlexAttention is in `volta_fa.flex`: `volta_fa.enable_flex()`.
+PyTorch's FlexAttention is in `volta_fa.flex`: `volta_fa.enable_flex()`. The ComfyUI node is in the repository's integrations/comfyui.
 
 Importing this package imports none of these programs."""

@@ -1,5 +1,7 @@
-"""The devices that a switch such as `enable_sdpa` or `enable_flex` turns on, and which of this machine's qualify. "sm" is a compute
-capability as a number, such as 70 for 7.0."""
+"""Which devices qualify for a switch: `enable_sdpa`, `enable_flex`, `enable_xformers`, `enable_unsloth`, and the ComfyUI node.
+
+By default those are the GPUs with a kernel family of their own: one that was compiled for their generation, Volta or Turing. Newer GPUs
+run Turing's kernels from PTX, and qualify with `force`. "sm" is a compute capability as a number, such as 70 for 7.0."""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Devices:
 
     cpu: bool
     cuda: frozenset[int]
-    on_first_use: str = ""  # VOLTA_FA_ENABLE_SDPA's "1" or "force": the library decides about each CUDA device when it first sees it
+    #: VOLTA_FA_ENABLE_SDPA's "1" or "force": the native library decides about each CUDA device when it first sees it. Else "".
+    on_first_use: str = ""
 
     def __or__(self, other: Devices) -> Devices:
         return Devices(self.cpu or other.cpu, self.cuda | other.cuda, self.on_first_use or other.on_first_use)
@@ -34,10 +37,10 @@ NO_DEVICES = Devices(False, frozenset())
 
 
 def devices_of(op: str, device: str | torch.device | int | None, force: bool) -> Devices:
-    """Returns the devices that qualify.
+    """Returns those of the devices that the user names which qualify.
 
     Args:
-        op: the public function that asks, for the messages.
+        op: the public function that asks, for error messages.
         device: one CUDA device, or "cpu". Default: every CUDA device with a kernel family of its own.
         force: also use CUDA devices that are newer than every family.
 
@@ -52,7 +55,7 @@ def devices_of(op: str, device: str | torch.device | int | None, force: bool) ->
         raise bad_argument("device", device, "a CUDA device, or cpu for tests", op=op)
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
-        raise bad_argument("device", device, f"one of this machine's {count} CUDA devices{'' if count else _reason()}", op=op)
+        raise bad_argument("device", device, f"one of this machine's {count} CUDA devices{'' if count else _why_no_gpu()}", op=op)
     return Devices(False, frozenset(_usable(op, range(count) if device.index is None else [device.index], force)))
 
 
@@ -67,14 +70,18 @@ def max_headdim(device: torch.device) -> int:
     return int(torch.ops.volta_fa._max_headdim(sm))
 
 
-# torch.compile does not trace questions about devices. This is torch.compiler.assume_constant_result without its import of torch._dynamo,
-# which takes longer than that of torch.
+# torch.compile cannot trace get_device_capability. torch.compiler.assume_constant_result sets this attribute too, but imports
+# torch._dynamo, which takes longer than importing torch.
 max_headdim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forget_compiled_programs(switch: str, tag: str) -> None:
-    """Makes torch.compile forget programs from before a switch changed, because they contain its decision. The keys of its caches on disk
-    get `tag`, of what is on; "": the switch is off."""
+    """Makes torch.compile drop programs from before a switch changed, because they contain its decision.
+
+    Args:
+        switch: its name, a prefix that no other switch's name has.
+        tag: identifies what is on. It becomes part of the keys of torch.compile's caches on disk. "": the switch is off.
+    """
     from torch.compiler import config
 
     tags = [other for other in config.cache_key_tag.split(",") if other and not other.startswith(switch)]
@@ -84,7 +91,7 @@ def forget_compiled_programs(switch: str, tag: str) -> None:
         dynamo.reset_code_caches()
 
 
-def _reason() -> str:
+def _why_no_gpu() -> str:
     """Returns why torch can use no GPU, as the end of a sentence."""
     problem = cuda_problem()
     return f": {problem}" if problem else ""
@@ -105,7 +112,7 @@ def _usable(op: str, indices: Iterable[int], force: bool) -> list[int]:
             refused.append(f"cuda:{index} is a {torch.cuda.get_device_name(index)}, sm_{_sm(index)}")
     if not usable:
         names = ", ".join(family["name"] for family in info()["families"]) or "no family: it was built without kernels"
-        found = "; ".join(refused) or f"this machine has no CUDA device that torch can use{_reason()}"
+        found = "; ".join(refused) or f"this machine has no CUDA device that torch can use{_why_no_gpu()}"
         hint = " (force=True uses newer devices too)" if refused and not force else ' (device="cpu" tries the routing without a GPU)'
         raise RuntimeError(f"volta_fa.{op}: this library has kernels for {names}, and {found}{hint}")
     return usable

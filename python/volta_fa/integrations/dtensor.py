@@ -1,8 +1,8 @@
 """DTensor and PyTorch's `context_parallel` on volta_fa, for every supported release of torch.
 
-`import volta_fa` registers a hook. When an operator of volta_fa first receives a DTensor, the hook adds `volta_fa.distributed.dtensor`'s
-rules for `volta_fa::fwd` and `volta_fa::bwd` to DTensor's table of handlers. It waits until then, because importing
-torch.distributed.tensor takes longer than importing volta_fa.
+`import volta_fa` registers a hook, the operator `volta_fa::_has_rules`. When an operator of volta_fa first receives a DTensor, the hook
+adds `volta_fa.distributed.dtensor`'s rules to DTensor's table of handlers. A rule computes `volta_fa::fwd` or `bwd` of sharded tensors.
+The hook waits until then, because importing torch.distributed.tensor takes longer than importing volta_fa.
 
 If DTensor's internals differ in a torch, no rule is added: DTensor raises its own error, and `enable_sdpa` falls back to PyTorch."""
 
@@ -19,7 +19,7 @@ _KEY = "CompositeImplicitAutograd"
 
 
 def _has_rules(t: Tensor) -> bool:
-    """Returns whether volta_fa computes with a tensor of this subclass, after adding the rules. torch_ops/subclass.cpp calls it."""
+    """Returns whether a tensor's subclass has rules: True for a DTensor, after adding them. torch_ops/subclass.cpp calls it."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(t, module.DTensor):
         return False

@@ -29,7 +29,7 @@ class Request:
     """What `enable_sdpa` or an `sdpa_enabled` block asks for."""
 
     devices: Devices
-    precision: str = "exact"  # or "fast"
+    precision: str = "exact"  # or "fast", as of `enable_sdpa`
 
 
 OFF = Request(NO_DEVICES)
@@ -130,7 +130,7 @@ def _apply(*requests: Request) -> None:
 
 def _forget_compiled_programs(request: Request) -> None:
     """Makes torch.compile forget its programs. Its caches on disk identify a graph by its Python code, which does not show the switch.
-    Their tag is of the devices, the precision and the operators' arguments, which compiled programs hold."""
+    So their keys get a hash of what compiled programs hold: the devices, the precision and the operators' schemas."""
     devices, tag = request.devices, ""
     if devices != NO_DEVICES:
         schemas = [op.default._schema for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast)]

@@ -1,4 +1,6 @@
-"""Lets programs that import flash_attn, flash_attn_v100 or sageattention find volta_fa's packages of these names ("shims")."""
+"""Lets programs that import flash_attn, flash_attn_v100 or sageattention find volta_fa's packages of these names ("shims").
+
+Users call the `install_` functions, the shims' packages `provide_submodules`, and `volta_fa.vllm` `provide_flash_attn_v100`."""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ _FLASH_ATTN, _SAGEATTENTION = (Path(__file__).parent / package / "shim" for pack
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Finds modules without files, which only have the names of other modules. A module is made, and its source imported, on import."""
+    """An import hook for modules without files, which have the names that other modules define."""
 
     def __init__(self, sources: dict[str, str]) -> None:
-        self._sources = sources
+        self._sources = sources  # by module, the module whose names it gets on its first import
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         is_package = "." in fullname and any(name.startswith(f"{fullname}.") for name in self._sources)
@@ -63,7 +65,7 @@ def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
         from .flash_attn import fa3  # here, because it lengthens every import
 
         fa3._always_return_lse = fa3_returns_lse
-    _install("install_flash_attn_shim", "flash-attn", _FLASH_ATTN, "transformers")
+    _install("install_flash_attn_shim", "flash-attn", _FLASH_ATTN, looked_for_by="transformers")
 
 
 def install_sageattention_shim(*, replace: bool = False) -> None:
@@ -77,12 +79,12 @@ def install_sageattention_shim(*, replace: bool = False) -> None:
 
     Raises RuntimeError if another sageattention is imported, or, without `replace`, installed.
     """
-    _install("install_sageattention_shim", "sageattention", _SAGEATTENTION, "diffusers", replace=replace)
+    _install("install_sageattention_shim", "sageattention", _SAGEATTENTION, looked_for_by="diffusers", replace=replace)
 
 
 def provide_flash_attn_v100() -> None:
-    """Makes `import flash_attn_v100` find volta_fa in this process, even if 1Cat-vLLM's package of that name is installed. `volta_fa.vllm`
-    calls it if the variable VOLTA_FA_VLLM_1CAT asks for it. Raises RuntimeError if another package of that name is imported already."""
+    """Makes `import flash_attn_v100` find volta_fa in this process, even if the package that 1Cat-vLLM (a fork of vLLM for V100s) brings is
+    installed. `volta_fa.vllm` calls it if VOLTA_FA_VLLM_1CAT=package. Raises RuntimeError if another package of that name is imported."""
     name = "flash_attn_v100"
     package = _FLASH_ATTN / name / "__init__.py"
     found = sys.modules.get(name)
@@ -96,14 +98,14 @@ def provide_flash_attn_v100() -> None:
     spec.loader.exec_module(module)
 
 
-def _install(caller: str, distribution: str, site: Path, seeker: str, *, replace: bool = False) -> None:
+def _install(caller: str, distribution: str, folder: Path, *, looked_for_by: str, replace: bool = False) -> None:
     """Puts a folder with a package and its metadata into the search path of this process.
 
     Args:
         caller: the public function, for messages.
         distribution: the name that pip would install.
-        site: a folder with the package and its `dist-info`, whose version ends with +volta.
-        seeker: a package that looks for it when it is imported; a warning says if it was imported before.
+        folder: has the package and its `dist-info`, whose version ends with +volta.
+        looked_for_by: a package that looks for it once, when it is imported; a warning says if that was before.
         replace: find the shim before an installed package.
 
     Does nothing if a shim is there already. Raises RuntimeError if another package is imported, or, without `replace`, installed.
@@ -123,8 +125,8 @@ def _install(caller: str, distribution: str, site: Path, seeker: str, *, replace
     if found is not None:
         raise RuntimeError(f"volta_fa.{caller}: there is another {module}, which the shim must not shadow: {found}")
     # without `replace` the folder goes to the end, so that a package that is installed later is found first
-    sys.path.insert(0 if replace else len(sys.path), str(site))
+    sys.path.insert(0 if replace else len(sys.path), str(folder))
     importlib.invalidate_caches()
-    if seeker in sys.modules:
-        text = f"{seeker} was imported before; if it looked for {distribution}, it will not find the shim"
+    if looked_for_by in sys.modules:
+        text = f"{looked_for_by} was imported before; if it looked for {distribution}, it will not find the shim"
         warnings.warn(f"volta_fa.{caller}: {text}", stacklevel=3)

@@ -25,7 +25,7 @@ NAME = "VOLTA"
 
 
 class _Handle:
-    """Holds the registered kernels. PyTorch keeps it until another implementation is activated."""
+    """Holds the registered kernels, which deleting the library unregisters. PyTorch keeps it until another implementation is activated."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self._library: torch.library.Library | None = library
@@ -61,7 +61,7 @@ def _no_random_numbers(q: Tensor) -> Tensor:
 
 
 def _unused(q: Tensor) -> Tensor:
-    """Returns the result of aten's operators that PyTorch calls unused."""
+    """Returns the result that aten's schemas name `unused`, or `philox_offset`."""
     return torch.empty((), dtype=torch.uint64, device=q.device)
 
 
@@ -85,7 +85,8 @@ def _forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Implements `aten::_flash_attention_forward`."""
+    """Implements `aten::_flash_attention_forward`, (batch, seqlen, heads, headdim), or packed sequences with cum_seq_q and cum_seq_k.
+    Returns out, softmax_lse, rng_state, unused and an empty debug mask."""
     if return_debug_mask:
         raise bad_argument("return_debug_mask", True, "False: the probabilities are never in memory", error=NotImplementedError)
     options: dict[str, Any] = {
@@ -163,14 +164,14 @@ def _backward(
     return dq, dk, dv
 
 
-def _like(t: Tensor, found: Tensor) -> Tensor:
-    """Returns `found`, (batch, seqlen, heads, headdim), as (batch, heads, seqlen, headdim) with the strides of `empty_like(t)`.
-    Compiled programs rely on these strides, which PyTorch's kernel gives its results."""
-    found = found.transpose(1, 2)
-    wanted = torch.empty_like(t, device="meta")
-    if found.shape == wanted.shape and found.stride() != wanted.stride():
-        return torch.empty_like(t).copy_(found)
-    return found
+def _heads_first(result: Tensor, like: Tensor) -> Tensor:
+    """Returns a result (batch, seqlen, heads, headdim) as (batch, heads, seqlen, headdim), with the strides of `empty_like(like)` if it
+    has that shape. Compiled programs rely on these strides, which PyTorch's kernel gives its results."""
+    result = result.transpose(1, 2)
+    wanted = torch.empty_like(like, device="meta")
+    if result.shape == wanted.shape and result.stride() != wanted.stride():
+        return torch.empty_like(like).copy_(result)
+    return result
 
 
 def _sdpa_forward(
@@ -186,42 +187,24 @@ def _sdpa_forward(
     """Implements `aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim)."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     max_q, max_k = q.shape[1], k.shape[1]
-    out, softmax_lse, rng_state, unused, mask = _forward(
-        q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale
-    )
-    return _like(query, out), softmax_lse, None, None, max_q, max_k, rng_state, unused, mask
+    out, softmax_lse, *others = _forward(q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale)
+    return _heads_first(out, query), softmax_lse, None, None, max_q, max_k, *others
 
 
 def _sdpa_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *others: Any, scale: float | None = None
 ) -> tuple[Tensor, ...]:
-    """Implements `aten::_scaled_dot_product_flash_attention_backward`."""
+    """Implements `aten::_scaled_dot_product_flash_attention_backward`, (batch, heads, seqlen, headdim). others: those of `_backward` from
+    cum_seq_q to unused; the schema has philox_seed and philox_offset in place of rng_state and unused."""
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-    gradients = _backward(
-        dout, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
-    )  # fmt: skip
-    return tuple(_like(t, gradient) for t, gradient in zip((query, key, value), gradients))
+    gradients = _backward(dout, q, k, v, o, logsumexp, *others, scale=scale)
+    return tuple(_heads_first(gradient, t) for t, gradient in zip((query, key, value), gradients))
 
 
 def register() -> None:
-    """Registers the name, if this torch has the registry. Nothing changes before it is activated."""
+    """Registers the name, if this torch has the registry. `import volta_fa` calls it. Nothing changes before the name is activated."""
     import torch.nn.attention as attention
 
-    known = getattr(attention, "register_flash_attention_impl", None)
-    if known is not None:
-        known(NAME, register_fn=_register_kernels)
+    register_impl = getattr(attention, "register_flash_attention_impl", None)
+    if register_impl is not None:
+        register_impl(NAME, register_fn=_register_kernels)

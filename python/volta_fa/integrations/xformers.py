@@ -30,15 +30,16 @@ from .devices import NO_DEVICES, devices_of, max_headdim
 from .flash_attn.interface import _lengths
 
 _RELEASES = "0.0.29 to 0.0.35"
+#: Module and name of the function that `_attention` replaces, and the fields that it reads of its argument, an `Inputs` of that module.
 _MODULE = "xformers.ops.fmha"
 _NAME = "_memory_efficient_attention"
-_FIELDS = {"query", "key", "value", "attn_bias", "p", "scale"}
+_FIELDS = {"query", "key", "value", "attn_bias", "p", "scale"}  # p: probability of dropout
 
 _lock = threading.Lock()
 _devices = NO_DEVICES
 _original: Callable[..., Tensor] | None = None  # xformers' own, set once: other programs may hold `_attention` after a disable
 _replaced: Callable[..., Tensor] | None = None  # what `_attention` took the place of; None while it is not in place
-_counts: Counter[str] = Counter()  # of the calls that ran, and of the others by reason
+_counts: Counter[str] = Counter()  # calls on enabled devices: "ran", or the reason for which xformers' operators ran
 
 
 def enable_xformers(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
@@ -130,8 +131,7 @@ class _Unsupported(Exception):
 
 
 def _attention(inp: Any, op: Any = None) -> Tensor:
-    """Replaces xformers' `_memory_efficient_attention`. inp: xformers' Inputs (query, key, value, attn_bias, p, scale); op: its choice of
-    an operator."""
+    """Replaces xformers' `_memory_efficient_attention`. inp: xformers' `Inputs`. op: the operator that the caller chose, or None."""
     original = _original
     assert original is not None
     if inp.query.device not in _devices:
@@ -139,9 +139,9 @@ def _attention(inp: Any, op: Any = None) -> Tensor:
     try:
         if op is not None:
             raise _Unsupported("op")
-        call = dataclasses.replace(inp)
+        call = dataclasses.replace(inp)  # a copy, which normalize_bmhk() changes
         try:
-            output_shape = call.normalize_bmhk()
+            output_shape = call.normalize_bmhk()  # brings q, k and v into the shapes that `_run` takes
             call.validate_inputs()
         except ValueError:
             raise _Unsupported("arguments") from None
@@ -162,7 +162,8 @@ def _count(key: str) -> None:
 
 
 def _run(inp: Any) -> Tensor:
-    """Runs a call in (batch, seqlen, heads, headdim) or (batch, seqlen, groups, heads, headdim). Raises _Unsupported."""
+    """Computes a call of (batch, seqlen, heads, headdim), or of (batch, seqlen, groups, heads, headdim), where `heads` query heads share a
+    KV head. Returns (batch, seqlen, all heads, headdim). Raises _Unsupported."""
     q, k, v = inp.query, inp.key, inp.value
     if not takes_dtype(q):
         raise _Unsupported("dtype")
@@ -186,7 +187,8 @@ def _run(inp: Any) -> Tensor:
 
 
 def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns k and v of (batch, seqlen, groups, heads, headdim) with one head for each group where all heads are one expanded head."""
+    """Returns k and v of (batch, seqlen, groups, heads, headdim) in four dimensions: with one head for each group if expand() made its
+    heads, which are then equal, else with all heads."""
 
     def is_expanded(t: Tensor) -> bool:
         # not a leaf that requires grad, whose gradient must have every head
@@ -205,14 +207,10 @@ def _bias_name(bias: Any) -> str:
     return kind.__name__ if kind.__module__ == f"{_MODULE}.attn_bias" else ""
 
 
-def _fwd(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:  # of volta_fa; options contain the bias
-    return torch.ops.volta_fa.fwd(q, k, v, **options)[0]
+# ---- options of the operators that a bias stands for: functions of `_RULES` --------------------------------------------------
 
 
-# ---- options of the operators that a bias stands for -------------------------------------------------------------------
-
-
-def _nothing(bias: Any) -> dict[str, Any]:
+def _no_options(bias: Any) -> dict[str, Any]:
     return {}
 
 
@@ -221,16 +219,21 @@ def _window(bias: Any) -> dict[str, Any]:
 
 
 def _causal(bias: Any) -> dict[str, Any]:
-    return {"is_causal": True, "window_left": _left(bias)}
+    return {"is_causal": True, "window_left": _window_left(bias)}
 
 
-def _left(bias: Any) -> int:
-    """Returns window_left of a bias, or -1. xformers counts the query's own position."""
+def _window_left(bias: Any) -> int:
+    """Returns window_left of a causal bias, -1 without a window. xformers counts the query's own position, the operators do not."""
     window: int = getattr(bias, "_window_size", 0)
     return window - 1
 
 
 # ---- biases of whole batches: functions of `_RULES`, which compute attention with one kind of bias ----------------------------
+
+
+def _fwd(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Computes attention with a bias that the options describe already."""
+    return torch.ops.volta_fa.fwd(q, k, v, **options)[0]
 
 
 def _tensor(bias: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -264,6 +267,10 @@ def _top_left_with_tensor(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: d
 
 
 # ---- biases of packed sequences ----------------------------------------------------------------------------------------
+#
+# xformers packs sequences into a batch of 1, and calls each a block. `q_seqinfo` and `k_seqinfo` hold `seqstart` (the operators'
+# cu_seqlens, on the device), `seqstart_py` (the same on the host) and `max_seqlen`. Keys may have room to grow, or gaps, after each
+# block ("padded", "gappy"): then `k_seqinfo` also has `seqlen` and `seqlen_py`, the used keys of each block.
 
 
 def _top_left_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -271,9 +278,9 @@ def _top_left_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[s
     last query with its last key instead, so other lengths need other windows, fewer keys or a bias."""
     if bias.q_seqinfo is bias.k_seqinfo or bias.q_seqinfo.seqstart_py == bias.k_seqinfo.seqstart_py:
         return _packed(bias, q, k, v, options | _causal(bias))
-    left = _left(bias)
-    lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(bias.q_seqinfo.intervals(), bias.k_seqinfo.intervals())]
-    offsets = {seqlen_q - seqlen_k for seqlen_q, seqlen_k in lengths}
+    left = _window_left(bias)
+    intervals = zip(bias.q_seqinfo.intervals(), bias.k_seqinfo.intervals())
+    offsets = {(q_end - q_begin) - (k_end - k_begin) for (q_begin, q_end), (k_begin, k_end) in intervals}  # seqlen_q - seqlen_k
     if max(offsets) <= 0:
         # no query sees the last keys of the longer blocks
         seqused_k = torch.minimum(bias.q_seqinfo.seqstart.diff(), bias.k_seqinfo.seqstart.diff())
@@ -287,20 +294,20 @@ def _top_left_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[s
 
 
 def _packed(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Computes xformers' blocks, which are packed sequences in a batch of 1. Keys may have padding after each block."""
+    """Computes attention within each block."""
     q_lengths, k_lengths = bias.q_seqinfo, bias.k_seqinfo
     starts = k_lengths.seqstart_py
     if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != q_lengths.seqstart_py[-1] or k.shape[1] != starts[-1]:
         raise _Unsupported("arguments")
     cu_seqlens_k, max_seqlen_k = k_lengths.seqstart, k_lengths.max_seqlen
     if hasattr(k_lengths, "seqlen"):
-        room = [end - start for start, end in zip(starts, starts[1:])]
+        room = [end - start for start, end in zip(starts, starts[1:])]  # keys from a block's beginning to the next one's
         if all(length <= space for length, space in zip(k_lengths.seqlen_py, room)):
             options = options | {"seqused_k": k_lengths.seqlen}
             max_seqlen_k = max(room)
-            if starts[0]:
+            if starts[0]:  # cu_seqlens must begin with 0
                 k, v, cu_seqlens_k = k[:, starts[0] :], v[:, starts[0] :], cu_seqlens_k - starts[0]
-        else:  # blocks overlap or lie in another order
+        else:  # gappy keys whose blocks overlap or lie in another order: copy them together
             rows = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, k_lengths.seqlen_py)])
             k, v = (t.index_select(1, rows.to(t.device, non_blocking=True)) for t in (k, v))
             cu_seqlens_k = torch.nn.functional.pad(k_lengths.seqlen.cumsum(0, dtype=torch.int32), (1, 0))
@@ -309,7 +316,7 @@ def _packed(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any])
 
 
 def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """PagedBlockDiagonalPaddedKeysMask, also causal: k and v are pages, one after the other."""
+    """PagedBlockDiagonalPaddedKeysMask, also causal: k and v are pages of `page_size` keys, one after the other."""
     if options.pop("dropout_p"):
         raise _Unsupported("dropout")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
@@ -325,26 +332,26 @@ def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) 
 
 
 _Compute = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
-#: By the class name of the bias: the function that computes attention with it, and the options that it stands for.
+#: By `_bias_name` of the bias: the function that computes attention with it, and the options that it stands for.
 _RULES: dict[str, tuple[_Compute, Callable[[Any], dict[str, Any]]]] = {
-    "None": (_fwd, _nothing),
-    "Tensor": (_tensor, _nothing),
-    "LowerTriangularMask": (_top_left, _nothing),
-    "LowerTriangularMaskWithTensorBias": (_top_left_with_tensor, _nothing),
+    "None": (_fwd, _no_options),
+    "Tensor": (_tensor, _no_options),
+    "LowerTriangularMask": (_top_left, _no_options),
+    "LowerTriangularMaskWithTensorBias": (_top_left_with_tensor, _no_options),
     "LowerTriangularFromBottomRightMask": (_fwd, _causal),
     "LowerTriangularFromBottomRightLocalAttentionMask": (_fwd, _causal),
     "LocalAttentionFromBottomRightMask": (_fwd, _window),
-    "BlockDiagonalMask": (_packed, _nothing),
-    "BlockDiagonalCausalMask": (_top_left_blocks, _nothing),
-    "BlockDiagonalCausalLocalAttentionMask": (_top_left_blocks, _nothing),
+    "BlockDiagonalMask": (_packed, _no_options),
+    "BlockDiagonalCausalMask": (_top_left_blocks, _no_options),
+    "BlockDiagonalCausalLocalAttentionMask": (_top_left_blocks, _no_options),
     "BlockDiagonalCausalFromBottomRightMask": (_packed, _causal),
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask": (_packed, _causal),
-    "BlockDiagonalPaddedKeysMask": (_packed, _nothing),
+    "BlockDiagonalPaddedKeysMask": (_packed, _no_options),
     "BlockDiagonalCausalWithOffsetPaddedKeysMask": (_packed, _causal),
     "BlockDiagonalCausalLocalAttentionPaddedKeysMask": (_packed, _causal),
     "BlockDiagonalLocalAttentionPaddedKeysMask": (_packed, _window),
-    "BlockDiagonalGappyKeysMask": (_packed, _nothing),
+    "BlockDiagonalGappyKeysMask": (_packed, _no_options),
     "BlockDiagonalCausalWithOffsetGappyKeysMask": (_packed, _causal),
-    "PagedBlockDiagonalPaddedKeysMask": (_pages, _nothing),
+    "PagedBlockDiagonalPaddedKeysMask": (_pages, _no_options),
     "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": (_pages, _causal),
 }

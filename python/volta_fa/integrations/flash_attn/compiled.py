@@ -1,8 +1,12 @@
 """The functions of flash-attn 2.8's compiled module, flash_attn_2_cuda, for programs that call it (as `flash_attn_gpu`).
 
 xformers calls the forwards and backwards, TransformerEngine imports `varlen_bwd`; both pass arguments by position. The functions compute
-what flash-attn's private Python functions do (private.py), and write the result into a given `out`. S_dmask: the probabilities, negative
-where dropped, (0) unless return_softmax. softmax_d: the sum of dout * out of each row."""
+what flash-attn's private Python functions do (private.py), and write the result into a given `out`. They return lists of:
+
+- out, and softmax_lse, the log-sum-exp of each row of scores.
+- S_dmask: the probabilities, negative where dropped; empty unless return_softmax.
+- rng_state: dropout's seed and offset, for the backward pass.
+- dq, dk, dv; and softmax_d, the sum of dout * out over each row."""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ def fwd(
     results = _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
     )
-    return [_into(out, results[0]), *results[1:]]
+    return [_copied_to(out, results[0]), *results[1:]]
 
 
 def varlen_fwd(
@@ -72,7 +76,7 @@ def varlen_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
     )  # fmt: skip
-    return [_into(out, results[0]), *results[1:]]
+    return [_copied_to(out, results[0]), *results[1:]]
 
 
 def bwd(
@@ -163,17 +167,17 @@ def fwd_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, softmax_scale,
         causal, (window_size_left, window_size_right), softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse=True,
     )  # fmt: skip
-    return [_into(out, result), softmax_lse]
+    return [_copied_to(out, result), softmax_lse]
 
 
 def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
-    """Raises ValueError unless `out` can take the result. Before the call, which may write a cache or draw random numbers."""
+    """Raises ValueError unless `out` can take the result. Callers check before the call, which may write a cache or draw random numbers."""
     if out is not None:
         require_tensors(q=q, v=v, out=out)
         _check_target("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, "or None")
 
 
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
+def _copied_to(out: Tensor | None, result: Tensor) -> Tensor:
     """Returns the result, or `out` with the result copied into it."""
     if out is None:
         return result

@@ -1,6 +1,11 @@
-"""flash-attn 2.8's cross entropy in plain PyTorch: `flash_attn.losses.cross_entropy` and `flash_attn.ops.triton.cross_entropy`. It computes
-in fp32, some rows at a time, so it needs no fp32 copy of all logits. It runs on any device, and needs no kernel of volta_fa: programs that
-import flash-attn expect it there."""
+"""flash-attn 2.8's cross entropy in plain PyTorch: the shim's `flash_attn.losses.cross_entropy` and `flash_attn.ops.triton.cross_entropy`.
+
+It computes in fp32, some rows at a time, so it needs no fp32 copy of all logits. It runs on any device, and needs no kernel of volta_fa:
+programs that import flash-attn expect it there. With x = logit_scale * logits, lse = logsumexp(x), s = label_smoothing, and the mean over
+classes c, a row has
+
+    loss = lse - (1 - s) * x[label] - s * mean(x) + lse_square_scale * lse ** 2
+    d loss / d x[c] = softmax(x)[c] * (1 + 2 * lse_square_scale * lse) - s / classes - (1 - s) * (c == label)"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from ...errors import bad_argument
 
 __all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
 
-#: Maximum number of logits that are converted to fp32 at once: 64 MiB.
+#: Maximum number of logits in a chunk of rows, which is converted to fp32 at once: 64 MiB.
 _CHUNK = 2**24
 
 
@@ -36,7 +41,7 @@ def cross_entropy_loss(
         logits: (batch, vocab_size), of any floating dtype. With a process_group this rank's classes, in the order of ranks.
         labels: (batch,), integers. ignore_index gives loss 0, other values outside of the classes give NaN.
         precomputed_lse: float32, (batch,): the logsumexp of each row of logits. Unused with label_smoothing or a logit_scale.
-        label_smoothing: share of the probability that all classes get equally.
+        label_smoothing: part of the target probability that is spread evenly over all classes.
         logit_scale: multiplies the logits.
         lse_square_scale: adds lse_square_scale * logsumexp ** 2 to the loss, the z-loss.
         inplace_backward: write the gradient into logits.
@@ -113,23 +118,23 @@ class CrossEntropyLoss(torch.nn.Module):
 
 class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of rows: losses and z-losses. The backward pass computes probabilities from the logits again, to save their memory.
-    With a process_group each rank has logits of its classes, from number `first` on."""
+    With a process_group each rank has logits of some classes: `first_class`, `first_class` + 1, ..."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
         smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, process_group = options
         ranks = 1 if process_group is None else dist.get_world_size(process_group)
-        first = 0 if process_group is None else dist.get_rank(process_group) * logits.shape[1]
+        first_class = 0 if process_group is None else dist.get_rank(process_group) * logits.shape[1]
         classes = ranks * logits.shape[1]
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        lse = logits.new_empty(len(logits), dtype=wide) if precomputed_lse is None else precomputed_lse.to(wide)
-        losses = torch.empty_like(lse)  # of this rank's classes, until lse is added below
-        here, column = _columns(labels, first, logits.shape[1])
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        lse = logits.new_empty(len(logits), dtype=dtype) if precomputed_lse is None else precomputed_lse.to(dtype)
+        losses = torch.empty_like(lse)  # this rank's terms of -(1 - s) * x[label] - s * mean(x); the others are added below
+        is_here, column = _columns(labels, first_class, logits.shape[1])
         for rows in _chunks(logits):
-            x = logits[rows].to(wide) * logit_scale
+            x = logits[rows].to(dtype) * logit_scale
             if precomputed_lse is None:
                 lse[rows] = x.logsumexp(-1)
-            of_label = x.gather(1, column[rows, None]).squeeze(1).masked_fill_(~here[rows], 0.0)
+            of_label = x.gather(1, column[rows, None]).squeeze(1).masked_fill_(~is_here[rows], 0.0)
             losses[rows] = -(1 - smoothing) * of_label - (smoothing / classes * x.sum(-1) if smoothing else 0.0)
         if ranks > 1:
             parts = [torch.empty_like(lse) for _ in range(ranks)]
@@ -142,33 +147,33 @@ class _CrossEntropy(torch.autograd.Function):
         losses = (losses + lse + z_losses).masked_fill((labels < 0) | (labels >= classes), torch.nan).masked_fill(ignored, 0.0)
         ctx.save_for_backward(logits, labels, lse)
         ctx.mark_non_differentiable(z_losses)
-        ctx.options = smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, first, classes
+        ctx.options = smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, first_class, classes
         return losses, z_losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, lse = ctx.saved_tensors
-        smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, first, classes = ctx.options
+        smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, first_class, classes = ctx.options
         factor = (grads[0].to(lse.dtype) * logit_scale).masked_fill(labels == ignore_index, 0.0)[:, None]
         dlogits = logits.detach() if inplace_backward else torch.empty_like(logits)
-        here, column = _columns(labels, first, logits.shape[1])
+        is_here, column = _columns(labels, first_class, logits.shape[1])
         for rows in _chunks(logits):
             x = logits[rows].to(lse.dtype) * logit_scale
             gradient = x.sub_(lse[rows, None]).exp_().mul_(1 + 2 * lse_square_scale * lse[rows, None]).sub_(smoothing / classes)
-            gradient.scatter_add_(1, column[rows, None], (smoothing - 1.0) * here[rows, None].to(gradient.dtype))
+            gradient.scatter_add_(1, column[rows, None], (smoothing - 1.0) * is_here[rows, None].to(gradient.dtype))
             dlogits[rows] = gradient.mul_(factor[rows]).to(dlogits.dtype)
-        return dlogits, *(None,) * 8
+        return dlogits, *(None,) * 8  # the other arguments of forward()
 
 
-def _columns(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Returns whether each label is among the `count` classes from `first` on, and its column, 0 if it is not."""
-    column = labels.long() - first
-    here = (column >= 0) & (column < count)
-    return here, column.masked_fill(~here, 0)
+def _columns(labels: Tensor, first_class: int, count: int) -> tuple[Tensor, Tensor]:
+    """Returns whether each label is among the `count` classes from `first_class` on, and its column, 0 if it is not."""
+    column = labels.long() - first_class
+    is_here = (column >= 0) & (column < count)
+    return is_here, column.masked_fill(~is_here, 0)
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Returns slices of rows with at most _CHUNK logits each, or one row."""
     step = max(1, _CHUNK // max(1, logits.shape[1]))
-    # torch.compile makes the number of chunks constant here, and not that of rows
+    # torch.compile then makes the number of chunks constant, and not the number of rows
     return (slice(step * i, step * (i + 1)) for i in range(-(-len(logits) // step)))

@@ -1,9 +1,10 @@
-"""FlashAttention 3's functions on volta_fa: the top-level module `flash_attn_interface`, with the signatures of its main branch.
+"""FlashAttention 3's functions on volta_fa: its top-level module `flash_attn_interface`, with the signatures of its main branch.
 
-Programs such as Wan and SkyReels look for it before flash_attn; `install_flash_attn_shim()` makes it importable. Arguments that choose a
-schedule on Hopper have no effect on the result and are ignored: num_splits of the functions for training, pack_gqa, sm_margin,
-scheduler_metadata. q_descale, k_descale and v_descale only scale float8 tensors, as in FlashAttention 3. attention_chunk and qv have
-gradients here, which FlashAttention 3 lacks. docs/guides/flash-attn.md lists the differences."""
+Programs such as Wan and SkyReels look for that module before flash_attn; `install_flash_attn_shim()` makes it importable.
+
+Arguments that choose a schedule on Hopper have no effect on the result and are ignored: num_splits of the functions for training,
+pack_gqa, sm_margin, scheduler_metadata. q_descale, k_descale and v_descale only scale float8 tensors, as in FlashAttention 3.
+attention_chunk and qv have gradients here, which FlashAttention 3 lacks. docs/guides/flash-attn.md lists the differences."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def flash_attn_func(
 
     Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
-    return _attention(q, k, v, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
+    return _attention(q, k, v, qv, options, attention_chunk, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -91,7 +93,8 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.split([num_heads_q, rest // 2, rest // 2], dim=2)
     else:
         q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
-    return _attention(q, k, v, softmax_scale, causal, None, window_size, attention_chunk, softcap, deterministic, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
+    return _attention(q, k, v, None, options, attention_chunk, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -122,7 +125,8 @@ def flash_attn_varlen_func(
     """Computes attention of sequences of different lengths, packed one after the other. Differentiable in q, k, v and qv.
 
     Args:
-        seqused_q, seqused_k: int32, (batch): the first queries and keys of each sequence that count. out is 0 for other queries.
+        seqused_q, seqused_k: int32, (batch): how many of each sequence's queries and keys count, from the first on. out is 0 for other
+            queries.
         qv: (total_q, nheads, headdim_v).
 
     The other arguments are `flash_attn_func`'s and those of `volta_fa.flash_attn_varlen_func`. Positions count within each sequence.
@@ -137,10 +141,10 @@ def flash_attn_varlen_func(
     packed = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {
         "seqused_q": with_unit_stride(seqused_q),
         "seqused_k": with_unit_stride(seqused_k),
-        # maximum number of queries of a sequence before its first key, for _split_sequences; None: unknown
-        "ahead": 0 if cu_seqlens_q is cu_seqlens_k and seqused_q is None and seqused_k is None else None,
+        "queries_before_keys": 0 if cu_seqlens_q is cu_seqlens_k and seqused_q is None and seqused_k is None else None,
     }
-    return _attention(q, k, v, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic, return_attn_probs, packed)
+    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
+    return _attention(q, k, v, qv, options, attention_chunk, return_attn_probs, packed)
 
 
 @torch.no_grad()
@@ -240,7 +244,7 @@ def flash_attn_with_kvcache(
         found = torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, *new, **cache, **queries, **appended, **options)
     out, softmax_lse = found
     empty = softmax_lse.new_empty(0)
-    return (out, _lse(softmax_lse), empty, empty) if return_softmax_lse else out
+    return (out, _lse_of_fa3(softmax_lse), empty, empty) if return_softmax_lse else out
 
 
 def flash_attn_combine(
@@ -291,17 +295,18 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
     qv: Tensor | None,
-    window_size: tuple[int, int],
+    options: dict[str, Any],
     attention_chunk: int,
-    softcap: float,
-    deterministic: bool,
     return_attn_probs: bool,
     packed: dict[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes all functions for training. packed: lengths of packed sequences, as arguments of `_split_sequences` but for the chunk."""
+    """Computes all functions for training.
+
+    Args:
+        options: arguments of `volta_fa::fwd`, without lengths.
+        packed: lengths of packed sequences, as arguments of `_split_sequences` but for the chunk; None: a batch of equal lengths.
+    """
     require_tensors(q=q, k=k, v=v)
     _check_dtype(q)
     if qv is not None:
@@ -312,26 +317,26 @@ def _attention(
             expected = f"at most {MAX_HEADDIM} together: call torch.ops.volta_fa.fwd_mla with a cache of latents"
             raise bad_argument("qv", got, expected, error=NotImplementedError)
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)  # q . k + qv . v is one dot product
-    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
-    dense = packed is None and attention_chunk > 0  # a batch that is packed here, because chunks become packed sequences
+    pack_here = packed is None and attention_chunk > 0  # because chunks become packed sequences
     batch, seqlen_q = q.shape[:2]
-    if dense:
+    if pack_here:
         if not q.dim() == k.dim() == v.dim() == 4 or not batch == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1]:
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
             raise bad_argument("q, k, v", f"shapes {shapes}", "(batch, seqlen, nheads, headdim), k and v of one length")
         seqlen_k = k.shape[1]
         entries = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        packed = _lengths(entries * seqlen_q, entries * seqlen_k, seqlen_q, seqlen_k) | {"ahead": max(0, seqlen_q - seqlen_k)}
+        packed = _lengths(entries * seqlen_q, entries * seqlen_k, seqlen_q, seqlen_k)
+        packed["queries_before_keys"] = max(0, seqlen_q - seqlen_k)
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     if packed is not None:
         if attention_chunk > 0 or packed.get("seqused_q") is not None:
             options |= _split_sequences(**packed, chunk=max(0, attention_chunk))
         else:
-            options |= {name: value for name, value in packed.items() if name not in ("seqused_q", "ahead")}
+            options |= {name: value for name, value in packed.items() if name not in ("seqused_q", "queries_before_keys")}
     out, softmax_lse, _ = _fwd(q, k, v, **options)
-    if dense:
-        out, softmax_lse = out.unflatten(0, (batch, seqlen_q)), _of_batch(softmax_lse, batch, seqlen_q)
-    return (out, _lse(softmax_lse)) if return_attn_probs or _always_return_lse else out
+    if pack_here:
+        out, softmax_lse = out.unflatten(0, (batch, seqlen_q)), _unpacked_lse(softmax_lse, batch, seqlen_q)
+    return (out, _lse_of_fa3(softmax_lse)) if return_attn_probs or _always_return_lse else out
 
 
 def _chunked_cache(
@@ -345,11 +350,15 @@ def _chunked_cache(
     appended: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention to a cache by chunks, after an append of k and v in a call without queries. q and k are rotated already.
+    """Computes attention to a cache by chunks. First a call without queries appends the new keys and values, if any. q and the new keys are
+    rotated already. Returns out and softmax_lse, in the layout of q.
 
     Args:
-        cache, queries, appended, options: arguments of `volta_fa::fwd_kvcache`: the cache's layout, the queries' lengths, those of the
-            append alone, and the others.
+        new: new keys and values, or ().
+        cache: arguments of `volta_fa::fwd_kvcache` that describe the cache: block_table, cache_batch_idx, leftpad_k, cache_seqlens.
+        queries: its arguments cu_seqlens_q and max_seqlen_q.
+        appended: its arguments for the append alone.
+        options: its other arguments.
     """
     cu_seqlens_q, max_seqlen_q = queries["cu_seqlens_q"], queries["max_seqlen_q"]
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
@@ -357,17 +366,17 @@ def _chunked_cache(
     if cache["leftpad_k"] is not None and cache["block_table"] is not None:
         raise bad_argument("cache_leftpad", "a tensor", "None with page_table", error=NotImplementedError)
     if new:
-        none = q.new_empty(batch, 0, *q.shape[-2:])
-        torch.ops.volta_fa.fwd_kvcache(none, k_cache, v_cache, *new, **cache, **appended, **options)
+        no_queries = q.new_empty(batch, 0, *q.shape[-2:])
+        torch.ops.volta_fa.fwd_kvcache(no_queries, k_cache, v_cache, *new, **cache, **appended, **options)
         cu_seqlens_k_new = appended["cu_seqlens_k_new"]
         lengths = lengths + (new[0].shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
-    if lengths is None:
+    if lengths is None:  # the cache is full
         table = cache["block_table"]
         room = k_cache.shape[1] * (1 if table is None else table.shape[1])
         lengths = torch.full((batch,), room, dtype=torch.int32, device=q.device)
-    dense = cu_seqlens_q is None
+    pack_here = cu_seqlens_q is None
     seqlen_q = q.shape[1]
-    if dense:
+    if pack_here:
         cu_seqlens_q, max_seqlen_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q, seqlen_q
         q = q.flatten(0, 1)
     elif max_seqlen_q is None:
@@ -377,14 +386,15 @@ def _chunked_cache(
     )
     for name in ("k_descale", "v_descale"):
         t = options[name]
-        if t is not None and t.dim() == 2:
+        if t is not None and t.dim() == 2:  # (batch, nheads_k): a scale for each sequence
             options = options | {name: t.repeat_interleave(chunks_per_sequence, 0)}
     out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, **chunked, **options)
-    return (out.unflatten(0, (batch, seqlen_q)), _of_batch(softmax_lse, batch, seqlen_q)) if dense else (out, softmax_lse)
+    return (out.unflatten(0, (batch, seqlen_q)), _unpacked_lse(softmax_lse, batch, seqlen_q)) if pack_here else (out, softmax_lse)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, cu_seqlens: Tensor | None, ordered: bool, interleaved: bool) -> Tensor:
-    """Returns q or k rotated by positions from `first`, (batch), on; if not `ordered`, all tokens of a sequence by its first position."""
+    """Returns q or k with its rotary embedding applied. `first`, (batch), has the position of each sequence's first token. All tokens of a
+    sequence have that position if not `ordered`."""
     if cu_seqlens is None:
         index = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) * ordered
         positions = (first[:, None] + index).flatten()
@@ -395,12 +405,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, cu_seqlens: Ten
     return apply_rotary(x.reshape(-1, 1, *x.shape[-2:]), cos, sin, positions, interleaved=interleaved).view(x.shape)
 
 
-def _of_batch(softmax_lse: Tensor, batch: int, seqlen_q: int) -> Tensor:
+def _unpacked_lse(softmax_lse: Tensor, batch: int, seqlen_q: int) -> Tensor:
     """Returns a packed softmax_lse, (nheads, batch * seqlen_q), as (batch, nheads, seqlen_q)."""
     return softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
 
 
-def _lse(softmax_lse: Tensor) -> Tensor:
+def _lse_of_fa3(softmax_lse: Tensor) -> Tensor:
     """Returns softmax_lse with -inf for queries without a key, as FlashAttention 3 has it; FlashAttention 2 and this library have +inf."""
     return softmax_lse.masked_fill(softmax_lse == math.inf, -math.inf)
 
@@ -413,10 +423,12 @@ def _check_dtype(q: Tensor) -> None:
 
 # ---- chunked local attention ----------------------------------------------------------------------------------
 
-# Chunked local attention: a query attends to the keys of its own chunk of positions. Each chunk becomes a sequence of its own.
+# A query attends to the keys of its own chunk of positions. Each chunk becomes a packed sequence of its own.
 #
 # Masks are aligned bottom-right: query i of a sequence is at position i + seqlen_k - seqlen_q, and key j at position j. The queries of a
 # chunk lie side by side, and so do its keys. Its last query and its last key have one position, so causal masks and windows stay the same.
+# Example: with attention_chunk 4, 3 queries and 10 keys have positions 7 to 9 and 0 to 9. The chunks are 0 to 3 without a query, 4 to 7
+# with the first query, and 8 to 9 with the other two.
 # No length is read on the host: a batch has as many chunks for each sequence as its longest can have, and some are empty.
 
 
@@ -428,23 +440,25 @@ def _split_sequences(
     chunk: int,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
-    ahead: int | None = None,
+    queries_before_keys: int | None = None,
 ) -> dict[str, Any]:
     """Returns the lengths of chunks, as options of `volta_fa::fwd`. Queries after seqused_q become sequences without keys.
 
     Args:
         chunk: positions of a chunk; 0: one chunk of all.
-        ahead: maximum number of queries of a sequence before the position of its first key. None: unknown.
+        queries_before_keys: maximum number of queries of a sequence before the position of its first key. None: unknown.
     """
     longest = max(max_seqlen_q, max_seqlen_k, 1)
+    # rows of q and k. Tensors below are (batch, chunks), or (batch, 1)
     begins_q, begins_k = cu_seqlens_q[:-1, None], cu_seqlens_k[:-1, None]
     used_q = cu_seqlens_q.diff()[:, None] if seqused_q is None else seqused_q[:, None]
     used_k = cu_seqlens_k.diff()[:, None] if seqused_k is None else seqused_k[:, None]
     if chunk:
         chunk = min(chunk, longest)
         # numbers of chunks before position 0, that of the first key, and from it on
-        before, after = -(-(max_seqlen_q if ahead is None else ahead) // chunk), max(1, -(-max_seqlen_k // chunk))
-        firsts = chunk * torch.arange(-before, after, dtype=torch.int32, device=cu_seqlens_q.device)
+        before = -(-(max_seqlen_q if queries_before_keys is None else queries_before_keys) // chunk)
+        after = max(1, -(-max_seqlen_k // chunk))
+        firsts = chunk * torch.arange(-before, after, dtype=torch.int32, device=cu_seqlens_q.device)  # first positions of chunks
     else:  # from the position of the first query on, which may lie before that of the first key
         chunk, firsts = 2 * longest, cu_seqlens_q.new_full((1,), -longest)
     starts_q = begins_q + _within(firsts - used_k + used_q, used_q)
@@ -486,12 +500,13 @@ def _split_cache(
     chunk = min(chunk, 2**29)  # hides no more keys, because no sequence is that long; sums stay int32
     # the most chunks into which max_seqlen_q neighboring positions fall
     count = -(-(max_seqlen_q - 1) // chunk) + 1 if max_seqlen_q else 1
+    # tensors below are (batch, chunks), or (batch, 1)
     padding = torch.zeros_like(lengths) if leftpad_k is None else leftpad_k
     padding, used_q = padding[:, None], cu_seqlens_q.diff()[:, None]
     used_k = lengths[:, None] - padding
     # the first query's chunk, and those after it
     chunks = (used_k - used_q).div(chunk, rounding_mode="floor") + torch.arange(count, dtype=torch.int32, device=lengths.device)
-    firsts = chunks * chunk
+    firsts = chunks * chunk  # first positions of chunks
     starts_q = cu_seqlens_q[:-1, None] + _within(firsts - used_k + used_q, used_q)
     begins, ends = padding + _within(firsts, used_k), padding + _within(firsts + chunk, used_k)
     cu_seqlens = torch.cat((starts_q.flatten(), cu_seqlens_q[-1:]))
@@ -517,7 +532,7 @@ def _split_cache(
 
 
 def _within(positions: Tensor, length: Tensor) -> Tensor:
-    """Returns positions moved into 0 to length."""
+    """Returns positions clamped to 0 to length."""
     return positions.clamp(min=0).minimum(length)
 
 

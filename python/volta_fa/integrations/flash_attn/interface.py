@@ -1,8 +1,8 @@
 """flash-attn 2's functions on `volta_fa::fwd` and `volta_fa::fwd_kvcache`, with the signatures, defaults and results of 2.8.3.
 
-`volta_fa` exports them, and the shim's `flash_attn` package too (`install_flash_attn_shim()`). Masks are aligned bottom-right. A query
-without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd. docs/guides/flash-attn.md lists the differences from
-flash-attn."""
+`volta_fa` exports them, and the shim's `flash_attn` package too (`install_flash_attn_shim()`). Masks are aligned bottom-right: the last
+query sees the last key. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
+docs/guides/flash-attn.md lists the differences from flash-attn."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ def flash_attn_func(
 
     Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
-    return _attention(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux=s_aux
-    )
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
+    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -85,7 +84,8 @@ def flash_attn_kvpacked_func(
     """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
     `kv`: (batch, seqlen_k, 2, nheads_k, headdim)."""
     k, v = _unbind("kv", kv, "batch, seqlen_k", 2)
-    return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -102,7 +102,8 @@ def flash_attn_qkvpacked_func(
     """Computes `flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor too.
     `qkv`: (batch, seqlen, 3, nheads, headdim)."""
     q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
-    return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -141,16 +142,12 @@ def flash_attn_varlen_func(
     Returns out, (total_q, nheads, headdim_v); with return_attn_probs=True out, softmax_lse (float32,
     (nheads, total_q)) and S_dmask ((batch, nheads, max_seqlen_q, max_seqlen_k), 0 outside of the sequences).
     """
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     if block_table is not None:
-        out, softmax_lse = _paged(
-            q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table,
-            _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux),
-        )  # fmt: skip
+        out, softmax_lse = _paged(q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, options)
         return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
-    return _attention(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), s_aux,
-    )  # fmt: skip
+    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
 
 
 def _paged(
@@ -167,7 +164,12 @@ def _paged(
     seqused_k: Tensor | None = None,
     num_splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `flash_attn_varlen_func` over pages. seqused_k: the sequences' lengths, instead of those in cu_seqlens_k."""
+    """Computes `flash_attn_varlen_func` over pages. Returns out and softmax_lse.
+
+    Args:
+        options: arguments of `volta_fa::fwd_kvcache` that describe masks and scores (`_options`).
+        seqused_k: the sequences' lengths, instead of those in cu_seqlens_k.
+    """
     require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if dropout_p != 0.0:
         raise bad_argument("dropout_p", dropout_p, "0: a cache is for inference")
@@ -201,10 +203,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_varlen_func` of k and v in one tensor. Its gradient is one tensor too. `kv`: (total_k, 2, nheads_k, headdim)."""
     k, v = _unbind("kv", kv, "total_k", 2)
-    return _attention(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-    )  # fmt: skip
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -223,10 +224,9 @@ def flash_attn_varlen_qkvpacked_func(
     """Computes `flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor too. `qkv`: (total, 3, nheads, headdim)."""
     require_tensors(cu_seqlens=cu_seqlens)
     q, k, v = _unbind("qkv", qkv, "total", 3)
-    return _attention(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
-    )  # fmt: skip
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options |= _lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
 
 
 @torch.no_grad()
@@ -324,26 +324,11 @@ def _int32(name: str, t: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    packed: tuple[Tensor, Tensor, int, int] | None = None,
-    s_aux: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], dropout_p: float, deterministic: bool, return_attn_probs: bool
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Computes all functions for training. packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+    """Computes all functions for training. options: what `_options` and `_lengths` return."""
     require_tensors(q=q, k=k, v=v)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
-    if packed is not None:
-        options |= _lengths(*packed)
     out, softmax_lse, rng_state = _fwd(q, k, v, **options)
     if not return_attn_probs:
         return out
@@ -351,7 +336,7 @@ def _attention(
 
 
 def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
-    """Returns the lengths of packed sequences under the names of the operators."""
+    """Returns the lengths of packed sequences, as arguments of `volta_fa::fwd` and `volta_fa::bwd`."""
     require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return {
         "cu_seqlens_q": with_unit_stride(cu_seqlens_q),
@@ -369,7 +354,7 @@ def _options(
     alibi_slopes: Tensor | None,
     s_aux: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Returns the options that all functions have, under the operators' names and conventions."""
+    """Returns the options that all functions have, as arguments of `volta_fa::fwd`, `bwd` and `fwd_kvcache`."""
     left, right = _window(window_size)
     return {
         "softmax_scale": softmax_scale,
@@ -400,8 +385,8 @@ def _check_headdims(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
-    """Returns the `count` tensors in dimension -3 of `packed`. `leading` names the dimensions before it, for the error. unbind makes their
-    gradient one stack. Separate slices would fill and add `count` tensors of the whole size."""
+    """Returns the `count` tensors in dimension -3 of `packed`. `leading` names the dimensions before it, for the error. torch.unbind's
+    backward stacks the gradients once. Separate slices would fill and add `count` tensors of the whole size."""
     require_tensors(**{name: packed})
     expected = (*leading.split(", "), str(count), "nheads" if count == 3 else "nheads_k", "headdim")
     if packed.dim() != len(expected) or packed.shape[-3] != count:
@@ -444,7 +429,8 @@ def _s_dmask(
     max_seqlen_k: int = 0,
     **_: Any,
 ) -> Tensor:
-    """Returns flash-attn's S_dmask: the probabilities, negative where dropped. Dropout excludes softcap, so that is no option here."""
+    """Returns flash-attn's S_dmask: the probabilities, (batch, nheads, max_seqlen_q, max_seqlen_k), negative where dropped.
+    In plain PyTorch, because only tests ask for it. Dropout excludes softcap, so that is no option here."""
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
@@ -461,15 +447,15 @@ def _s_dmask(
     for b, (q_b, k_b, lse_b) in enumerate(sequences):
         seqlen_q, seqlen_k = len(q_b), len(k_b)
         scores = torch.einsum("ihd,jhd->hij", q_b.to(wide), k_b.to(wide).repeat_interleave(nheads // nheads_k, dim=1)) * softmax_scale
-        i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
-        ahead = torch.arange(seqlen_k, device=q.device) - i
+        position_q = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
+        distance = torch.arange(seqlen_k, device=q.device) - position_q  # positive: a later key
         if alibi_slopes is not None:
-            scores -= alibi_slopes.to(wide).expand(batch, nheads)[b, :, None, None] * ahead.abs()
-        hidden = torch.zeros_like(ahead, dtype=torch.bool)
+            scores -= alibi_slopes.to(wide).expand(batch, nheads)[b, :, None, None] * distance.abs()
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
         if window_left >= 0:
-            hidden |= ahead < -window_left
+            hidden |= distance < -window_left
         if is_causal or window_right >= 0:
-            hidden |= ahead > (0 if is_causal else window_right)
+            hidden |= distance > (0 if is_causal else window_right)
         p = (scores - lse_b[..., None]).exp().masked_fill(hidden, 0.0)
         result[b, :, :seqlen_q, :seqlen_k] = torch.where(keep[b, :, :seqlen_q, :seqlen_k], p, -p)
     return result

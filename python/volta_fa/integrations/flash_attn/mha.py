@@ -1,6 +1,8 @@
-"""flash-attn 2.8's attention modules: `flash_attn.modules.mha`. Programs that import flash-attn get them from the shim
-(`install_flash_attn_shim()`). The Flash classes call volta_fa. `SelfAttention` and `CrossAttention`, which take padding masks, call
-PyTorch's attention, which `volta_fa.enable_sdpa()` can route to volta_fa. ParallelMHA and depthwise convolutions are left out."""
+"""flash-attn 2.8's attention modules: `flash_attn.modules.mha`, which programs import from the shim (`install_flash_attn_shim()`).
+
+`MHA` is a layer with projections, around one of four classes. FlashSelfAttention and FlashCrossAttention call volta_fa. SelfAttention and
+CrossAttention, which take padding masks, call PyTorch's attention, which `volta_fa.enable_sdpa()` can route to volta_fa.
+ParallelMHA and depthwise convolutions are left out."""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from .interface import (
 
 __all__ = ["MHA", "CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfAttention", "get_alibi_slopes"]
 
-#: Scores of hidden keys, as in flash-attn: added by SelfAttention, where it cancels in rows that see no key, and by CrossAttention for
-#: key_padding_mask. CrossAttention's causal mask replaces scores by it, so rows that see no key average all values.
+#: Score of hidden keys, as in flash-attn. SelfAttention adds it to scores, as CrossAttention does for key_padding_mask: in rows without a
+#: visible key it cancels. CrossAttention's causal mask replaces scores by it, so these rows average all values.
 _HIDDEN = -10000.0
 
 
@@ -36,7 +38,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(nheads - lower)]
 
 
-class _Flash(nn.Module):
+class _FlashOptions(nn.Module):
     """Options of FlashSelfAttention and FlashCrossAttention, under flash-attn's names."""
 
     alibi_slopes: Tensor | None
@@ -69,7 +71,7 @@ class _Flash(nn.Module):
         }
 
 
-class FlashSelfAttention(_Flash):
+class FlashSelfAttention(_FlashOptions):
     """Computes self-attention with `flash_attn_qkvpacked_func`, or the varlen one. The arguments are its."""
 
     def forward(
@@ -89,7 +91,7 @@ class FlashSelfAttention(_Flash):
         return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal))
 
 
-class FlashCrossAttention(_Flash):
+class FlashCrossAttention(_FlashOptions):
     """Computes cross-attention with `flash_attn_kvpacked_func`, or the varlen one. The arguments are its."""
 
     def __init__(
@@ -128,10 +130,10 @@ class FlashCrossAttention(_Flash):
         return flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal))
 
 
-class _Plain(nn.Module):
+class _PyTorchAttention(nn.Module):
     """Attention by PyTorch, for SelfAttention and CrossAttention."""
 
-    _causal_mask_replaces: bool  # whether the causal mask replaces scores by _HIDDEN, or adds it
+    _causal_mask_replaces: bool  # True: the causal mask replaces scores by _HIDDEN. False: it adds that.
 
     def __init__(self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0) -> None:
         super().__init__()
@@ -140,26 +142,26 @@ class _Plain(nn.Module):
         self.drop = nn.Dropout(attention_dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool | None, key_padding_mask: Tensor | None, lengths: Tensor) -> Tensor:
-        """Returns out. lengths: (batch or 1), the number of keys: CrossAttention's causal mask is aligned to the last one."""
+        """Returns out. lengths: (batch or 1), the number of keys. The causal mask is aligned to the last key."""
         i, j = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1], device=q.device)
         bias = q.new_zeros(1, 1, q.shape[1], k.shape[1])
         if key_padding_mask is not None:
             bias = bias.masked_fill(~key_padding_mask[:, None, None, :], _HIDDEN)
         if self.causal if causal is None else causal:
             offset = lengths[:, None, None, None] - q.shape[1]
-            later = j > i + offset
+            is_later = j > i + offset
             if self._causal_mask_replaces:
-                bias = bias.masked_fill(later, _HIDDEN)
+                bias = bias.masked_fill(is_later, _HIDDEN)
                 q = q.masked_fill(i[:, None] < -offset, 0)  # rows that see no key: equal scores
             else:
-                bias = bias + later * _HIDDEN
+                bias = bias + is_later * _HIDDEN
         dropout_p = self.drop.p if self.training else 0.0
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = functional.scaled_dot_product_attention(q, k, v, bias, dropout_p, scale=self.softmax_scale, enable_gqa=True)
         return out.transpose(1, 2)
 
 
-class SelfAttention(_Plain):
+class SelfAttention(_PyTorchAttention):
     """Computes self-attention with PyTorch."""
 
     _causal_mask_replaces = False
@@ -176,7 +178,7 @@ class SelfAttention(_Plain):
         return self._attend(q, k, v, causal, key_padding_mask, torch.tensor([qkv.shape[1]], device=qkv.device))
 
 
-class CrossAttention(_Plain):
+class CrossAttention(_PyTorchAttention):
     """Computes cross-attention with PyTorch."""
 
     _causal_mask_replaces = True
@@ -312,7 +314,6 @@ class MHA(nn.Module):
         self._check(cu_seqlens, key_padding_mask, inference_params)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen} if self.use_flash_attn else {"key_padding_mask": key_padding_mask}
         options |= kwargs
-        is_qkv = not self.cross_attn and self.num_heads_kv == self.num_heads  # q, k and v fit the self-attention classes' one tensor
         if self.cross_attn:
             q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
             kv = self.Wkv(x if x_kv is None else x_kv)
@@ -325,7 +326,7 @@ class MHA(nn.Module):
         kv = kv.unflatten(-1, (2, self.num_heads_kv, self.head_dim))
         if inference_params is not None:
             context = self._attend_to_cache(q, kv, inference_params)
-        elif is_qkv:
+        elif not self.cross_attn and self.num_heads_kv == self.num_heads:  # q, k and v fit the self-attention classes' one tensor
             qkv = qkv.unflatten(-1, (3, self.num_heads, self.head_dim))
             context = self._call(self.inner_attn, self.rotary_emb(qkv) if self.rotary_emb_dim > 0 else qkv, **options)
         else:
@@ -354,11 +355,13 @@ class MHA(nn.Module):
 
     def _attend_to_cache(self, q: Tensor, kv: Tensor, params: Any) -> Tensor:
         """Appends kv to this layer's cache and attends to it. params: flash-attn's InferenceParams; its seqlen_offset tokens are cached.
-        One fused call of `flash_attn_with_kvcache` does all if it can: not for the first tokens, and not with xPos (rotary_emb.scale)."""
+
+        As in flash-attn, one call of `flash_attn_with_kvcache` rotates, appends and attends, except for the first tokens and with xPos: a
+        scale of rotary embeddings that depends on the position (arXiv 2212.10554)."""
         caches = params.key_value_memory_dict
         if self.layer_idx not in caches:
             caches[self.layer_idx] = self.allocate_inference_cache(params.max_batch_size, params.max_seqlen, kv.dtype)
-        first, begin = params.batch_size_offset, params.seqlen_offset
+        first, begin = params.batch_size_offset, params.seqlen_offset  # of this batch among the cache's sequences, and of its new tokens
         cache = caches[self.layer_idx][first : first + len(kv)]
         lengths = params.lengths_per_sample
         rotates = self.rotary_emb_dim > 0

@@ -1,6 +1,8 @@
-"""flash-attn 2.8's private functions, which ring attention, diffusers and others import. Autograd does not record them: a backward function
-writes gradients into given tensors. They have flash-attn's argument names and defaults, because programs read these with `inspect`.
-Signatures are those of 2.8.3, and `num_splits` of later releases. docs/guides/flash-attn.md lists the differences from flash-attn.
+"""flash-attn 2.8's private functions, which ring attention, diffusers and others import from `flash_attn.flash_attn_interface` (shim/).
+
+Autograd does not record them: a backward function writes gradients into given tensors. They have flash-attn's argument names and defaults,
+because programs read these with `inspect`. Signatures are those of 2.8.3, with `num_splits` of later releases.
+docs/guides/flash-attn.md lists the differences from flash-attn.
 All raise ValueError for wrong arguments, and NotImplementedError for what this build does not support."""
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ __all__ = [
     "_wrapped_flash_attn_varlen_forward",
 ]  # fmt: skip
 
-#: A smaller dropout_p drops nothing: the kernels round it to a multiple of 2**-15, below 2**-16 to 0. diffusers passes 1e-30.
+#: A smaller dropout_p counts as 0. The kernels round it to a multiple of 2**-15, and so drop nothing below 2**-16. diffusers passes 1e-30.
 _MIN_DROPOUT = 2**-17
 
 
@@ -50,7 +52,7 @@ def _flash_attn_forward(
     The other arguments are `flash_attn_func`'s.
 
     Returns out, (batch, seqlen_q, nheads, headdim_v) in q's dtype; softmax_lse, float32, (batch, nheads, seqlen_q); S_dmask, that of
-    `flash_attn_func`, or (0) without return_softmax; rng_state, int64, (2) for `_flash_attn_backward`, or (0) without dropout.
+    `flash_attn_func`, empty without return_softmax; rng_state, int64, two numbers for `_flash_attn_backward`, empty without dropout.
     """
     require_tensors(q=q, k=k, v=v)
     options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
@@ -203,7 +205,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, return_softmax: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes both forward functions, without pages. options: those of `volta_fa::fwd`, without dropout_p."""
+    """Computes both forward functions, without pages. options: arguments of `volta_fa::fwd`, without dropout_p."""
     _check_return_softmax(return_softmax, dropout_p)
     options = options | {"dropout_p": _effective(dropout_p)}
     with _no_autocast(q):
@@ -226,7 +228,8 @@ def _backward(
     rng_state: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes both backward functions. Returns dq, dk and dv, which are those in `gradients` if given, and softmax_d."""
+    """Computes both backward functions. options: arguments of `volta_fa::bwd` that the forward had too. Returns dq, dk and dv, which are
+    the tensors in `gradients` where given, and softmax_d."""
     require_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
     for name, given, like in zip(("dq", "dk", "dv"), gradients, (q, k, v)):
         if given is not None:
@@ -253,7 +256,7 @@ def _no_autocast(q: Tensor) -> AbstractContextManager[Any]:
 
 
 def _check_target(name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, remark: str) -> None:
-    """Raises ValueError unless a call can write a result of that shape, dtype and device into t."""
+    """Raises ValueError unless a call can write a result of that shape, dtype and device into t. `remark` ends the message."""
     if t.shape != torch.Size(shape) or t.dtype != dtype or t.device != device:
         raise bad_argument(name, _describe(t), f"shape {tuple(shape)} of dtype {dtype} on {device}, {remark}")
     if any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride())):
@@ -273,7 +276,8 @@ def _check_return_softmax(return_softmax: bool, dropout_p: float) -> None:
 def _without_padding(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, leftpad_k: Tensor, seqused_k: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns k and v with each sequence's padding moved after its keys, and seqused_k, the numbers of keys without padding."""
+    """Returns k and v with each sequence rotated so that its leftpad_k rows of padding come last, and seqused_k, the numbers of its keys
+    without padding."""
     lengths = cu_seqlens_k.diff()
     for name, t in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
         if t is not None and (t.shape != lengths.shape or t.dtype != torch.int32 or t.device != lengths.device):

@@ -1,8 +1,9 @@
-"""The functions of the package `flash_attn_turing`, which `install_flash_attn_shim()` makes importable. Arguments are positional.
+"""The functions of `flash_attn_turing`, a package of other authors, which `install_flash_attn_shim()` makes importable: flash-attn's
+forward and backward without dropout, window, softcap or ALiBi. Arguments are positional.
 
-Queries, keys and values are flash-attn's, causal masks are aligned bottom-right, and the scale is 1 / sqrt(headdim). `lse`, float32 (batch,
-nheads, seqlen_q), is flash-attn's: +inf for a query without a visible key, for which that package has 0. `compiled` has the functions of
-flash-attn's own compiled module. The functions here call those, without dropout, window, softcap or ALiBi."""
+Queries, keys and values have flash-attn's layouts, causal masks are aligned bottom-right, and the scale is 1 / sqrt(headdim). `lse` is the
+log-sum-exp of each row of scores, float32 (batch, nheads, seqlen_q): +inf for a query without a visible key, for which that package has 0.
+All functions call those of `compiled`, volta_fa's replacement for flash-attn's compiled module."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def varlen_fwd(
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = _options(q, causal, seqused_k=None, leftpad_k=None, block_table=None, zero_tensors=False, return_softmax=False)
     out, packed = compiled.varlen_fwd(q, k, v, out=None, **lengths, **options)[:2]
-    lse = packed.new_zeros(len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q + 1)
-    lse[_places(q, cu_seqlens_q, max_seqlen_q)] = packed.mT
+    lse = packed.new_zeros(len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q + 1)  # the last column takes what `_padded_index` drops
+    lse[_padded_index(q, cu_seqlens_q, max_seqlen_q)] = packed.mT
     return [out, lse[..., :-1].contiguous()]
 
 
@@ -62,7 +63,7 @@ def varlen_bwd(
     require_tensors(q=q, lse=lse, cu_seqlens_q=cu_seqlens_q)
     if lse.shape != (shape := (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q)):
         raise bad_argument("lse", f"shape {tuple(lse.shape)}", f"shape {shape}, what varlen_fwd returned")
-    packed = torch.nn.functional.pad(lse, (0, 1))[_places(q, cu_seqlens_q, max_seqlen_q)].mT
+    packed = torch.nn.functional.pad(lse, (0, 1))[_padded_index(q, cu_seqlens_q, max_seqlen_q)].mT
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = _options(q, causal, dq=None, dk=None, dv=None, zero_tensors=False, deterministic=False, rng_state=None)
     return compiled.varlen_bwd(dout, q, k, v, out, packed, **lengths, **options)[:3]
@@ -70,13 +71,13 @@ def varlen_bwd(
 
 def _options(q: Tensor, causal: bool, **more: Any) -> dict[str, Any]:
     """Returns the options of functions in `compiled`: the scale, `causal`, values that disable what flash_attn_turing lacks, and `more`."""
-    plain = {"alibi_slopes": None, "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "generator": None}
-    return {"softmax_scale": float(q.shape[-1] ** -0.5), "causal": causal, **plain, **more}
+    off = {"alibi_slopes": None, "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "generator": None}
+    return {"softmax_scale": float(q.shape[-1] ** -0.5), "causal": causal, **off, **more}
 
 
-def _places(q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, slice, Tensor]:
+def _padded_index(q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, slice, Tensor]:
     """Returns the index of each row of q in a (batch, nheads, max_seqlen + 1) tensor, without a synchronization. Rows after the last
-    sequence, and positions that cannot be, take the last place."""
+    sequence, and positions outside of 0 to max_seqlen, get the last column."""
     row = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
     sequence = torch.bucketize(row, cu_seqlens[1:], right=True).clamp_(max=len(cu_seqlens) - 2)
     position = torch.where(row < cu_seqlens[-1], row - cu_seqlens[sequence], max_seqlen)

@@ -1,10 +1,14 @@
 """The functions of `flash_attn_v100` and of its compiled module, which `install_flash_attn_shim()` makes importable.
 
-Three packages for V100s have that name. The one of 2026 has flash-attn 2's functions, and a compiled module whose `fwd` and `bwd` take
-(batch, nheads, seqlen, headdim). The one of 2023 has only `flash_attn_func(q, k, v, softmax_scale, causal)`. The one of 1Cat-vLLM 1.3, a
-fork of vLLM, adds paged functions: its attention backend needs `flash_attn_func`, `flash_attn_bhmd_func`, `flash_attn_decode_paged` and
-`flash_attn_prefill_paged`, and uses the others if it finds them; here they compute the same. Tensors are (batch, seqlen, nheads, headdim),
-in functions with "bhmd" (batch, nheads, seqlen, headdim). The paged functions are for inference: they have no gradients."""
+Three packages for V100s, of other authors, have that name:
+
+- of 2023: only `flash_attn_func(q, k, v, softmax_scale, causal)`.
+- of 2026: flash-attn 2's functions, and a compiled module whose `fwd` and `bwd` take (batch, nheads, seqlen, headdim).
+- of 1Cat-vLLM 1.3, a fork of vLLM: also paged functions. Its attention backend needs `flash_attn_func`, `flash_attn_bhmd_func`,
+  `flash_attn_decode_paged` and `flash_attn_prefill_paged`, and uses the others if it finds them; here they compute the same.
+
+Tensors are (batch, seqlen, nheads, headdim), in functions with "bhmd" (batch, nheads, seqlen, headdim). The paged functions are for
+inference: they have no gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ __all__ = [
 @functools.wraps(interface.flash_attn_func, assigned=())  # copies the signature, and no docstring
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
     """Computes flash-attn's function, with the positional arguments of either package. After v come softmax_scale and causal (2023), or
-    dropout_p and softmax_scale (2026). None in fourth place, or a bool in fifth, is 2023."""
+    dropout_p and softmax_scale (2026). So None as the fourth argument, or a bool as the fifth, means the package of 2023."""
     if args and (args[0] is None or any(isinstance(option, bool) for option in args[1:2])):
         names = ("softmax_scale", "causal")  # of 2023
         if len(args) > len(names):
@@ -59,7 +63,7 @@ flash_attn_with_kvcache_gpu = flash_attn_with_kvcache
 
 
 def _swapped(*tensors: Tensor | None) -> list[Any]:
-    """Returns tensors with heads and tokens in the other order, as views."""
+    """Returns views of tensors with heads and tokens in the other order, and None for None."""
     return [None if t is None else t.transpose(1, 2) for t in tensors]
 
 
@@ -91,7 +95,7 @@ def bwd(
 
 # ---- what 1Cat-vLLM's package adds ---------------------------------------------------------------------------------
 
-#: Values of kv_cache_dtype, and the dtype of the cache's bytes; None: that of q.
+#: By kv_cache_dtype of the paged functions: the dtype to which a cache is viewed; None: it has that of q already.
 _FORMATS = {name: dtype for name, dtype in CACHE_DTYPES.items() if dtype != torch.int8} | {"bfloat16": None}
 
 
@@ -117,7 +121,8 @@ def flash_attn_prefill_paged(
         block_table: int32 (batch, max_blocks); more rows have no effect.
         seq_lens: int32 (batch), tokens in the cache, with those of q; more have no effect.
         out: (batch, seqlen_q, nheads, headdim of v), q's dtype: the call writes the result into it.
-        kv_cache_dtype: `auto`, `float16` and `bfloat16`, which 1Cat-vLLM says of float16 too; `fp8` and `fp8_e4m3`; or `fp8_e5m2`.
+        kv_cache_dtype: `auto`, `float16` or `bfloat16` for q's dtype, because 1Cat-vLLM also passes `bfloat16` for a cache in float16;
+            `fp8` or `fp8_e4m3`; `fp8_e5m2`.
         k_scale, v_scale: factors of fp8 codes.
         window_size: tokens that a query sees to the left and right of its own; -1: all.
 

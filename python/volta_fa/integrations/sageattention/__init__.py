@@ -1,9 +1,10 @@
 """The functions of SageAttention 2.2, attention with int8 scores for inference, on `volta_fa::fwd_fast`.
 
-Users call them in `volta_fa.sageattention`; `shim/` is the package for programs that import sageattention. Calls with a mask that is added
-to scores run on `volta_fa::fwd`, which is exact; boolean masks do not. The choices of kernels and of quantization (`qk_quant_gran`,
-`pv_accum_dtype`, `quantization_backend`, `smooth_v`) are checked and change nothing: there is one kernel. Functions that multiply in fp8
-raise NotImplementedError, because Volta and Turing cannot."""
+Users call them in `volta_fa.sageattention`; `shim/` is the package for programs that import sageattention.
+
+Calls with a mask that is added to scores run on `volta_fa::fwd`, which is exact. Arguments that choose among SageAttention's kernels and
+quantizations (`qk_quant_gran`, `pv_accum_dtype`, `quantization_backend`, `smooth_v`) are checked and change nothing: there is one kernel.
+Functions that multiply in fp8 raise NotImplementedError, because Volta and Turing cannot."""
 
 from __future__ import annotations
 
@@ -20,13 +21,20 @@ __all__ = [
     "sageattn_qk_int8_pv_fp16_triton", "sageattn_varlen",
 ]  # fmt: skip
 
-#: (batch, nheads, seqlen, headdim), or tokens before heads.
+#: HND: (batch, nheads, seqlen, headdim). NHD: (batch, seqlen, nheads, headdim).
 _LAYOUTS = ("HND", "NHD")
-_GRANULARITIES = ("per_warp", "per_thread")
-_ACCUMULATORS = ("fp32", "fp16", "fp16+fp32")
-_BACKENDS = ("triton", "cuda")
+#: Keywords that no function here needs, and their accepted values.
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "qk_quant_gran": ("per_warp", "per_thread"),
+    "pv_accum_dtype": ("fp32", "fp16", "fp16+fp32"),
+    "quantization_backend": ("triton", "cuda"),
+    "smooth_v": (False, True),
+    "enable_gqa": (False, True),
+    "dropout_p": (None, 0.0),
+    "attn_mask": (None,),
+}
 
-Attention = Tensor | tuple[Tensor, Tensor]
+Attention = Tensor | tuple[Tensor, Tensor]  # out, or (out, softmax_lse)
 
 
 def sageattn(
@@ -42,15 +50,16 @@ def sageattn(
     """Computes attention with int8 scores, for inference.
 
     Args:
-        q: (batch, nheads, seqlen_q, headdim), in the layout NHD (batch, seqlen_q, nheads, headdim); fp16 or bf16.
+        q: (batch, nheads, seqlen_q, headdim) in the layout HND, (batch, seqlen_q, nheads, headdim) in NHD; fp16 or bf16.
         k, v: likewise, with nheads_k and seqlen_k.
         tensor_layout: HND or NHD.
         is_causal: query i sees the keys j <= i.
         sm_scale: of the scores; headdim ** -0.5 unless given.
         return_lse: also return the log-sum-exp of the scores, (batch, nheads, seqlen_q) in fp32.
         kwargs: `attn_mask`, broadcastable to (batch, nheads, seqlen_q, seqlen_k): bool, where False hides a key, or added to the
-            scores; `smooth_k`; what the other functions take. `scale`, which is `sm_scale`, and `enable_gqa`, of PyTorch's function, for
-            programs that put this one in its place. SageAttention ignores them here.
+            scores. `smooth_k`: quantize K after subtracting its mean over tokens, True unless given. `scale`, which is `sm_scale`, and
+            `enable_gqa`, for programs that put this function in place of PyTorch's scaled_dot_product_attention; SageAttention ignores
+            both. And the keywords of the other functions.
     """
     op = "sageattention.sageattn"
     mask, smooth_k, scale = kwargs.pop("attn_mask", None), kwargs.pop("smooth_k", True), kwargs.pop("scale", None)
@@ -183,21 +192,12 @@ def _refuse_fp8(name: str) -> NoReturn:
 
 def _check_choices(op: str, choices: dict[str, Any]) -> None:
     """Raises an error for keywords that are unknown or would change the result; values that select among SageAttention's kernels pass."""
-    known = {
-        "qk_quant_gran": _GRANULARITIES,
-        "pv_accum_dtype": _ACCUMULATORS,
-        "quantization_backend": _BACKENDS,
-        "smooth_v": (False, True),
-        "enable_gqa": (False, True),
-        "dropout_p": (None, 0.0),
-        "attn_mask": (None,),
-    }
     for name, value in choices.items():
-        if name not in known:
-            names = ", ".join([*known, "smooth_k"])
+        if name not in _ACCEPTED:
+            names = ", ".join([*_ACCEPTED, "smooth_k"])
             raise bad_argument(name, "an unknown keyword", f"one of {names}. Drop it", op=op, error=TypeError)
-        if value not in known[name]:
-            raise bad_argument(name, repr(value), " or ".join(map(repr, known[name])), op=op, error=NotImplementedError)
+        if value not in _ACCEPTED[name]:
+            raise bad_argument(name, repr(value), " or ".join(map(repr, _ACCEPTED[name])), op=op, error=NotImplementedError)
 
 
 def _attend(
@@ -239,10 +239,11 @@ def _attend(
 
 
 def _rank_4(op: str, mask: Tensor, dtype: torch.dtype, full: tuple[int, ...]) -> Tensor:
-    """Returns the mask with four dimensions, aligned at the last."""
+    """Returns the mask with four dimensions, after checking that it broadcasts to the shape `full` and that it is bool, of q's `dtype` or
+    float32."""
     if mask.dtype not in (torch.bool, torch.float32, dtype):
         raise bad_argument("attn_mask", f"dtype {mask.dtype}", f"torch.bool, {dtype} (q's) or torch.float32", op=op)
     sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     if len(sizes) != 4 or any(size not in (1, whole) for size, whole in zip(sizes, full)):
         raise bad_argument("attn_mask", f"shape {tuple(mask.shape)}", f"one that broadcasts to {full}", op=op)
-    return mask.view(sizes) if mask.is_contiguous() else mask.reshape(sizes)
+    return mask.reshape(sizes)

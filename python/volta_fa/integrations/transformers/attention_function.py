@@ -1,6 +1,7 @@
-"""The attention function that transformers calls in each layer of a model with `attn_implementation="volta_fa"` (`registration`). It
-translates transformers' arguments and masks (`mask_function` makes these) into options of `volta_fa::fwd`, or of `fwd_kvcache` for few
-queries beside many keys."""
+"""`attention`, the function that transformers calls in each layer of a model with `attn_implementation="volta_fa"`.
+
+`registration` registers it. It translates transformers' arguments, and masks (which `mask_function` makes), into options of
+`volta_fa::fwd`, or of `volta_fa::fwd_kvcache` for few queries and many keys, as in decoding."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def attention(
         softcap, s_aux (nheads), dropout, scaling: the operators' softcap, sinks, dropout_p and softmax_scale.
         position_bias: floating-point, broadcasts to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, the operator's cu_seqlens and max_seqlen. They replace
-            the mask: a tensor raises NotImplementedError, unless it comes from tracing, where it describes the same sequences.
+            the mask: a mask tensor too raises NotImplementedError, except in traced code, where it describes the same sequences.
         kwargs: `cache` is that of continuous batching.
 
     Returns (out, None), out (batch, seqlen_q, nheads, headdim of value).
@@ -86,34 +87,35 @@ def attention(
         return continuous_batch(module, query, key, value, cache, options, lengths | kwargs), None
 
     _check_supported(module, query, key, value, attention_mask, packed, kwargs)
-    batch, seqlen_q, keys = query.shape[0], query.shape[2], key.shape[2]
+    batch, seqlen_q, seqlen_k = query.shape[0], query.shape[2], key.shape[2]
     rule = attention_mask if isinstance(attention_mask, MaskRule) else None
-    if rule is not None and tuple(rule.shape) != (batch, 1, seqlen_q, keys):
+    if rule is not None and tuple(rule.shape) != (batch, 1, seqlen_q, seqlen_k):
         # the kernels cannot notice it: a rule's cu_seqlens are on the GPU, and are not checked there
-        raise bad_argument("attention_mask", rule, f"shape ({batch}, 1, {seqlen_q}, {keys})")
+        raise bad_argument("attention_mask", rule, f"shape ({batch}, 1, {seqlen_q}, {seqlen_k})")
     quantized = isinstance(key, QuantizedStates)
     if quantized and (packed or dropout > 0.0 or position_bias is not None):
         name = "cu_seq_lens_q" if packed else "dropout" if dropout > 0.0 else "position_bias"
         raise bad_argument(name, "it with a QuantizedCache", "none", error=NotImplementedError)
 
     tensors = (query, key, value) if s_aux is None else (query, key, value, s_aux)
-    # few: whether fwd_kvcache runs. From MAX_DECODE_ROWS (64) rows on (queries * heads of a group) the tiles of fwd's kernels are full, and
-    # these are faster.
-    blocks = rule is not None and rule.blocks is not None
-    few = quantized or (
-        not blocks
-        and seqlen_q < (keys if rule is None else rule.seqlen_k)
+    has_blocks = rule is not None and rule.blocks is not None
+    # Whether fwd_kvcache runs. From MAX_DECODE_ROWS query rows per KV head on, fwd's kernels fill their tiles, and are faster.
+    use_kvcache = quantized or (
+        not has_blocks
+        and seqlen_q < (seqlen_k if rule is None else rule.seqlen_k)
         and seqlen_q * query.shape[1] // max(1, key.shape[1]) < MAX_DECODE_ROWS
         and dropout == 0.0
         and position_bias is None
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )
-    if rule is not None and (
-        # a bias counts positions in the batch, packed sequences within each; and fwd has no leftpad_k
-        (position_bias is not None and not packed and (blocks or rule.cu_seqlens_q is not None)) or (rule.leftpad_k is not None and not few)
-    ):
-        attention_mask = rule.as_tensor()
-    visible = _visible_keys(module, query, key, attention_mask, few, packed, _is_causal(module, is_causal), sliding_window)
+    if rule is not None:
+        # a bias counts positions in the batch, packed sequences count them within each
+        bias_needs_tensor = position_bias is not None and not packed and (has_blocks or rule.cu_seqlens_q is not None)
+        # fwd has no leftpad_k
+        padding_needs_tensor = rule.leftpad_k is not None and not use_kvcache
+        if bias_needs_tensor or padding_needs_tensor:
+            attention_mask = rule.as_tensor()
+    visible = _visible_keys(module, query, key, attention_mask, use_kvcache, packed, _is_causal(module, is_causal), sliding_window)
     options |= {"window_left": visible.window_left, "window_right": visible.window_right}
     bias, sequences = visible.bias, visible.sequences
     if scaling is None:
@@ -125,7 +127,7 @@ def attention(
     if position_bias is not None:
         if packed:
             raise bad_argument("position_bias", "it together with cu_seq_lens_q", "one of them", error=NotImplementedError)
-        bias = _sum_of_biases(bias, position_bias[..., : visible.keys])
+        bias = _sum_of_biases(bias, position_bias[..., : visible.seqlen_k])
 
     q = query.transpose(1, 2)
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
@@ -135,9 +137,9 @@ def attention(
         kv_cache = arguments(key.stored, value.stored)
         q = q if key.turn is None else q @ key.turn
     else:
-        k, v = (t[:, :, : visible.keys].transpose(1, 2) for t in (key, value))
+        k, v = (t[:, :, : visible.seqlen_k].transpose(1, 2) for t in (key, value))
         kv_cache = {"k_cache": k, "v_cache": v}
-    if few and bias is None and not sequences:
+    if use_kvcache and bias is None and not sequences:
         out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
             q if q.stride(-1) == 1 else q.contiguous(), kv_cache.pop("k_cache"), kv_cache.pop("v_cache"),
             **kv_cache, **visible.cache_lengths, **options,
@@ -156,38 +158,34 @@ def attention(
     return out.view(batch, seqlen_q, *out.shape[-2:]), None
 
 
-#: Default of the mappings in `_VisibleKeys`.
-_NONE: Mapping[str, Any] = {}
-
-
 class _VisibleKeys(NamedTuple):
     """The keys that each query sees, as arguments of the operators."""
 
-    keys: int  # number of keys, from the first on, without the empty end of a static cache
+    seqlen_k: int  # number of keys, from the first on, without the empty end of a static cache
     window_left: int = -1
     window_right: int = -1
     bias: Tensor | None = None
-    cache_lengths: Mapping[str, Tensor] = _NONE  # leftpad_k and cache_seqlens of `volta_fa::fwd_kvcache`
-    sequences: Mapping[str, Any] = _NONE  # cu_seqlens and max_seqlen of `volta_fa::fwd`
+    cache_lengths: Mapping[str, Tensor] = {}  # leftpad_k and cache_seqlens of `volta_fa::fwd_kvcache`
+    sequences: Mapping[str, Any] = {}  # cu_seqlens and max_seqlen of `volta_fa::fwd`
     blocks: BlockMask | None = None
 
 
 def _visible_keys(
-    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, few: bool, packed: bool, is_causal: bool, sliding_window: int | None
+    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, use_kvcache: bool, packed: bool, causal: bool, sliding_window: int | None
 ) -> _VisibleKeys:
-    """Translates a mask into arguments of the operators; without a mask, `is_causal` and `sliding_window`.
+    """Translates a mask into arguments of the operators; without a mask, `causal` and `sliding_window`.
 
     Args:
-        few: whether `volta_fa::fwd_kvcache` runs if it supports the result.
+        use_kvcache: whether `volta_fa::fwd_kvcache` runs if it supports the result.
         packed: whether cu_seq_lens_q is given, which replaces masks in memory.
     """
-    keys = key.shape[2]
+    seqlen_k = key.shape[2]
     if mask is not None and is_range(mask) and not packed:
         begin, end = mask[:, 0, 0]
-        if few and query.shape[2] == 1:
-            return _VisibleKeys(keys, cache_lengths={"leftpad_k": begin, "cache_seqlens": end})
-        position = torch.arange(keys, device=query.device)
-        return _VisibleKeys(keys, bias=((position >= begin[:, None]) & (position < end[:, None]))[:, None, None, :])
+        if use_kvcache and query.shape[2] == 1:
+            return _VisibleKeys(seqlen_k, cache_lengths={"leftpad_k": begin, "cache_seqlens": end})
+        position = torch.arange(seqlen_k, device=query.device)
+        return _VisibleKeys(seqlen_k, bias=((position >= begin[:, None]) & (position < end[:, None]))[:, None, None, :])
     if isinstance(mask, MaskRule):
         lengths = {} if mask.leftpad_k is None else {"leftpad_k": mask.leftpad_k}
         sequences = {}
@@ -195,12 +193,11 @@ def _visible_keys(
             sequences = sequence_arguments(mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_seqlen_q, mask.max_seqlen_k)
         return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, None, lengths, sequences, mask.blocks)
     if mask is None or packed:
-        window = -1 if sliding_window is None else sliding_window - 1
-        return _VisibleKeys(keys, window, 0 if is_causal else window)
-    bias = mask[..., :keys] if releases.VERSION < (5, 0) else mask  # some models of 4.57 make it too long
-    # these modules' eager attention is causal by a table of the module, besides the mask
-    is_causal = _is_old_gpt2(module) and not module.is_cross_attention
-    return _VisibleKeys(keys, window_right=0 if is_causal else -1, bias=bias)
+        window = -1 if sliding_window is None else sliding_window - 1  # transformers counts the query's own key
+        return _VisibleKeys(seqlen_k, window, 0 if causal else window)
+    bias = mask[..., :seqlen_k] if releases.VERSION < (5, 0) else mask  # some models of 4.57 make it too long
+    causal = _is_old_gpt2(module) and not module.is_cross_attention
+    return _VisibleKeys(seqlen_k, window_right=0 if causal else -1, bias=bias)
 
 
 def _is_causal(module: torch.nn.Module, argument: bool | None) -> bool:
@@ -220,7 +217,7 @@ def _softmax_scale(module: Any, query: Tensor) -> float:
 
 def _is_old_gpt2(module: torch.nn.Module) -> bool:
     """Returns whether it is attention of GPT-2 or the decision transformer in transformers 4.57. Their eager attention reads its scale
-    from the module, and is causal by a table of the module."""
+    from the module, and is causal by a table of the module, besides the mask."""
     return releases.VERSION < (5, 0) and hasattr(module, "scale_attn_by_inverse_layer_idx")
 
 

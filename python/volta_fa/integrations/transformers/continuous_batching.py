@@ -1,5 +1,7 @@
-"""Continuous batching of transformers (`generate_batch`): the attention of its batches over a paged KV cache, for `attention_function`.
-`register` also makes transformers' modules treat volta_fa like flash-attn, which they recognize by the implementation's name."""
+"""Continuous batching of transformers (`generate_batch`): the attention of its batches over a paged KV cache.
+
+`attention_function` calls `continuous_batch`. `registration` calls `register`, which makes transformers treat volta_fa like flash-attn,
+which it recognizes by the implementation's name."""
 
 from __future__ import annotations
 
@@ -26,13 +28,14 @@ def continuous_batch(
 ) -> Tensor:
     """Computes attention of a batch of `generate_batch`: packed sequences, whose earlier keys are in the pages of `cache`.
 
-    `cache.update` writes the new keys into the pages and returns all keys of each sequence, copied together. In steps in which each
-    sequence has one query it may instead put a block_table into kwargs: then `volta_fa::fwd_kvcache` appends, and reads the pages in place.
+    `cache.update` writes the new keys into the pages, and returns all keys of each sequence, copied together: `volta_fa::fwd` attends to
+    these. In steps in which each sequence has one query it may instead put a block_table into kwargs: then `volta_fa::fwd_kvcache` appends
+    the new keys, and reads the pages in place.
 
     Args:
         query, key, value: (1, nheads or nheads_k, tokens, headdim).
-        options: options of both operators.
-        kwargs: those of the attention function. `cache.update` adds to them.
+        options: arguments of both operators.
+        kwargs: arguments of the attention function. `cache.update` adds to them.
 
     Returns (1, tokens, nheads, headdim).
     """
@@ -73,8 +76,8 @@ def check_release() -> None:
 def _older_cache(
     module: torch.nn.Module, key: Tensor, value: Tensor, cache: Any, has_window: bool, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Does what `cache.update(kwargs=...)` of later releases does, with the cache of transformers 5.17. Its update takes indices, and it
-    has a block table for each group of layers of one kind."""
+    """Does what `cache.update(kwargs=...)` of later releases does, with the cache of transformers 5.17. Its `update` takes indices, and it
+    has a block table for each group of layers of one kind. Returns keys and values, and adds to kwargs."""
     for name in ("cu_seq_lens_k", "max_seqlen_k"):
         if isinstance(kwargs[name], dict):
             kwargs[name] = kwargs[name]["sliding_attention" if has_window else "full_attention"]
@@ -96,37 +99,37 @@ def register() -> None:
     try:
         from transformers.generation.continuous_batching import cache, continuous_api, initialization
     except ImportError:
-        return  # another version's
+        return
 
-    def with_ours(ask: Callable[..., bool]) -> Callable[..., bool]:
-        @functools.wraps(ask)
-        def asked(config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any) -> bool:
+    def or_volta_fa(is_requested: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(is_requested)
+        def wrapper(config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any) -> bool:
             name = requested_attention_implementation if config is None else config._attn_implementation
-            return name in (NAME, PAGED_NAME) or ask(config, requested_attention_implementation, **kwargs)
+            return name in (NAME, PAGED_NAME) or is_requested(config, requested_attention_implementation, **kwargs)
 
-        return asked
+        return wrapper
 
     for module in (cache, continuous_api, initialization):
         if hasattr(module, "is_flash_attention_requested"):
-            module.is_flash_attention_requested = with_ours(module.is_flash_attention_requested)  # type: ignore[attr-defined]
+            module.is_flash_attention_requested = or_volta_fa(module.is_flash_attention_requested)  # type: ignore[attr-defined]
 
     # transformers lets only flash-attn on GPUs read pages; volta_fa reads them on every device
     theirs: Any = initialization
-    ensure = getattr(theirs, "ensure_decode_fast_path_is_available", None)
-    if ensure is not None:
+    original = getattr(theirs, "ensure_decode_fast_path_is_available", None)
+    if original is not None:
 
-        @functools.wraps(ensure)
-        def ensured(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+        @functools.wraps(original)
+        def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
             if config._attn_implementation not in (NAME, PAGED_NAME):
-                return ensure(config, cb_config, *args, **kwargs)
+                return original(config, cb_config, *args, **kwargs)
             if hasattr(theirs, "ATTN_TYPE_TO_ALLOCATOR"):
                 kinds = theirs.group_layers_by_attn_type(config)
                 have_tables = all(theirs.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
-            else:  # up to 5.17
+            else:  # up to 5.17, where layers with a sliding window have no block tables
                 kinds = getattr(config, "layer_types", None)
-                windows = getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds
-                have_tables = not windows
+                has_window = getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds
+                have_tables = not has_window
             if not have_tables:
-                cb_config.max_blocks_per_request = 0
+                cb_config.max_blocks_per_request = 0  # no block tables: steps copy the keys together
 
-        theirs.ensure_decode_fast_path_is_available = ensured
+        theirs.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available

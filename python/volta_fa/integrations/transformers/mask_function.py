@@ -1,5 +1,7 @@
-"""The mask function `mask`, which transformers calls once a forward pass and kind of layer. It passes the result to `attention` in each
-layer. A mask becomes a `MaskRule` (a few numbers instead of memory) if possible, else a block mask, else a tensor."""
+"""`mask`, the function that transformers calls once a forward pass for each kind of layer (full or sliding attention).
+
+`registration` registers it. transformers passes its result to `attention` (`attention_function`) in each layer. A mask becomes a
+`MaskRule` (`mask_rule`: a few numbers instead of memory) if possible, else a `MaskRule` with a block mask, else a tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of
 
 #: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
 _CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")
-#: Elements of a dense mask, 1 byte each, from which a block mask is cheaper. Making one takes about 100 launches, once a forward pass and
-#: kind of layer; then each layer skips the hidden blocks.
+#: Minimum elements of a dense mask (of 1 byte) for which a block mask is cheaper. Making one takes about 100 launches, once a forward pass
+#: for each kind of layer; then each layer skips the hidden blocks.
 MIN_ELEMENTS = 1 << 20
-#: Queries from which a block mask, whose blocks have 128 queries, is made.
+#: Minimum number of queries for which a block mask is made: its blocks have 128.
 MIN_QUERIES = 128
 
 
@@ -34,11 +36,14 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Returns the mask that transformers passes to `attention` in every layer. It calls this once a forward and kind of layer.
+    """Returns the mask that transformers passes to `attention` in every layer of one kind.
 
     Args:
         attention_mask: (batch, keys) bool, False for padding.
         mask_function: of a batch entry, a head, a query and a key: whether the query sees the key.
+        kv_offset: position of the first key.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether the result may be None.
+        kwargs: `q_length`, `q_offset` (position of the first query) and `device`; of transformers 4.57 `cache_position`; `config`.
 
     Returns one of:
         None, if every query sees every key.
@@ -47,10 +52,10 @@ def mask(
         The range of keys that one query sees, int32 (2, 1, 1, batch): [0] has each entry's first key, [1] the one after its last. Four
         dimensions, because transformers takes only such a mask as finished. For decoding (one query) after padding, and in compiled
         code and static caches.
-        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible: one row for padding between tokens if nothing else
-        limits keys. Else where a block mask is not worth its cost (below MIN_QUERIES or MIN_ELEMENTS): for padding between tokens, for
-        padding at the end after cached keys, and for patterns that are not transformers' own. Also while tracing or capturing a CUDA
-        graph, when values are unknown.
+        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible. It has one row for padding between tokens if
+        nothing else limits keys. All rows, where a block mask is not worth its cost (below MIN_QUERIES or MIN_ELEMENTS): for padding
+        between tokens, for padding at the end after cached keys, and for patterns that are not transformers' own. Also while tracing or
+        capturing a CUDA graph, when values are unknown.
         Eager's additive mask, for models that calculate with it.
     """
     sharded = sharded_sequences.active()
@@ -76,10 +81,10 @@ def mask(
             return _range(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs.get("device", "cpu"), kwargs.get("q_offset", 0))
         if tracing:
             raise NeedsTensor
-        # transformers forbids leaving out the mask where compiled code expects a tensor at every step. For packed sequences it
-        # always forbids that, because SDPA needs the tensor.
-        allowed = allow_is_causal_skip if pattern.window_right == 0 else allow_is_bidirectional_skip
-        if not allowed and pattern.sequences is None:
+        # transformers forbids None where compiled code expects a tensor at every step. For packed sequences it always forbids that,
+        # because SDPA needs the tensor.
+        may_be_none = allow_is_causal_skip if pattern.window_right == 0 else allow_is_bidirectional_skip
+        if not may_be_none and pattern.sequences is None:
             raise NeedsTensor
         return _rule(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs)
     except NeedsTensor:
@@ -102,7 +107,7 @@ def _is_tracing() -> bool:
 def _queries(
     q_length: int = 0, q_offset: int | Tensor = 0, device: torch.device | str = "cpu", cache_position: Tensor | None = None, **_: Any
 ) -> tuple[torch.device | str, int, int]:
-    """Returns the device of the queries, their number and the position of the first."""
+    """Returns the device of the queries, their number and the position of the first. Raises NeedsTensor if the positions have gaps."""
     if cache_position is None:
         return device, q_length, int(q_offset)
     # transformers 4.57 passes the positions of all queries
@@ -123,6 +128,7 @@ def _rule(
         seqlen_k = q_offset + seqlen_q - kv_offset
         if not 0 < seqlen_k <= kv_length or (right != 0 and seqlen_k != kv_length):
             raise NeedsTensor
+        # windows that hide nothing
         if left >= seqlen_k - 1:
             left = -1
         if right >= seqlen_q - 1 and right > 0:
@@ -132,34 +138,33 @@ def _rule(
     if pattern.sequences is not None:
         if seqlen_q != seqlen_k or padding_mask is not None:
             raise NeedsTensor
-        cu_seqlens_q = cu_seqlens_k = _cu_seqlens(_changes(pattern.sequences.expand(batch, -1)))
+        cu_seqlens_q = cu_seqlens_k = _cu_seqlens(_run_starts(pattern.sequences.expand(batch, -1)))
     elif padding_mask is not None:
-        padding_mask = _tokens(padding_mask, batch, kv_offset + kv_length)[:, kv_offset : kv_offset + seqlen_k]
-        changes = _changes(padding_mask)
-        begins = changes & padding_mask  # where runs of tokens begin
-        facts = [padding_mask.all(), (begins.sum(1) > 1).any(), padding_mask[:, -1].all()]
-        # no padding; padding between tokens; every entry ends with a token. One wait for the GPU.
-        complete, broken, ends = torch.stack(facts).tolist()
+        tokens = _tokens(padding_mask, batch, kv_offset + kv_length)[:, kv_offset : kv_offset + seqlen_k]
+        run_starts = _run_starts(tokens)
+        token_starts = run_starts & tokens  # where runs of tokens begin
+        answers = [tokens.all(), (token_starts.sum(1) > 1).any(), tokens[:, -1].all()]
+        no_padding, padding_between_tokens, all_end_with_tokens = torch.stack(answers).tolist()  # one wait for the GPU
         unlimited = left < 0 and (right < 0 or seqlen_q == 1)
-        if complete:
+        if no_padding:
             pass
-        elif unlimited and seqlen_q == 1 and not broken:
-            return _range_of_tokens(padding_mask)
-        elif unlimited and (broken or seqlen_q == 1):
-            # broken: padding between tokens. All queries see the same keys, so the mask has one row.
-            return F.pad(padding_mask, (0, kv_length - seqlen_k))[:, None, None, :]
-        elif broken:
+        elif unlimited and seqlen_q == 1 and not padding_between_tokens:
+            return _range_of_tokens(tokens)
+        elif unlimited and padding_between_tokens:
+            # all queries see the same keys, so the mask has one row
+            return F.pad(tokens, (0, kv_length - seqlen_k))[:, None, None, :]
+        elif padding_between_tokens:
             raise NeedsTensor
         elif unlimited:
             # Every query sees the keys that are not padding (also in cross-attention). Each run of keys is a packed sequence: all queries
             # of an entry belong to its run of tokens, or to its only run if all is padding, and none to other runs of padding.
-            cu_seqlens_k = _cu_seqlens(changes)
-            begins[:, 0] |= ~padding_mask.any(1)
-            cu_seqlens_q = F.pad(begins[changes].cumsum(0).int() * seqlen_q, (1, 0))
+            cu_seqlens_k = _cu_seqlens(run_starts)
+            token_starts[:, 0] |= ~tokens.any(1)
+            cu_seqlens_q = F.pad(token_starts[run_starts].cumsum(0).int() * seqlen_q, (1, 0))
         elif seqlen_q == seqlen_k:
-            cu_seqlens_q = cu_seqlens_k = _cu_seqlens(changes)
-        elif ends:
-            leftpad_k = padding_mask.to(torch.int8).argmax(1).int()
+            cu_seqlens_q = cu_seqlens_k = _cu_seqlens(run_starts)
+        elif all_end_with_tokens:
+            leftpad_k = tokens.to(torch.int8).argmax(1).int()  # index of the first token
         else:
             raise NeedsTensor
 
@@ -190,7 +195,7 @@ def _range(
     if padding_mask is not None and not bool(padding_mask.all()):
         offset = int(kv_offset)
         tokens = _tokens(padding_mask, batch, offset + kv_length)[:, offset : offset + kv_length]
-        if bool(((_changes(tokens) & tokens).sum(1) > 1).any()):
+        if bool(((_run_starts(tokens) & tokens).sum(1) > 1).any()):  # padding between tokens
             raise NeedsTensor
         first, last = _range_of_tokens(tokens)[:, 0, 0]
         begin, end = torch.maximum(seen[0], first), torch.minimum(seen[1], last)
@@ -199,7 +204,7 @@ def _range(
 
 
 def _tokens(padding_mask: Tensor, batch: int, keys: int) -> Tensor:
-    """Returns a padding mask for a batch and at least this number of keys; further ones are padding."""
+    """Returns a padding mask, True for tokens, for a batch and at least this number of keys; further ones are padding."""
     return F.pad(padding_mask, (0, max(0, keys - padding_mask.shape[1]))).expand(batch, -1)
 
 
@@ -215,8 +220,8 @@ def is_range(attention_mask: Tensor | None) -> bool:
     return attention_mask is not None and not isinstance(attention_mask, MaskRule) and attention_mask.dtype == torch.int32
 
 
-def _changes(values: Tensor) -> Tensor:
-    """Returns where a row begins or its value changes, (batch, seqlen) bool."""
+def _run_starts(values: Tensor) -> Tensor:
+    """Returns where runs of equal values begin in each row of `values`, (batch, seqlen) bool."""
     return F.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
 
 

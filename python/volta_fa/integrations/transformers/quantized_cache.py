@@ -1,6 +1,7 @@
-"""A KV cache for transformers in int8, int4 or fp8 that no step dequantizes: `volta_fa.transformers.QuantizedCache`. transformers' class of
-that name returns the whole cache in the model's dtype at each step. This one returns `QuantizedStates`, tensors without memory that refer
-to codes and scales. `volta_fa.transformers.attention` passes codes and scales to `volta_fa::fwd_kvcache`."""
+"""`volta_fa.transformers.QuantizedCache`: a KV cache for transformers in int8, int4 or fp8 that no step dequantizes.
+
+transformers' class of that name returns the whole cache in the model's dtype at each step. This one returns `QuantizedStates`, tensors
+without memory that refer to codes and scales. `attention` (attention_function) passes these to `volta_fa::fwd_kvcache`."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import bad_argument
 from ...kv_cache.formats import QuantizedKV, hadamard, parts_of, quantize_kv
 
-#: Full storage grows to 1 + 1 / _ROOM times the needed size. So a token is copied about _ROOM times, however long the sequence becomes.
-_ROOM = 4
+#: Full storage grows to 1 + 1 / _GROWTH times the needed size. So a token is copied about _GROWTH times, however long the sequence becomes.
+_GROWTH = 4
 
 
 class QuantizedStates(Tensor):
@@ -80,15 +81,15 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         value_states = key_states if value_states is None else value_states
         self.device, self.dtype = key_states.device, key_states.dtype
         self.headdims = (key_states.shape[-1], value_states.shape[-1])
-        self.turns: list[Tensor] = []
+        self.turns: list[Tensor] = []  # with rotate_keys, the matrices for keys and for queries
         if self.rotate_keys:
             n = key_states.shape[-1]
             if n & (n - 1):
                 raise bad_argument("rotate_keys", f"True with headdim {n}", "a power of two")
             # H H^T = n, so the scales of keys and queries have the product 1 / n. Both are powers of two, so exact in any dtype.
             half = n.bit_length() // 2
-            scales = (2.0**-half, 2.0**half / n)
-            self.turns = [(hadamard(n) * scale).to(self.device, self.dtype) for scale in scales]
+            scale_k, scale_q = 2.0**-half, 2.0**half / n
+            self.turns = [(hadamard(n) * scale).to(self.device, self.dtype) for scale in (scale_k, scale_q)]
         states = zip((key_states, value_states), parts_of(self.kv_dtype))
         self.stored = tuple(quantize_kv(t[:, :, :0], kv_dtype) for t, kv_dtype in states)
         self.is_initialized = True
@@ -105,8 +106,8 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         cache = arguments(*(_rows(stored, at, new) for stored in self.stored))
         # Only appends: k[:, :0] are no queries, because attention runs later, with the mask. The cache argument is the rows of the new
         # tokens alone, so its length before is 0.
-        empty = torch.zeros(len(k), dtype=torch.int32, device=self.device)
-        torch.ops.volta_fa.fwd_kvcache(k[:, :0], cache.pop("k_cache"), cache.pop("v_cache"), k, v, cache_seqlens=empty, **cache)
+        zeros = torch.zeros(len(k), dtype=torch.int32, device=self.device)
+        torch.ops.volta_fa.fwd_kvcache(k[:, :0], cache.pop("k_cache"), cache.pop("v_cache"), k, v, cache_seqlens=zeros, **cache)
         is_prompt = self.length == 0
         _, self.shown = self.get_mask_sizes(0)  # before the new tokens count
         self.length += new
@@ -117,7 +118,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         used = self.length - self.dropped
         if used + new > self.stored[0].data.shape[2]:
             kept = used if self.sliding_window is None or self.record_past else min(used, self.sliding_window - 1)
-            room = kept + new + (kept + new) // _ROOM
+            room = kept + new + (kept + new) // _GROWTH
 
             def moved(t: Tensor) -> Tensor:
                 larger = t.new_empty((*t.shape[:2], room, *t.shape[3:]))
@@ -247,9 +248,8 @@ class QuantizedCache(Cache):
         window = getattr(text, "sliding_window", None)
         types = getattr(text, "layer_types", None)
         if types is None:
-            kind = (
-                "sliding_attention" if window else "chunked_attention" if getattr(text, "attention_chunk_size", None) else "full_attention"
-            )
+            has_chunks = getattr(text, "attention_chunk_size", None)
+            kind = "sliding_attention" if window else "chunked_attention" if has_chunks else "full_attention"
             types = [kind] * text.num_hidden_layers
         windows = {"full_attention": None, "sliding_attention": window}
         for kind in types:

@@ -1,4 +1,5 @@
-"""Registers the attention function and the mask function with transformers. `import volta_fa.transformers` calls `register`."""
+"""Registers `attention` and `mask` with transformers, and makes it refuse them for models that would ignore them.
+`import volta_fa.transformers` calls `register`."""
 
 from __future__ import annotations
 
@@ -30,27 +31,27 @@ def register() -> None:
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, mask)
 
-    # transformers accepts any registered name for any model. A model without the interface would run its own attention.
-    models: Any = PreTrainedModel  # whose methods are replaced
-    accept = models.get_correct_attn_implementation
-    ask = models._can_set_attn_implementation.__func__
+    # transformers accepts any registered name for any model. A model without the attention interface would run its own attention.
+    models: Any = PreTrainedModel  # untyped, because two of its methods are replaced
+    original_get = models.get_correct_attn_implementation
+    original_can_set = models._can_set_attn_implementation.__func__
 
     # transformers decides by the source of the class's module. A class from a notebook has none, and a program's module may have
     # attention classes that the model does not use. So the check is of the model in transformers that the class derives from.
-    @functools.wraps(ask)
-    def can_set(cls: type[PreTrainedModel]) -> bool:
+    @functools.wraps(original_can_set)
+    def can_set_attn_implementation(cls: type[PreTrainedModel]) -> bool:
         """Returns whether the model class uses the attention interface."""
         for base in cls.__mro__:
             if base is not PreTrainedModel and base.__module__.startswith("transformers.") and issubclass(base, PreTrainedModel):
-                return ask(base)
+                return original_can_set(base)
         try:
             inspect.getsource(sys.modules[cls.__module__])
         except (KeyError, OSError, TypeError):
             return True
-        return ask(cls)
+        return original_can_set(cls)
 
-    @functools.wraps(accept)
-    def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    @functools.wraps(original_get)
+    def get_correct_attn_implementation(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         """Returns what transformers' method returns, after the check of our names."""
         if requested_attention in (NAME, PAGED_NAME) and not self._can_set_attn_implementation():
             raise ValueError(
@@ -59,8 +60,8 @@ def register() -> None:
             )
         if requested_attention == PAGED_NAME:
             continuous_batching.check_release()
-        return accept(self, requested_attention, *args, **kwargs)
+        return original_get(self, requested_attention, *args, **kwargs)
 
-    models._can_set_attn_implementation = classmethod(can_set)
-    models.get_correct_attn_implementation = checked
+    models._can_set_attn_implementation = classmethod(can_set_attn_implementation)
+    models.get_correct_attn_implementation = get_correct_attn_implementation
     continuous_batching.register()

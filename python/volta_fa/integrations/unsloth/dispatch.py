@@ -1,7 +1,8 @@
-"""Attention of unsloth's own models (Llama, Mistral, Qwen 3, Gemma 2, Granite, Cohere, Falcon H1) and of its packed rows.
+"""Attention of unsloth's own models: Llama, Mistral, Qwen 3, Gemma 2, Granite, Cohere and Falcon H1, with packed sequences too.
 
-All of them call `unsloth.utils.attention_dispatch.run_attention`, which calls `_run_attention` of the same module. The configuration
-that they pass holds the arguments of flash-attn's functions, whether flash-attn is installed or not."""
+All of them call `unsloth.utils.attention_dispatch.run_attention`, which calls `_run_attention` of the same module: `switch` replaces that
+by what `make` returns. The configuration that the models pass holds the arguments of flash-attn's functions, whether flash-attn is
+installed or not. The replacement calls volta_fa's functions of these names with them."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from .calls import count_fallback, count_run, kernel_dtype, unsupported
 
 MODULE = "unsloth.utils.attention_dispatch"
 NAME = "_run_attention"
-#: Modules with a flag FLAG. If True, Gemma 2 calls `run_attention`, with its softcap, instead of eager attention over masks in memory.
-FLAG_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
+#: A flag of these modules. If True, Gemma 2 calls `run_attention`, with its softcap, instead of eager attention over masks in memory.
 FLAG = "HAS_FLASH_ATTENTION_SOFTCAPPING"
+FLAG_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
 # Parameters of the replaced function, and fields of its first two arguments, in tested releases: `check` compares.
 _PARAMETERS = ("config", "context", "Q", "K", "V")
 _CONFIG = frozenset({
@@ -49,8 +50,11 @@ def check() -> tuple[ModuleType, Any]:
 
 
 def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[[], Devices | None]) -> Callable[..., Tensor]:
-    """Returns the function that takes the place of `original`: it runs flash-attn's functions of volta_fa, or `original`. Another program
-    may wrap it and keep it, so it asks `enabled` for the devices at each call; None: off."""
+    """Returns the function that takes the place of `original`: it calls flash-attn's functions of volta_fa, or `original`. Another program
+    may wrap it and keep it, so it asks `enabled` for the devices at each call; None: off. Of `module` it uses two helper functions.
+
+    It takes unsloth's AttentionConfig and AttentionContext, and Q, K, V (batch, nheads, seqlen, headdim), and returns (batch, seqlen,
+    nheads, headdim). `context.seq_info` describes packed sequences."""
     cover_padded_cu_seqlens, ring_active = module.cover_padded_cu_seqlens, module._ring_attention_active
 
     def run_attention(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
@@ -62,8 +66,9 @@ def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[
         arguments = {name: value for name, value in (given or {}).items() if value is not None}
         softcap = arguments.get("softcap", 0.0) != 0.0
         # switch.py sets the flag that sends Gemma 2 here, so its softcap has no other implementation on any device
+        # why `original` runs: a key of `unsloth_stats`, or ""
         reason = "device" if Q.device not in devices and not softcap else ""
-        if context.prefix_seg_info is not None:
+        if context.prefix_seg_info is not None:  # GRPO's shared prefixes
             reason = "prefix"
         elif ring_active():
             reason = "context_parallel"

@@ -1,6 +1,7 @@
-"""Attention of Gemma 3 and Gemma 4 in unsloth: `make` returns the replacement for unsloth_zoo's `make_gqa_sdpa`. unsloth_zoo's layers for
-these models compute in float32 on GPUs without bfloat16, with masks in memory. Here causal masks and windows are recognized by their
-values, and need no memory."""
+"""Attention of Gemma 3 and Gemma 4 in unsloth: `make` returns the replacement for unsloth_zoo's `make_gqa_sdpa`, which `switch` installs.
+
+unsloth_zoo's layers for these models compute in float32 on GPUs without bfloat16, with masks in memory. Here causal masks and windows are
+recognized by their values, and need no memory."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ _PARAMETERS = ("scaled_dot_product_attention",)
 #: A module that keeps q, k and v of Qwen3-MoE in float32, because its gradients overflow in float16: unsloth's function runs for it.
 _FLOAT32_MODULE = "unsloth_zoo.temporary_patches.qwen3_moe_float32"
 _INNER_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "groups")
-#: Scores below this are hidden. transformers writes the minimum of the dtype, or -inf.
+#: A mask that is added to scores hides a key with a value below this. transformers writes the minimum of the dtype, or -inf.
 _HIDDEN = -1e4
-#: Maximum number of masks in `_known`. Layers and recomputations of one step share few mask tensors; reading one waits for the GPU.
-_KEPT = 8
+#: Maximum number of masks in `_known_windows`. Layers and recomputations of one step share few mask tensors; reading one waits for the GPU.
+_MAX_KNOWN = 8
 #: By id() of a mask: the mask, its version counter, and its `causal_window`.
-_known: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
+_known_windows: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
 
 
 def check() -> tuple[ModuleType, Any]:
@@ -42,8 +43,8 @@ def check() -> tuple[ModuleType, Any]:
 
 
 def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) -> Callable[..., Any]:
-    """Returns the function that takes the place of `original`. unsloth calls it when it loads a model, and the model's layers keep what it
-    returns. So that asks `enabled` for the devices at each call."""
+    """Returns the function that takes the place of `original`. unsloth calls it when it loads a model, and the model's layers keep the
+    function that it returns. So that function asks `enabled` for the devices at each call; None: off."""
 
     def make_gqa_sdpa(scaled_dot_product_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         theirs = original(scaled_dot_product_attention)
@@ -123,29 +124,30 @@ def causal_window(mask: Tensor) -> int | None:
     Waits for the GPU: once for each of the last eight masks, each time for an inference tensor.
     """
     if mask.is_inference():  # has no version counter, so changes would not be noticed
-        return _look(mask)
-    known = _known.get(id(mask))
-    if known is not None and known[0]() is mask and known[1] == mask._version:
-        return known[2]
-    window = _look(mask)
-    while len(_known) >= _KEPT:
-        del _known[next(iter(_known))]
-    _known[id(mask)] = (weakref.ref(mask), mask._version, window)
+        return _read_window(mask)
+    if (known := _known_windows.get(id(mask))) is not None:
+        reference, version, window = known
+        if reference() is mask and version == mask._version:
+            return window
+    window = _read_window(mask)
+    while len(_known_windows) >= _MAX_KNOWN:
+        del _known_windows[next(iter(_known_windows))]
+    _known_windows[id(mask)] = (weakref.ref(mask), mask._version, window)
     return window
 
 
-def _look(mask: Tensor) -> int | None:
+def _read_window(mask: Tensor) -> int | None:
     """Computes `causal_window` from the mask's values."""
     rows, keys = mask.shape[-2:]
     if rows != keys:
         return None
     visible = mask if mask.dtype == torch.bool else mask == 0
-    width = visible[..., -1, :].sum(-1).amax()
+    seen = visible[..., -1, :].sum(-1).amax()  # by the last query
     distance = torch.arange(rows, device=mask.device)[:, None] - torch.arange(keys, device=mask.device)
-    right = (visible == ((distance >= 0) & (distance < width))).all()
+    is_window = (visible == ((distance >= 0) & (distance < seen))).all()
     if mask.dtype != torch.bool:
-        right &= (visible | (mask < _HIDDEN)).all()
-    is_window, seen = torch.stack((right.long(), width)).tolist()  # one wait for both
-    if not is_window or not seen:  # not seen: the mask hides every key
+        is_window &= (visible | (mask < _HIDDEN)).all()
+    matches, width = torch.stack((is_window.long(), seen)).tolist()  # one wait for both
+    if not matches or not width:  # a width of 0: the mask hides every key
         return None
-    return -1 if seen == keys else seen - 1
+    return -1 if width == keys else width - 1

@@ -1,5 +1,5 @@
-"""Attention of gpt-oss in unsloth's training: `make` returns the replacement for unsloth_zoo's `flex_attention_with_sink`. unsloth_zoo
-calls compiled FlexAttention and scales its result by the sinks. `volta_fa::fwd` has sinks itself."""
+"""Attention of gpt-oss in unsloth's training: `make` returns the replacement for unsloth_zoo's `flex_attention_with_sink`, which `switch`
+installs. unsloth_zoo calls compiled FlexAttention and scales its result by the sinks. `volta_fa::fwd` has sinks itself."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ from .paged import anchored_window
 from .ranks import Earlier, Ranks
 from .spans import find_spans
 
-#: Bytes of KV cache reads that a cascade (a shared prefix is read once) must save: what a V100 reads at 750 GB/s in 15 us. That is an
-#: estimate, not measured, of the cost: two more launches in each layer, and no CUDA graph of the whole step.
-_CASCADE_BYTES = 15e-6 * 750e9
+#: Minimum bytes of KV cache that a cascade (it reads a shared prefix once for all sequences) must save in a layer: what a V100 reads at
+#: 750 GB/s in 15 us. These are an estimate, not measured, of its cost: two more launches, and no CUDA graph of the whole step.
+_MIN_CASCADE_BYTES = 15e-6 * 750e9
 
 
 @dataclasses.dataclass
@@ -58,6 +58,7 @@ def find_ranks(vllm_config: Any, kv_cache_spec: Any) -> Ranks | None:
         return None
     from vllm.distributed.parallel_state import get_dcp_group
 
+    # vLLM's functions that combine the ranks' partial results: by all-to-all, or by all-gather and reduce-scatter
     name = "dcp_a2a_lse_reduce" if getattr(parallel, "dcp_comm_backend", None) == "a2a" else "cp_lse_ag_out_rs"
     pynccl = getattr(getattr(get_dcp_group(), "device_communicator", None), "pynccl_comm", None)
     if name == "cp_lse_ag_out_rs" and getattr(pynccl, "disabled", False):
@@ -78,13 +79,13 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
     steps alone."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-    #: whether metadata stays valid between draft steps: yes, because the tensors are the runner's, which it updates
+    #: whether metadata stays valid between the steps of a draft model: yes, because the tensors are the runner's, which it updates
     supports_draft_decode_metadata_update = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         speculation = getattr(vllm_config, "speculative_config", None)
-        is_tree = getattr(speculation, "use_dflash_ddtree", lambda: False)()
+        is_tree = getattr(speculation, "use_dflash_ddtree", lambda: False)()  # draft tokens in a tree, a method of 1Cat-vLLM alone
         if is_tree and not getattr(speculation, "ddtree_disable_tree_verify", False):
             expected = "another method, or ddtree_disable_tree_verify: 1Cat-vLLM tells no other backend the tree"
             raise bad_argument("speculative_config", "dflash_ddtree", expected, error=NotImplementedError)
@@ -99,8 +100,9 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
                 size = self._ranks.group.world_size
                 expected = "1 for a model whose image tokens see each other: remove --decode-context-parallel-size"
                 raise bad_argument("decode_context_parallel_size", size, expected, error=NotImplementedError)
+            # one tensor for all steps, because captured graphs read it
             self._earlier_lengths = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
-            self.supports_draft_decode_metadata_update = False
+            self.supports_draft_decode_metadata_update = False  # the runner does not update that tensor
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -128,15 +130,16 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
             max_seq_len=common.max_seq_len,
             slot_mapping=common.slot_mapping,
         )
-        known = getattr(common, "seq_lens_cpu_upper_bound", None)
+        seq_lens_cpu = getattr(common, "seq_lens_cpu_upper_bound", None)
         if self._ranks is not None:
             new_tokens, count = common.query_start_loc.diff(), len(common.seq_lens)
             self._earlier_lengths[:count] = self._ranks.local_lengths((common.seq_lens - new_tokens).clamp(min=0))
-            is_any = known is None or bool((known[:count] > common.query_start_loc_cpu.diff()).any())
+            is_any = seq_lens_cpu is None or bool((seq_lens_cpu[:count] > common.query_start_loc_cpu.diff()).any())
             metadata.earlier = Earlier(self._ranks, self._earlier_lengths[:count], is_any)
         if ranges and common.causal and common.max_query_len > 1:
-            known = common.seq_lens.cpu() if known is None else known  # .cpu() waits; the runners of 0.26 and 0.33 have the lengths
-            metadata.mm_prefix_range = find_spans(ranges, common.query_start_loc_cpu.tolist(), known.tolist(), metadata.block_table)
+            if seq_lens_cpu is None:
+                seq_lens_cpu = common.seq_lens.cpu()  # waits for the GPU; the runners of 0.26 and 0.33 have the lengths
+            metadata.mm_prefix_range = find_spans(ranges, common.query_start_loc_cpu.tolist(), seq_lens_cpu.tolist(), metadata.block_table)
         if common_prefix_len:
             metadata.common_prefix_len = common_prefix_len
             metadata.shared_seqlen = torch.full((1,), common_prefix_len, dtype=torch.int32, device=common.seq_lens.device)
@@ -169,8 +172,8 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1 or paged.is_batch_invariant() or anchored_window():
             return False
         spec = self.kv_cache_spec
-        token = 2 * num_kv_heads * spec.head_size * spec.dtype.itemsize
-        return common_prefix_len * (len(query_lens) - 1) * token > _CASCADE_BYTES
+        bytes_of_a_token = 2 * num_kv_heads * spec.head_size * spec.dtype.itemsize
+        return common_prefix_len * (len(query_lens) - 1) * bytes_of_a_token > _MIN_CASCADE_BYTES
 
 
 class VoltaBackend(AttentionBackend):
@@ -322,7 +325,7 @@ class VoltaAttentionImpl(AttentionImpl):
         self.sinks = sinks
         self._without_cache = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         anchors = 0
-        # vLLM frees the first tokens of a layer with a sliding window of its own
+        # not for layers with a sliding window of their own, whose first tokens vLLM frees
         if attn_type == AttentionType.DECODER and sliding_window is None and (given := anchored_window()) is not None:
             anchors, sliding_window = given
             if alibi_slopes is not None:

@@ -1,9 +1,11 @@
-"""Attention of long prompts with latents to expanded keys and values (DeepSeek's MLA). mla.py calls it; it does not import vLLM.
+"""Attention of long prompts in models with latents (DeepSeek's MLA): it expands latents to keys and values. mla.py calls
+`attend_to_expanded`. Does not import vLLM. Does not synchronize with a GPU.
 
-A latent of 512 columns and its rotary part of 64 stand for the keys and values of all heads. Expanded, a head's key has 128 + 64 columns
-and its value 128, so that a query and key take 2 * (192 + 128) = 640 operations of a head. In the absorbed form, which attends to latents
-directly, they take 2 * (576 + 512) = 2,176. To expand takes 2 * 512 * (128 + 128) operations of a token and head, whatever the number of
-queries. Nothing here synchronizes with a GPU."""
+A latent of 512 columns and its rotary part of 64 stand for the keys and values of all heads. Multiplications and additions for a head:
+
+- Expanded, a key has 128 + 64 columns and a value 128. So a query and key take 2 * (192 + 128) = 640.
+- Absorbed, a query attends to latents directly. So a query and key take 2 * (576 + 512) = 2,176.
+- Expanding a token takes 2 * 512 * (128 + 128) = 262,144, whatever the number of queries. So it pays from 171 queries on."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from ...operators import merge_attention_states
 from .paged import attend_packed, split_latents
 
-#: Maximum number of queries of a sequence for which the absorbed form costs less, with DeepSeek's sizes: 170.
+#: Maximum number of new tokens of a sequence for which the absorbed form costs less, with the sizes above: 170.
 MOST_ABSORBED_QUERIES = 2 * 512 * (128 + 128) // (2 * (576 + 512) - 2 * (192 + 128))
 
 #: Maximum bytes (256 MiB) of expanded keys and values of earlier tokens at a time. vLLM does not reserve memory for them.
@@ -32,7 +34,7 @@ class Prompts:
     context_lens: Tensor  # int32 (batch): tokens of each sequence before the new ones
     most_context: Tensor  # integers (batch) on the CPU, upper bounds of context_lens
     block_table: Tensor  # int32 (batch, max_blocks): the blocks of each sequence, in order
-    _parts: dict[int, list[Part]] = dataclasses.field(default_factory=dict)
+    _parts: dict[int, list[Part]] = dataclasses.field(default_factory=dict)  # what `parts` returned, by `blocks`
 
     def parts(self, page: int, blocks: int) -> list[Part]:
         """Divides the earlier tokens of all sequences into parts of at most `blocks` blocks of `page` tokens. All layers share these."""
@@ -66,10 +68,9 @@ class Prompts:
 class Part:
     """Some earlier tokens of the sequences, which are expanded together."""
 
-    blocks: Tensor  # the cache's blocks that hold them
-    #: int32 (batch + 1) and (batch): where each sequence begins in these blocks' tokens, and how many count
-    cu_seqlens_k: Tensor
-    seqused_k: Tensor
+    blocks: Tensor  # int64: the cache's blocks that hold them, those of one sequence side by side
+    cu_seqlens_k: Tensor  # int32 (batch + 1): where each sequence begins among these blocks' tokens
+    seqused_k: Tensor  # int32 (batch): how many of each sequence's tokens there are valid
     max_seqlen_k: int  # at least the largest number of one sequence
 
 
@@ -83,9 +84,8 @@ class Expansion:
     """How a layer expands latents."""
 
     project: Callable[[Tensor], Tensor]  # from latents (tokens, kv_lora_rank) to (tokens, num_heads * (qk_nope_head_dim + v_head_dim))
-    #: of that result
     num_heads: int
-    qk_nope_head_dim: int
+    qk_nope_head_dim: int  # columns of a key without its rotary part
     v_head_dim: int
 
     def keys_and_values(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ class Expansion:
         return torch.cat((k, of_all), dim=-1), v
 
     def tokens_at_a_time(self, rotary: int) -> int:
-        """Returns how many tokens fit into the workspace, as the projection's result and as keys."""
+        """Returns how many tokens fit into _WORKSPACE, as the projection's result and as keys. `rotary`: columns of the rotary part."""
         columns = 2 * self.qk_nope_head_dim + self.v_head_dim + rotary  # of a head: (nope + v) projected, and (nope + rotary) as a key
         return _WORKSPACE // (torch.float16.itemsize * self.num_heads * columns)
 

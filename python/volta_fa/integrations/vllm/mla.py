@@ -1,12 +1,14 @@
 """Latent attention (DeepSeek's MLA) for vLLM: the backend that `--attention-backend CUSTOM` selects with VOLTA_FA_VLLM_MLA=1.
 
-Decoding is absorbed: vLLM multiplies the up-projection of the keys into the queries, and the output by the up-projection of the values.
-So all query heads attend to one KV head, the latent with its rotary part; the latent is also the value. Sequences with many new tokens
-attend to expanded keys and values instead (`expanded`), which takes (192 + 128) / (576 + 512) = 0.29 times the products. CUDA graphs of
-whole steps have the absorbed form alone, because they must serve any batch.
+A latent of 512 columns and its rotary part of 64 stand for a token's keys and values of all heads. There are two forms of attention:
+
+- Absorbed, for decoding: vLLM multiplies the up-projection of the keys into the queries, and the output by the up-projection of the
+  values. So all query heads attend to one KV head, the latent with its rotary part; the latent is also the value. CUDA graphs of whole
+  steps have this form alone, because they must serve any batch.
+- Expanded, for sequences with many new tokens: attention to keys and values that `expanded` makes from latents.
 
 `volta_fa::fwd_mla` has the sizes of DeepSeek's models, 512 + 64 columns. The backend reports other sizes as unsupported. (0.26) marks what
-only releases up to 0.26 call, (0.33) what only later ones call."""
+only releases of vLLM up to 0.26 call, (0.33) what only later ones call."""
 
 from __future__ import annotations
 
@@ -23,19 +25,19 @@ from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
 from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
 
 #: Columns of the rotary part after a latent, in all MLA models so far.
-_ROTARY = 64
+_ROTARY_COLUMNS = 64
 
 
 @dataclasses.dataclass
 class VoltaMLAMetadata(VoltaMetadata):
-    """`VoltaMetadata`, with the attributes by which vLLM's layer divides a batch."""
+    """`VoltaMetadata`, with the attributes by which vLLM's layer divides a batch: the sequences before the first one with many new tokens
+    take the absorbed form ("decode"), the others the expanded form ("prefill")."""
 
-    num_decodes: int = 0
-    num_prefills: int = 0
+    num_decodes: int = 0  # sequences
+    num_prefills: int = 0  # sequences
     num_decode_tokens: int = 0
-    #: the first sequences, before the first with many new tokens, as a batch for the absorbed form; None: there are none
-    decode: paged.Batch | None = None
-    prefill: Prompts | None = None  # the others, for the expanded form; None: there are none
+    decode: paged.Batch | None = None  # None: there are none
+    prefill: Prompts | None = None  # None: there are none
 
 
 class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
@@ -53,28 +55,28 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         starts = common.query_start_loc_cpu
         lengths = starts.diff()
         is_long = lengths > MOST_ABSORBED_QUERIES
-        known = getattr(common, "seq_lens_cpu_upper_bound", None)
-        if known is None:
-            known = getattr(common, "_seq_lens_cpu", None)
+        seq_lens_cpu = getattr(common, "seq_lens_cpu_upper_bound", None)
+        if seq_lens_cpu is None:
+            seq_lens_cpu = getattr(common, "_seq_lens_cpu", None)
         # Runner v2 of 0.19 and 0.20 has no lengths on the host, and also captures graphs by this method, with a max_seq_len above all
         # lengths: then all sequences take the absorbed form.
-        if not is_long.any() or known is None or metadata.max_seq_len > int(known.max()):
+        if not is_long.any() or seq_lens_cpu is None or metadata.max_seq_len > int(seq_lens_cpu.max()):
             return metadata
-        first = int(is_long.int().argmax())
-        tokens = int(starts[first])
-        metadata.num_decodes, metadata.num_decode_tokens = first, tokens
-        metadata.num_prefills = common.num_reqs - first
+        decodes = int(is_long.int().argmax())  # the index of the first long one, so the number of those before it
+        tokens = int(starts[decodes])
+        metadata.num_decodes, metadata.num_decode_tokens = decodes, tokens
+        metadata.num_prefills = common.num_reqs - decodes
         metadata.decode = None
-        if first:
-            parts = metadata.query_start_loc[: first + 1], metadata.seq_lens[:first], metadata.block_table[:first]
-            metadata.decode = paged.Batch(tokens, int(lengths[:first].max()), *parts, causal=metadata.causal)
-        of_prompts = metadata.query_start_loc[first:]
+        if decodes:
+            parts = metadata.query_start_loc[: decodes + 1], metadata.seq_lens[:decodes], metadata.block_table[:decodes]
+            metadata.decode = paged.Batch(tokens, int(lengths[:decodes].max()), *parts, causal=metadata.causal)
+        prompt_starts = metadata.query_start_loc[decodes:]
         metadata.prefill = Prompts(
-            cu_seqlens_q=of_prompts - tokens,
+            cu_seqlens_q=prompt_starts - tokens,
             max_seqlen_q=metadata.max_query_len,
-            context_lens=metadata.seq_lens[first:] - of_prompts.diff(),
-            most_context=known[first:] - lengths[first:],
-            block_table=metadata.block_table[first:],
+            context_lens=metadata.seq_lens[decodes:] - prompt_starts.diff(),
+            most_context=seq_lens_cpu[decodes:] - lengths[decodes:],
+            block_table=metadata.block_table[decodes:],
         )
         return metadata
 
@@ -122,7 +124,7 @@ class VoltaMLABackend(VoltaBackend):
     def get_supported_head_sizes(cls) -> list[int]:
         """Returns the supported numbers of columns of a latent with its rotary part; [0] for none, because [] means all."""
         # models have latents of 256 or 512 columns; takes_latents() asks the operators, which have kernels for 512
-        return [size for size in (320, 576) if paged.takes_latents(size, size - _ROTARY)] or [0]
+        return [size for size in (320, 576) if paged.takes_latents(size, size - _ROTARY_COLUMNS)] or [0]
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -1,5 +1,7 @@
-"""vLLM's paged KV cache on volta_fa's operators: its layouts, writing tokens to it, attention over it. backend.py and mla.py call it. Does
-not import vLLM. Does not synchronize with a GPU, unless VOLTA_FA_CHECK_LENGTHS=1. vLLM calls a page of the cache a block."""
+"""vLLM's paged KV cache on volta_fa's operators: its layouts, writing tokens to it, attention over it. backend.py and mla.py call it.
+
+Does not import vLLM. Does not synchronize with a GPU, unless VOLTA_FA_CHECK_LENGTHS=1. vLLM calls a page of the cache a block, and the
+position of a token in the cache a slot. (0.33) marks what only releases of vLLM after 0.26 call."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 #: Keys in int8, values in int4. vLLM has no such value of --kv-cache-dtype, so `register` adds it.
 INT8K_INT4V = "int8k_int4v"
 
-#: The supported values of --kv-cache-dtype, and our formats' names. None: the model's dtype, which is float16.
+#: By the supported values of --kv-cache-dtype: volta_fa's name of the format (`volta_fa.quantize_kv`). None: float16, the model's dtype.
 _FORMATS = {
     "auto": None,
     "float16": None,
@@ -36,14 +38,14 @@ _FORMATS = {
     INT8K_INT4V: INT8K_INT4V,
 }
 
-#: The same with the dtype of their bytes, of a pair that of its keys. vLLM passes them as uint8, as int8 or, to latent attention, as
-#: float8_e4m3fn. None: vLLM passes the dtype itself.
+#: By the values of --kv-cache-dtype: the dtype to which a cache is viewed (of int8k_int4v that of its keys), because vLLM passes it as
+#: uint8, as int8 or, to latent attention, as float8_e4m3fn. None: vLLM passes the dtype itself.
 CACHE_DTYPES: dict[str, torch.dtype | None] = {
     name: None if ours is None else cache_dtype(parts_of(ours)[0]) for name, ours in _FORMATS.items()
 }
 
-#: Bytes before the codes of a token and head of a cache with int8 keys: float32 k_scale, v_scale and, of int4 values, v_zero_point; of a
-#: latent its one scale. 4 to 12 would suffice, but decode kernels need codes on 16-byte boundaries.
+#: Bytes before the codes of each token and head of a cache with int8 keys. They hold float32 k_scale, v_scale and, with int4 values,
+#: v_zero_point; of a latent its one scale. 4 to 12 would suffice, but decode kernels need codes on 16-byte boundaries.
 SCALE_BYTES = 16
 
 
@@ -52,7 +54,7 @@ def cache_dtypes(beside_codes: bool, of_latents: bool = False) -> list[str]:
 
     Args:
         beside_codes: whether this vLLM's cache has room for the scales of tokens.
-        of_latents: whether a token has one row, which no pair of formats has.
+        of_latents: whether a token has one row, a latent, which cannot have one format for keys and another for values.
     """
     return [
         name for name, dtype in CACHE_DTYPES.items() if (beside_codes or dtype != torch.int8) and not (of_latents and name == INT8K_INT4V)
@@ -75,7 +77,7 @@ def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True, of_latents
 
 
 def bytes_of_a_token(spec: Any) -> int | None:
-    """(0.33) Returns the bytes of a token and head, keys and values together, by vLLM's spec of the cache; None: vLLM's own number."""
+    """(0.33) Returns the bytes of a token and head, keys and values together, for vLLM's spec of the cache; None: vLLM's own number."""
     if spec.dtype == torch.int8:
         return SCALE_BYTES + spec.head_size + spec.head_size_v
     # `register` gives int8k_int4v the mode of int8, and uint8; the other format of uint8 is fp8
@@ -85,8 +87,8 @@ def bytes_of_a_token(spec: Any) -> int | None:
 
 
 def split_scales(cache: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor | None]:
-    """Returns views of a cache: its codes in the operators' dtype, and what is before int8 codes as float32, else None.
-    `cache`: of any shape; the last dimension is the columns, after `SCALE_BYTES` bytes if keys are int8."""
+    """Returns views of a cache: its codes in the operators' dtype, and, if keys are int8, the `SCALE_BYTES` before these as float32.
+    `cache`: of any shape; the last dimension is the columns."""
     dtype = CACHE_DTYPES[kv_cache_dtype]
     if dtype is None:
         return cache, None
@@ -221,7 +223,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqle
 class Attention:
     """A layer's options, under the names of `volta_fa::fwd_kvcache`, and its calls of the operators."""
 
-    scores: dict[str, Any]  # options of every call
+    scores: dict[str, Any]  # arguments of every call: softmax_scale, softcap, sinks, batch_invariant
     sliding_window: int | None = None  # number of tokens that a query sees, its own included; None: all
     alibi_slopes: Tensor | None = None
     anchor_tokens: int = 0  # with sliding_window, number of first tokens of a sequence that all its queries see too
@@ -347,23 +349,20 @@ def write_latents(
     """
     parts = [t[: slot_mapping.shape[0]] for t in (latent, rotary.flatten(1))]
     if CACHE_DTYPES[kv_cache_dtype] == torch.int8:
-        made = quantize_kv(torch.cat(parts, dim=-1)[:, None], "int8")
-        assert made.scale is not None
-        scales = F.pad(made.scale.view(torch.int8), (0, SCALE_BYTES - made.scale.itemsize))
-        parts = [torch.cat((scales, made.data[:, 0]), dim=-1).view(torch.float16)]
+        quantized = quantize_kv(torch.cat(parts, dim=-1)[:, None], "int8")
+        assert quantized.scale is not None
+        scales = F.pad(quantized.scale.view(torch.int8), (0, SCALE_BYTES - quantized.scale.itemsize))
+        parts = [torch.cat((scales, quantized.data[:, 0]), dim=-1).view(torch.float16)]
         latents, scale = cache.view(torch.float16)[:, :, None], None
     else:
         latents, options = split_latents(cache, kv_cache_dtype, k_scale)
         scale = options.get("descale")
     descales = {} if scale is None else {"k_descale": scale, "v_descale": scale}
-    first = 0
-    for part in parts:
-        columns = latents[..., first : first + part.shape[1]]
+    for part, columns in zip(parts, latents.split([part.shape[1] for part in parts], dim=-1)):
         half = part.shape[1] // 16 * 8  # a multiple of 8 columns, which the operator reads without a copy
         key, value = part[:, None].tensor_split((half,), dim=-1)
         k_cache, v_cache = columns.tensor_split((half,), dim=-1)
         write(key, value, k_cache, v_cache, slot_mapping, **descales)
-        first += part.shape[1]
 
 
 def attend_to_latents(
@@ -402,7 +401,7 @@ def attend_to_latents(
 
 
 def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
-    """Returns whether the operators support these sizes, by a call with meta tensors."""
+    """Returns whether the operators support these sizes, by a call with meta tensors. `head_size`: kv_lora_rank and rotary columns."""
     query, cache = (
         torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_SIZE_MULTIPLE, head_size))
     )
