@@ -33,8 +33,8 @@ class CompactListedSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // `of`: the thread block, for its list. Unnamed: the first column, which other iterators take; here the list has it. `end`: the
-    // end of the columns that exist; 0: no step exists.
+    // grid.lists() is the mask. `of`: the thread block, for its list. Unnamed: the first column, which other iterators take; here
+    // the list has it. `end`: the end of the columns that exist; 0: no step exists.
     template <class Grid, class Block>
     __device__ __forceinline__ CompactListedSteps(const Grid& grid, const Block& of, int, int end) : list_(of.list), position_(0) {
         first_ = end > 0 ? block(grid.lists(), 0) : kNoColumn;

@@ -4,7 +4,7 @@
 // dropout, forward and backward, get it through score_mod.cuh.
 #pragma once
 
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: ScoreOptions, with the problem's dropout
 
 // Rounds of Philox: the fewest that pass the statistical tests of BigCrush (Salmon et al., 2011).
 constexpr int kPhiloxRounds = 7;

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "ptx.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: Operand (read) and Output (written), strides in elements
 
 constexpr int kChunk = 8;  // fp16 elements of a chunk
 constexpr int kChunkBytes = 16;

@@ -19,7 +19,7 @@
 #include "score_layout.cuh"
 #include "seqlen_info.cuh"
 #include "softmax.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Returns whether a layout's rows, keys and elements agree. For a static_assert after each layout.
 template <class Layout>

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "seqlen_info.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Returns the scratch row of a sequence's first query, counted over all heads. The rows of dense batches are (batch, nheads,
 // seqlen_q_rounded). Those of packed sequences (cu_seqlens) are (nheads, scratch_rows): a sequence begins at its q_offset rounded

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "seqlen_info.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: BwdParams, StoredScores (a launch's part of P and dS)
 
 constexpr int kStoredRows = 128;  // keys, and queries, of a tile
 constexpr int kStoredElements = kStoredRows * kStoredRows;

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "tile.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: BwdParams; Operand and Output, strides in elements
 
 // Batch entry of a block: the grid's third axis. The stream-K grid, which has no such axis, passes a class of the same interface.
 struct BatchAxis {

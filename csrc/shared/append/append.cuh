@@ -12,7 +12,7 @@
 #include "shared/append/quantize.cuh"
 #include "cache.cuh"
 #include "half.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: AppendParams; strides count elements, of quantized caches bytes
 
 namespace append {
 

@@ -10,7 +10,7 @@
 #include "cache.cuh"
 #include "half.cuh"
 #include "quantized.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: DequantizeParams; Output, strides in elements
 
 namespace dequantize {
 

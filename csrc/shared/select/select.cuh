@@ -10,7 +10,7 @@
 
 #include "half.cuh"
 #include "lengths.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: SparseMlaParams, ChosenTokens (indices of one cache)
 
 namespace select {
 
