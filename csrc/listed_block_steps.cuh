@@ -36,8 +36,8 @@ class ListedBlockSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // `of`: the thread block, for its list. Loads the header and the first three entries at once: none waits for another. start()
-    // follows. Unnamed: first and end column, for other iterators (the list has the first, start() takes the end).
+    // grid.lists() is the mask. `of`: the thread block, for its list. Loads the header and the first three entries at once: none
+    // waits for another. start() follows. Unnamed: first and end column, for other iterators (start() takes the end).
     template <class Grid, class Block>
     __device__ __forceinline__ ListedBlockSteps(const Grid& grid, const Block& of, int, int)
         : from_(Indexed ? of.list + kEntries : of.list + kEntries + 3) {

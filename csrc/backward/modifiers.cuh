@@ -12,7 +12,7 @@
 
 #include "backward/score_coord.cuh"
 #include "ptx.cuh"
-#include "score_mod.cuh"
+#include "score_mod.cuh"  // Alibi, Bias, Philox (random numbers), uses_...(): whether the problem has a feature
 
 // Moves all tiles but the first down by one: the rolled loop's next tile becomes the first.
 template <int M, int N, int E>

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "backward/gradient_type.cuh"
-#include "backward/scratch.cuh"
+#include "backward/scratch.cuh"  // rounded_row(): a query's row in dq_accum
 #include "tile.cuh"
 
 // The kernel. A block converts BlockRows rows of one head.

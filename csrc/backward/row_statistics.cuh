@@ -39,7 +39,7 @@ struct RowStatistics {
     const int lane = threadIdx.x % kLanesPerStatistic;
     const int all_rows;  // seqlen_q, rounded up to kRowRounding
     const long long first_row;  // of the sequence and head, in the scratch memory (scratch.cuh)
-    const unsigned short *const dout, *const out;
+    const unsigned short *const dout, *const out;  // row 0 of the sequence and head; likewise lse
     const float* const lse;
     float* const stats;
     const float inverse_scale;

@@ -25,18 +25,19 @@
 // Split (fp32 tensors): all operands, and P and dS, are sums of two fp16 numbers, a high and a low part (forward/split.cuh). A row
 // of an operand has the high parts of its columns, then the low ones. A step of 32 columns comes three times: low * high, high *
 // low and high * high. As tensor cores truncate their sums, none lives longer than a step. A stored tile has kStoredElements (128 *
-// 128) high parts, then as many low ones. From kStoredUnits on, dS has a unit (see Unit) for each 64 keys by 64 queries.
+// 128) high parts, then as many low ones. From kStoredUnits on, dS has a unit (see Unit) for each 64 keys by 64 queries: number
+// 2 * (key / 64) + query / 64.
 //
 // Blocks: which scores exist under a block-sparse mask: AllScores, or ListedScores (stored_block_mask.cuh). is_absent(): none of
 // the warp's. Their unit is kAbsentUnit, 0, by which stored_gradients.cuh skips them.
 #pragma once
 
 #include "backward/iteration_range.cuh"
-#include "backward/modifiers.cuh"
+#include "backward/modifiers.cuh"  // DroppedKeys' random numbers; kHasScoreFeatures: code for softcap, ALiBi, bias, dropout
 #include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
+#include "backward/scratch.cuh"  // rounded_row(): where a query's statistics are
 #include "backward/score_coord.cuh"
-#include "backward/split_tile.cuh"
+#include "backward/split_tile.cuh"  // PackedTile: a lane's elements of a tile as fp16; SplitTile: a sum of two
 #include "backward/staged_tiles.cuh"
 #include "backward/stored_scores.cuh"
 #include "conditional.cuh"

@@ -24,9 +24,10 @@
 // its unit; the four units of a tile begin at kStoredUnits.
 //
 // A step's terms are its kStagedTerms (32) values of k, the index that a product sums: queries or keys. They are columns of an
-// operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory has two buffers of both operands, B
-// kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128 queries. A launch (StoredScores) has some KV heads
-// (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first, is_last: these include a head's first, last key.
+// operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory (SHARED_BYTES, from the row in
+// src/kernels) has two buffers of both operands, B kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128
+// queries. A launch (StoredScores) has some KV heads (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first,
+// is_last: these include a head's first, last key.
 //
 // Sparse (with a block mask): steps visit only half tiles, 64 terms, with scores. A unit of kAbsentUnit says that there are none.
 #pragma once

@@ -8,7 +8,7 @@
 // registers are short. With Layout::kEitherOrder, the grid may have heads on its first axis; remat_head reads the right one.
 #pragma once
 
-#include "forward/block.cuh"
+#include "forward/block.cuh"  // remat_head(); FwdParams (src/params): tensors, Problem, ScoreOptions
 #include "mask.cuh"
 #include "score_layout.cuh"
 #include "score_mod.cuh"

@@ -7,7 +7,7 @@
 
 #include "compact_listed_steps.cuh"
 #include "forward/block_mask.cuh"
-#include "forward/split.cuh"
+#include "forward/split.cuh"  // RowTileGrid: a thread block for each row tile and head
 
 namespace split {
 

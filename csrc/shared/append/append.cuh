@@ -159,7 +159,7 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
         if (column >= columns) continue;
         const float2 numbers = to_floats<Element>(x[i]);
         const int codes[kColumns] = {quant.code<Format>(numbers.x), quant.code<Format>(numbers.y)};
-        if constexpr (Info::kColumns == 2) {
+        if constexpr (Info::kColumns == 2) {  // columns of a byte: int4
             data[column / 2] = static_cast<unsigned char>(codes[0] | codes[1] << 4);
         } else {
             data[column] = static_cast<unsigned char>(codes[0]);

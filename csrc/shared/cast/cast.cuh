@@ -23,7 +23,7 @@
 
 #include "half.cuh"
 #include "seqlen_info.cuh"
-#include "shared/cast/visible_keys.cuh"
+#include "shared/cast/visible_keys.cuh"  // VisibleKeys: whether any query sees a key
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -145,8 +145,8 @@ __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents
     return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + exponents.q - kMaxOrdinary), 0);
 }
 
-// Rows of one head of one tensor and one sequence. `slot`: number of the head among those of q, then k, then v. SeqlenInfo<true>
-// takes lengths from GPU memory where the call has them there.
+// Rows of one head of one tensor and one sequence. `slot`: number of the head among those of q, then k, then v. first_entry: number
+// of the launch's first batch entry. SeqlenInfo<true> takes lengths from GPU memory where the call has them there.
 struct Head {
     const unsigned char* from;
     unsigned short* to;

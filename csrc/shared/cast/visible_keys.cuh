@@ -4,7 +4,7 @@
 
 #include "block_lists.cuh"
 #include "half.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // Mask, SeqlenInfo; CastParams (src/params)
 
 namespace cast {
 

@@ -117,7 +117,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
 
 struct Kernel {
     __device__ __forceinline__ static void run(const DequantizeParams& p) {
-        switch (p.scales.format) {
+        switch (p.scales.format) {  // QUANTIZED_FORMATS: generated from src/kernels/formats.rs
 #define CASE(format)          \
     case CacheFormat::format: \
         return dequantize<CacheFormat::format>(p);
