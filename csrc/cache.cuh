@@ -7,7 +7,7 @@
 // which is row k_offset() of its entry (leftpad_k); with pages the operator takes no leftpad_k, so that is 0.
 #pragma once
 
-#include "lengths.cuh"
+#include "lengths.cuh"  // load_length(), packed_range(): rows of a packed sequence, clamped
 #include "volta_fa_params.h"  // generated from src/params: Problem (sizes), Lengths, Cache, Operand (strides in elements)
 
 // Lengths and offsets of one sequence. `batch`: its number in the launch. In packed tensors seqlen_q and seqlen_new are maxima.

@@ -6,7 +6,7 @@
 // number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
 #pragma once
 
-#include "block_lists.cuh"
+#include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
 
 // The steps of a list, for kernels without registers for ListedSteps, which keeps the counts and loads entries ahead of use. At
 // each block this class reads the header and the next entry, and waits for them.

@@ -7,7 +7,7 @@
 // number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
 #pragma once
 
-#include "block_lists.cuh"
+#include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
 
 // Iterates over a list in two nested loops: blocks, and the steps of a block. advance() only counts: advance_block() does the rest.
 // Entries are loaded two blocks ahead. Indexed: computes an entry's address from its number, else keeps a pointer. ptxas schedules

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "ptx.cuh"
-#include "softmax.cuh"
+#include "softmax.cuh"  // exp2_approx(), log2_approx(), kLog2e
 #include "volta_fa_params.h"  // generated from src/params: Problem (scale_log2: softmax_scale * log2(e)), ScoreOptions
 
 // Returns 1 / x by one instruction.

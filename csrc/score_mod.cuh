@@ -22,7 +22,7 @@
 #pragma once
 
 #include "conditional.cuh"
-#include "features.cuh"
+#include "features.cuh"  // kHas..., kRequired...: score features that the kernel has code for
 #include "half.cuh"
 #include "philox.cuh"
 #include "score_function.cuh"

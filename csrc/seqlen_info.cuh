@@ -6,9 +6,9 @@
 // the tokens of a KV cache (paged prefill). Kernels use the alias BlockSeqlenInfo, which has the kernel's own features.
 #pragma once
 
-#include "cache.cuh"
-#include "features.cuh"
-#include "lengths.cuh"
+#include "cache.cuh"  // CacheSeqlenInfo
+#include "features.cuh"  // kVarlen, kPaged: compiled features
+#include "lengths.cuh"  // packed_range(): rows of a packed sequence; Problem, Lengths, FwdParams (src/params)
 #include "mask.cuh"
 
 template <bool Varlen, bool Paged = false>

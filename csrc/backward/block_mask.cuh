@@ -6,8 +6,8 @@
 // The kernel tables in src/kernels pass ListedBlocks as template argument Blocks; turing/backward/block_mask.cuh derives from it.
 #pragma once
 
-#include "backward/score_coord.cuh"
-#include "listed_steps.cuh"
+#include "backward/score_coord.cuh"  // Layout: which lane has which score; BwdParams (src/params)
+#include "listed_steps.cuh"  // ListedSteps: iterator over a list; HeadLists, BlockLists: lists in memory; kListedRows: 128
 #include "ptx.cuh"
 
 // Bits of a warp's scores, Rows rows by at most 32 columns of a step: a lane holds the word of one row, and hide() shuffles words

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "half.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // kHasFp32Gradients
 #include "tile.cuh"
 #include "volta_fa_params.h"  // generated from src/params: BwdParams
 

@@ -10,7 +10,7 @@
 // Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element in it, r its query, j a key.
 #pragma once
 
-#include "backward/score_coord.cuh"
+#include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; BwdParams (src/params)
 #include "ptx.cuh"
 #include "score_mod.cuh"  // Alibi, Bias, Philox (random numbers), uses_...(): whether the problem has a feature
 

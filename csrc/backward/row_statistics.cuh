@@ -9,10 +9,10 @@
 // kCopyDistance apart: volta's accumulators need two.
 #pragma once
 
-#include "backward/scratch.cuh"
+#include "backward/scratch.cuh"  // rounded_row(), rounded_rows(): rows in scratch memory; BwdParams (src/params)
 #include "half.cuh"
 #include "softmax.cuh"
-#include "tile.cuh"
+#include "tile.cuh"  // kChunk: 8 columns, 16 bytes; rows_of(): address of a row
 
 // Dot product of eight pairs of fp16.
 __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {

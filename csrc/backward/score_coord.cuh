@@ -17,7 +17,7 @@
 #pragma once
 
 #include "score_layout.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // BlockSeqlenInfo, mask_of(): lengths and mask of a sequence
 #include "softmax.cuh"
 #include "volta_fa_params.h"  // generated from src/params: BwdParams
 

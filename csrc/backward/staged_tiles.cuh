@@ -9,7 +9,7 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows of a tile), STEP (terms of a step), THREADS and SHARED_BYTES.
 #pragma once
 
-#include "tile.cuh"
+#include "tile.cuh"  // kChunk: 8 elements, kChunkBytes: 16; swizzled(), chunk_after(): shared addresses
 
 constexpr int kStagedThreads = THREADS, kStagedRows = 128, kStagedColumns = kStagedThreads, kStagedTerms = 32;
 constexpr int kStagedTile = kStagedRows * kStagedTerms * 2;  // bytes of the first operand

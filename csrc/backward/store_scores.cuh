@@ -32,14 +32,14 @@
 // the warp's. Their unit is kAbsentUnit, 0, by which stored_gradients.cuh skips them.
 #pragma once
 
-#include "backward/iteration_range.cuh"
-#include "backward/modifiers.cuh"  // DroppedKeys' random numbers; kHasScoreFeatures: code for softcap, ALiBi, bias, dropout
-#include "backward/probabilities.cuh"
+#include "backward/iteration_range.cuh"  // UnmaskedRows: rows that need no mask
+#include "backward/modifiers.cuh"  // softcap, ALiBi, bias, dropout; kHasScoreFeatures: the kernel has code for them
+#include "backward/probabilities.cuh"  // ExponentAddends, exponentials(): P = 2^(S - lse)
 #include "backward/scratch.cuh"  // rounded_row(): where a query's statistics are
-#include "backward/score_coord.cuh"
+#include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; apply_mask()
 #include "backward/split_tile.cuh"  // PackedTile: a lane's elements of a tile as fp16; SplitTile: a sum of two
-#include "backward/staged_tiles.cuh"
-#include "backward/stored_scores.cuh"
+#include "backward/staged_tiles.cuh"  // StagedTile, staged_steps(): operands through shared memory
+#include "backward/stored_scores.cuh"  // kStored...: layout of P and dS; StoredScores, BwdParams (src/params)
 #include "conditional.cuh"
 #include "precise_score_function.cuh"
 

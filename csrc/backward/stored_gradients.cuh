@@ -32,11 +32,11 @@
 // Sparse (with a block mask): steps visit only half tiles, 64 terms, with scores. A unit of kAbsentUnit says that there are none.
 #pragma once
 
-#include "backward/gradient_type.cuh"
-#include "backward/iteration_range.cuh"
-#include "backward/probabilities.cuh"
-#include "backward/stored_scores.cuh"
-#include "backward/staged_tiles.cuh"
+#include "backward/gradient_type.cuh"  // gradients_are_fp32(), store_gradient2(): output dtype
+#include "backward/iteration_range.cuh"  // KeyRange: keys that a block of queries sees
+#include "backward/probabilities.cuh"  // kProbabilityUnit
+#include "backward/stored_scores.cuh"  // stored_tile(): offset of a tile; StoredScores, BwdParams (src/params)
+#include "backward/staged_tiles.cuh"  // StagedTile, staged_steps(): operands through shared memory; rows_of(): address of a row
 
 template <class Family, bool Split = false, bool Sparse = false>
 struct BackwardGradients {
@@ -254,7 +254,7 @@ struct BackwardGradients {
                     Family::multiply_keys(c, buffer + a_offset, buffer + b_offset);
             });
         }
-        float factor = p.signed_scale;
+        float factor = p.signed_scale;  // softmax_scale with its sign
         // P^T is stored times kProbabilityUnit, 2^12.
         if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         Output selected_out;

@@ -9,11 +9,11 @@
 #pragma once
 
 #include "forward/block.cuh"  // remat_head(); FwdParams (src/params): tensors, Problem, ScoreOptions
-#include "mask.cuh"
+#include "mask.cuh"  // Mask: row i sees keys i + low to i + high
 #include "score_layout.cuh"
-#include "score_mod.cuh"
+#include "score_mod.cuh"  // ScoreFunction, Alibi, Bias; Philox, DropoutRule: dropout
 #include "seqlen_info.cuh"
-#include "softmax.cuh"
+#include "softmax.cuh"  // SoftmaxRow: a row's lazy maximum, its limit and the sum
 #include "tile.cuh"
 
 // Returns the thread's number in its warp.

@@ -23,9 +23,9 @@
 // BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
-#include "dense_steps.cuh"
-#include "forward/block.cuh"
-#include "forward/output.cuh"
+#include "dense_steps.cuh"  // DenseSteps, NoMaskBits: without a block-sparse mask
+#include "forward/block.cuh"  // ForwardBlock: first row, heads and batch entry from blockIdx
+#include "forward/output.cuh"  // finish_row(), rescale_output(); of scores.cuh: Scores, SoftmaxRows, ScoreBias, DropoutBits
 #include "precise_score_function.cuh"  // softcap, without cancellation in small scores
 
 namespace split {
@@ -425,7 +425,7 @@ struct WideForward {
             const u32 columns = first_column() * 2;  // bytes from a row's first column to the warp's
             tiles.store(slot + kSlotBytes);
             tiles.load_v(0, keys.first());
-            Products s, large;
+            Products s, large;  // sums of products with a low part, and of the others
 #pragma unroll
             for (int i = 0; i < Family::kTiles; i++) s[i].clear(), large[i].clear();
             q.multiply_high(s, large, slot + columns, kPitch);

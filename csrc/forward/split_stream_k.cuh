@@ -9,9 +9,9 @@
 // finished splits. The kernel's row in src/kernels gives BLOCK_ROWS (of a row tile) and THREADS (of a block).
 #pragma once
 
-#include "forward/split.cuh"
-#include "forward/tile_split.cuh"
-#include "semaphore.cuh"
+#include "forward/split.cuh"  // SeenKeys, kStep; SoftmaxRows: row_max and sum of rows
+#include "forward/tile_split.cuh"  // TileSplit, TileCoord, SplitBlock
+#include "semaphore.cuh"  // is_last_block()
 
 namespace split {
 

@@ -9,9 +9,9 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS (tokens of a block), THREADS (of a block), KEY_FORMAT and VALUE_FORMAT.
 #pragma once
 
-#include "shared/append/quantize.cuh"
-#include "cache.cuh"
-#include "half.cuh"
+#include "shared/append/quantize.cuh"  // RowScale: scale, zero point and codes of a row
+#include "cache.cuh"  // CacheSeqlenInfo: lengths and offsets of a sequence; page_of(), has_page(), row_of_page()
+#include "half.cuh"  // pack2(), unpack2(): pairs of fp16 or bf16
 #include "volta_fa_params.h"  // generated from src/params: AppendParams; strides count elements, of quantized caches bytes
 
 namespace append {

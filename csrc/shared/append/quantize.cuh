@@ -6,7 +6,7 @@
 // kMaxCode is a format's largest code, of fp8 as a number.
 #pragma once
 
-#include "quantized.cuh"
+#include "quantized.cuh"  // Element, CacheFormatInfo: facts of a format
 
 // Returns x / scale as an fp8 byte, rounded to nearest even. Saturates; NaN stays NaN.
 template <CacheFormat Format>

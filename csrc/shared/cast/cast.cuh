@@ -22,7 +22,7 @@
 #pragma once
 
 #include "half.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // SeqlenInfo; CastParams, Operand, Output (src/params): strides in elements
 #include "shared/cast/visible_keys.cuh"  // VisibleKeys: whether any query sees a key
 #include "softmax.cuh"
 #include "tile.cuh"

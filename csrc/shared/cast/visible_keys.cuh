@@ -2,7 +2,7 @@
 // which chooses the power of two for fp16 keys and values from the largest magnitude, without keys that no query sees.
 #pragma once
 
-#include "block_lists.cuh"
+#include "block_lists.cuh"  // HeadLists: lists in memory; clamped_...(): counts; a listed block: 128 queries by 64 keys
 #include "half.cuh"
 #include "seqlen_info.cuh"  // Mask, SeqlenInfo; CastParams (src/params)
 
