@@ -14,7 +14,6 @@
 #include "softmax.cuh"  // exp2_approx(), log2_approx(), kLog2e
 #include "volta_fa_params.h"  // generated from src/params: Problem (scale_log2: softmax_scale * log2(e)), ScoreOptions
 
-// Returns 1 / x by one instruction.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

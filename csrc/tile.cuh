@@ -132,7 +132,6 @@ struct TileLoader {
         next += Rows * row_stride;
     }
 
-    // Flips the signs of the loaded tile if mask is 0x80008000; 0 leaves them.
     __device__ __forceinline__ void flip_signs(unsigned mask) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++)

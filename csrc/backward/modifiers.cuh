@@ -65,7 +65,6 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
         }
     }
 }
-// Returns ALiBi of one head of a sequence.
 __device__ __forceinline__ Alibi alibi_of(const BwdParams& p, int batch, int head) {
     const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
     return Alibi(p.score_options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());

@@ -1,7 +1,7 @@
 // First main kernel of the backward pass for large headdims, and for fp32 tensors of any headdim: stores P and dS in scratch memory
 // (stored_scores.cuh). The second, stored_gradients.cuh, multiplies them to dQ, dK and dV. The other main kernels keep dK, dV and
 // their operands in an SM, where at headdim 512 neither fits. A score's two products cost 1,024 multiply-adds there, so writing
-// four bytes for it, P and dS as fp16, is cheap.
+// four bytes for it, P and dS as fp16, is cheap. Reads q, k, v, dout and the row statistics; also adds to the gradient of a bias.
 //
 // A block computes one stored tile, kStoredRows (128) keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and
 // dS^T. Each of four warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.

@@ -16,7 +16,6 @@
 #include "softmax.cuh"  // SoftmaxRow: a row's lazy maximum, its limit and the sum
 #include "tile.cuh"
 
-// Returns the thread's number in its warp.
 __device__ __forceinline__ int remat_lane() { return remat_thread_index() & 31; }
 
 // Softmax state of a warp's rows: RowTiles tiles.

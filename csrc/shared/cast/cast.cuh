@@ -266,7 +266,6 @@ __device__ __forceinline__ void leave_out_hidden(const CastParams& p, const Head
     if (threadIdx.x % 32 == 0 && found) atomicMax(p.largest + (kLargestVisible + head.tensor - kK) * p.groups + head.group, found);
 }
 
-// Returns the exponent of a head's rows.
 __device__ __forceinline__ int tensor_exponent(const CastParams& p, const Head& head, const Exponents& exponents) {
     return head.tensor == kQ ? exponents.q : head.tensor == kK ? exponents.k : value_exponent(p, head.group);
 }
