@@ -1,6 +1,7 @@
-// Second main kernel of the backward pass for large headdims, and for fp32 tensors of any headdim: dK, dV and dQ, from the P and dS
-// that the first, store_scores.cuh, has stored for some KV heads and keys. A block computes 128 rows (kStagedRows) of one gradient,
-// by 128 columns, or by 64 if no gradient has more (kStagedColumns; the block has as many threads, kStagedThreads):
+// Second main kernel of the backward pass for large headdims (volta: above 192, turing: 256), and for fp32 tensors: dK, dV and dQ,
+// from the P and dS that the first, store_scores.cuh, has stored for some KV heads and keys. A block computes 128 rows
+// (kStagedRows) of one gradient, by 128 columns, or by 64 if no gradient has more (kStagedColumns; the block has as many threads,
+// kStagedThreads):
 //
 //   dV = P^T dO      dK = dS^T Q      over all queries of a KV head, in steps of 32
 //   dQ += dS K       over the keys of the launch, in steps of 32
