@@ -10,7 +10,8 @@
 // kNoColumn, past every sequence: its columns are not loaded, and masked. Bit tiles outside the tensor read as 0.
 //
 // A step is an iteration of a kernel's main loop: the columns (STEP, at most 64) of one tile. Main loops are written once for all
-// iterators over steps. DenseSteps has no lists. Iterators have, for the step n after the present one:
+// iterators over steps. DenseSteps has no lists. Iterators have, for the step n after the present one (first() and after(n): its
+// first column; begins_block(): whether it is its block's first; advance(): moves to the next step):
 //
 //                                      DenseSteps  ListedSteps  CompactListedSteps  ListedBlockSteps
 //   first(), after(n), exists()        yes         yes          yes                 yes; exists() of the block
@@ -28,7 +29,7 @@
 #pragma once
 
 #include "tile.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: BlockLists, whose strides count ints
 
 constexpr int kListedRows = 128;  // rows of a list
 constexpr int kListedColumns = 64;  // columns of a listed block
@@ -50,7 +51,7 @@ __device__ __forceinline__ const int* bits_of(const BlockLists& lists, int tile,
     return reinterpret_cast<const int*>(from + static_cast<unsigned long long>(static_cast<unsigned>(tile)) * kTileWords);
 }
 
-// The lists of one query head of one batch entry.
+// The lists of one query head of one batch entry of the call. `batch` and `heads` of BlockLists are the mask's sizes.
 struct HeadLists {
     const int* first;
     __device__ __forceinline__ HeadLists(const BlockLists& lists, int batch, int head)

@@ -7,10 +7,10 @@
 // which is row k_offset() of its entry (leftpad_k); with pages the operator takes no leftpad_k, so that is 0.
 #pragma once
 
-#include "lengths.cuh"
-#include "volta_fa_params.h"
+#include "lengths.cuh"  // load_length(), packed_range(): rows of a packed sequence, clamped
+#include "volta_fa_params.h"  // generated from src/params: Problem (sizes), Lengths, Cache, Operand (strides in elements)
 
-// Lengths and offsets of one sequence.
+// Lengths and offsets of one sequence. `batch`: its number in the launch. In packed tensors seqlen_q and seqlen_new are maxima.
 class CacheSeqlenInfo {
     const Problem& problem_;
     const Lengths& lengths_;
@@ -77,7 +77,7 @@ __device__ __forceinline__ int page_of(const Cache& cache, int batch, int i) {
 __device__ __forceinline__ bool has_page(const Cache& cache, int page) {
     return static_cast<unsigned>(page) < static_cast<unsigned>(cache.entries);
 }
-// Address of row `row` of a page of K or V, for KV head 0.
+// Address of row `row` of a page of K or V, for KV head 0. batch_stride is from a page to the next.
 __device__ __forceinline__ const unsigned short* row_of_page(const Operand& x, int page, int row) {
     return x.ptr + page * x.batch_stride + row * x.row_stride;
 }

@@ -6,7 +6,7 @@
 // number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
 #pragma once
 
-#include "block_lists.cuh"
+#include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
 
 // The steps of a list, for kernels without registers for ListedSteps, which keeps the counts and loads entries ahead of use. At
 // each block this class reads the header and the next entry, and waits for them.
@@ -33,8 +33,8 @@ class CompactListedSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // `of`: the thread block, for its list. Unnamed: the first column, which other iterators take; here the list has it. `end`: the
-    // end of the columns that exist; 0: no step exists.
+    // grid.lists() is the mask. `of`: the thread block, for its list. Unnamed: the first column, which other iterators take; here
+    // the list has it. `end`: the end of the columns that exist; 0: no step exists.
     template <class Grid, class Block>
     __device__ __forceinline__ CompactListedSteps(const Grid& grid, const Block& of, int, int end) : list_(of.list), position_(0) {
         first_ = end > 0 ? block(grid.lists(), 0) : kNoColumn;

@@ -24,6 +24,7 @@ public:
 };
 
 // Stands in for MaskBits (forward/block_mask.cuh), a block mask's bits of single scores. Its calls compile to nothing.
+// Unnamed arguments are those of MaskBits. Keys is an iterator over steps.
 struct NoMaskBits {
     static constexpr bool kHidesAll = false;  // whether the bits also hide what lengths, causal masks and windows hide
     template <class Grid, class Keys>

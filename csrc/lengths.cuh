@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ptx.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: Lengths
 
 // Loads one length, page number or index.
 __device__ __forceinline__ int load_length(const int* p) { return load_int(p); }

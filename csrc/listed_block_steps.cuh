@@ -7,7 +7,7 @@
 // number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
 #pragma once
 
-#include "block_lists.cuh"
+#include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
 
 // Iterates over a list in two nested loops: blocks, and the steps of a block. advance() only counts: advance_block() does the rest.
 // Entries are loaded two blocks ahead. Indexed: computes an entry's address from its number, else keeps a pointer. ptxas schedules
@@ -36,8 +36,8 @@ class ListedBlockSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // `of`: the thread block, for its list. Loads the header and the first three entries at once: none waits for another. start()
-    // follows. Unnamed: first and end column, for other iterators (the list has the first, start() takes the end).
+    // grid.lists() is the mask. `of`: the thread block, for its list. Loads the header and the first three entries at once: none
+    // waits for another. start() follows. Unnamed: first and end column, for other iterators (start() takes the end).
     template <class Grid, class Block>
     __device__ __forceinline__ ListedBlockSteps(const Grid& grid, const Block& of, int, int)
         : from_(Indexed ? of.list + kEntries : of.list + kEntries + 3) {

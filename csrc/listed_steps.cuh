@@ -7,7 +7,7 @@
 // partial block has a tile with a bit for each score. The partial blocks' tiles are numbered in their order.
 #pragma once
 
-#include "block_lists.cuh"
+#include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
 
 // The blocks of a list, one after the other, and the counts of those left. Loads an entry one block before it decodes it: code that
 // decodes at once would wait for the load.

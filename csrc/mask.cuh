@@ -5,7 +5,7 @@
 // "no window". Arguments may lie outside the matrix, in the padding of edge tiles.
 #pragma once
 
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: Problem, whose window_* count keys
 
 // The mask of one sequence.
 struct Mask {

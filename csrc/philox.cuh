@@ -4,7 +4,7 @@
 // dropout, forward and backward, get it through score_mod.cuh.
 #pragma once
 
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: ScoreOptions, with the problem's dropout
 
 // Rounds of Philox: the fewest that pass the statistical tests of BigCrush (Salmon et al., 2011).
 constexpr int kPhiloxRounds = 7;
@@ -19,7 +19,6 @@ struct PhiloxProduct {
 // The products of words x and z of the counter by Philox's multipliers.
 __device__ __forceinline__ PhiloxProduct philox_product_x(unsigned x) { return PhiloxProduct(0xD2511F53ull * x); }
 __device__ __forceinline__ PhiloxProduct philox_product_z(unsigned z) { return PhiloxProduct(0xCD9E8D57ull * z); }
-// One round on counter c with key (k0, k1).
 __device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1) {
     const PhiloxProduct first = philox_product_x(c.x), second = philox_product_z(c.z);
     c = make_uint4(second.high ^ c.y ^ k0, second.low, first.high ^ c.w ^ k1, first.low);

@@ -4,9 +4,9 @@
 
 #include "score_function.cuh"
 
-// softcap * tanh(x / softcap).
+// softcap * tanh(x / softcap). function_parameter is softcap, inverse_function_parameter 1 / softcap.
 class PreciseSoftcap {
-    float to_argument_;  // softmax_scale / softcap
+    float to_argument_;  // softmax_scale / softcap. scale_log2 is softmax_scale * log2(e)
     float cap_;  // softcap, in log2 units
 
     // Relative errors of at most 2^-23 below kSmall and 2^-21.9 above, in fewer registers than tanhf(). Above, it is

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "half.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: Operand, CacheScale; CacheFormat; CacheFormatInfo
 
 // Address of row `row` of a page of K or V, for KV head `head`. Strides count bytes.
 __device__ __forceinline__ unsigned char* bytes_of_page(const Operand& x, int page, int row, int head) {
@@ -59,6 +59,7 @@ struct ByteElement {
 };
 
 // The fp16 number 0x64bb is 1024 + bb (0x6480: 1152). Bytes are moved from [-128, 127] to [0, 255], so 1024 + 128 is subtracted.
+// In __byte_perm's selectors digits 0 to 3 are bytes of codes, 4 is the byte 0x64.
 template <>
 struct Element<CacheFormat::Int8> : ByteElement {
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {

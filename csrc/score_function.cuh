@@ -11,10 +11,9 @@
 #pragma once
 
 #include "ptx.cuh"
-#include "softmax.cuh"
-#include "volta_fa_params.h"
+#include "softmax.cuh"  // exp2_approx(), log2_approx(), kLog2e
+#include "volta_fa_params.h"  // generated from src/params: Problem (scale_log2: softmax_scale * log2(e)), ScoreOptions
 
-// Returns 1 / x by one instruction.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -24,7 +23,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 // softcap * tanh(x), with x = softmax_scale * product / softcap. The state is the logistic function 1 / (e^2x + 1), and tanh(x)
 // is 1 - 2 * state. Its absolute error is about 2^-23, which is enough for a score. sm_70 has no tanh instruction.
 class Softcap {
-    float to_exponent_;  // 2 * softmax_scale / softcap, in log2 units
+    float to_exponent_;  // 2 * softmax_scale / softcap, in log2 units. inverse_function_parameter is 1 / softcap
     float cap_;  // softcap, in log2 units
 
 public:

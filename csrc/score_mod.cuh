@@ -22,12 +22,12 @@
 #pragma once
 
 #include "conditional.cuh"
-#include "features.cuh"
+#include "features.cuh"  // kHas..., kRequired...: score features that the kernel has code for
 #include "half.cuh"
 #include "philox.cuh"
 #include "score_function.cuh"
 #include "softmax.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: Problem, ScoreOptions (strides in elements; null: not used)
 
 // Whether the problem uses a feature. Kernels that require features (kRequiredFeatures, compile time) need no test.
 __device__ __forceinline__ bool uses_score_function(const ScoreOptions& o) {
@@ -95,6 +95,7 @@ public:
         const uint2 x = __ldg(reinterpret_cast<const uint2*>(from + key * 2));
         return make_uint4(x.x, x.y, 0, 0);
     }
+    // Convert loaded elements to fp32.
     __device__ __forceinline__ static void to_float(const ScoreOptions& o, const uint4& loaded, float (&x)[4]) {
         if (uses_fp32_bias(o)) {
             const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};

@@ -1,20 +1,20 @@
 // Lengths and offsets of one batch entry, in rows, for the forward, backward and cast kernels.
 //
-// SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens and
-// seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past max_seqlen, has no
-// rows and no keys. No kernel writes its rows: the host fills them with NaN before the launch. SeqlenInfo<true, true>: the keys are
-// the tokens of a KV cache (paged prefill). Kernels use the alias BlockSeqlenInfo, which has the kernel's own features.
+// SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens (packed
+// tensors) and seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past
+// max_seqlen, has no rows and no keys. No kernel writes its rows: the host fills them with NaN before the launch. SeqlenInfo<true,
+// true>: the keys are the tokens of a KV cache (paged prefill). Kernels use the alias BlockSeqlenInfo, which has the kernel's own
+// features.
 #pragma once
 
-#include "cache.cuh"
-#include "features.cuh"
-#include "lengths.cuh"
+#include "cache.cuh"  // CacheSeqlenInfo
+#include "features.cuh"  // kVarlen, kPaged: compiled features
+#include "lengths.cuh"  // packed_range(): rows of a packed sequence; Problem, Lengths, FwdParams (src/params)
 #include "mask.cuh"
 
 template <bool Varlen, bool Paged = false>
 class SeqlenInfo;
 
-// One length for all sequences.
 template <>
 class SeqlenInfo<false> {
     const Problem& problem_;
@@ -35,7 +35,6 @@ public:
     }
 };
 
-// Lengths from memory: packed tensors (cu_seqlens_*), or seqused_k.
 template <>
 class SeqlenInfo<true> {
     const Problem& problem_;

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "ptx.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: Operand (read) and Output (written), strides in elements
 
 constexpr int kChunk = 8;  // fp16 elements of a chunk
 constexpr int kChunkBytes = 16;
@@ -132,7 +132,6 @@ struct TileLoader {
         next += Rows * row_stride;
     }
 
-    // Flips the signs of the loaded tile if mask is 0x80008000; 0 leaves them.
     __device__ __forceinline__ void flip_signs(unsigned mask) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++)

@@ -6,8 +6,8 @@
 // The kernel tables in src/kernels pass ListedBlocks as template argument Blocks; turing/backward/block_mask.cuh derives from it.
 #pragma once
 
-#include "backward/score_coord.cuh"
-#include "listed_steps.cuh"
+#include "backward/score_coord.cuh"  // Layout: which lane has which score; BwdParams (src/params)
+#include "listed_steps.cuh"  // ListedSteps: iterator over a list; HeadLists, BlockLists: lists in memory; kListedRows: 128
 #include "ptx.cuh"
 
 // Bits of a warp's scores, Rows rows by at most 32 columns of a step: a lane holds the word of one row, and hide() shuffles words
@@ -91,9 +91,9 @@ public:
     __device__ __forceinline__ ListedSteps<Step, 1> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
         return ListedSteps<Step, 1>(lists_, of_head(p, head).of(lists_, row / kListedRows), columns);
     }
-    // Number of the thread block's block of Keys keys in main kernels; Grid maps blockIdx to keys and KV heads. Lists carry a
-    // launch order, longest list first, so that the longest work starts first (HeadLists::launched). A KV head takes the order of
-    // its first query head. If two thread blocks share a list (Keys < 128), they start in the order of keys.
+    // Number of the thread block's block of Keys keys in main kernels. Grid maps blockIdx to a block of keys (number, of count) and
+    // a KV head. Lists carry a launch order, longest list first, so that the longest work starts first (HeadLists::launched). A KV
+    // head takes the order of its first query head. If two thread blocks share a list (Keys < 128), they start in key order.
     template <int Keys, class Grid>
     __device__ __forceinline__ int key_block(const BwdParams& p, const Grid& grid) const {
         if (Keys < kListedRows) return grid.number(p);

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "dense_steps.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Stands in for ScoreBits (block_mask.cuh), which hides single scores of partially masked blocks. Its calls compile to nothing.
 // Unnamed numbers are ScoreBits': the warp's first row and column, the sequence's columns; hide(): a tile's numbers (m, n).

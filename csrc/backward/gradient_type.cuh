@@ -3,9 +3,9 @@
 #pragma once
 
 #include "half.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // kHasFp32Gradients
 #include "tile.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Returns whether gradients are fp32. A parameter says so; kernels without the feature fp32_gradients have only the fp16 code.
 __device__ __forceinline__ bool gradients_are_fp32(const BwdParams& p) { return kHasFp32Gradients && p.gradients_are_fp32; }

@@ -10,9 +10,9 @@
 // Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element in it, r its query, j a key.
 #pragma once
 
-#include "backward/score_coord.cuh"
+#include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; BwdParams (src/params)
 #include "ptx.cuh"
-#include "score_mod.cuh"
+#include "score_mod.cuh"  // Alibi, Bias, Philox (random numbers), uses_...(): whether the problem has a feature
 
 // Moves all tiles but the first down by one: the rolled loop's next tile becomes the first.
 template <int M, int N, int E>
@@ -65,7 +65,6 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
         }
     }
 }
-// Returns ALiBi of one head of a sequence.
 __device__ __forceinline__ Alibi alibi_of(const BwdParams& p, int batch, int head) {
     const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
     return Alibi(p.score_options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());

@@ -8,8 +8,8 @@
 //   key 2    v 2, 3: word 2    v 6, 7: word 3
 #pragma once
 
-#include "backward/modifiers.cuh"
-#include "backward/residual_signs.cuh"
+#include "backward/modifiers.cuh"  // merge_calls(): bits of two Philox calls; ScoreCoord: query and key of elements; DropoutRule
+#include "backward/residual_signs.cuh"  // from_residual_sign(), kSigns
 
 struct PackedTile {
     unsigned x[4];  // words of two fp16 elements

@@ -10,11 +10,11 @@
 // aligned.
 #pragma once
 
-#include "backward/gradient_type.cuh"
-#include "backward/scratch.cuh"
-#include "tile.cuh"
+#include "backward/gradient_type.cuh"  // gradients_are_fp32(): output dtype; BwdParams (src/params)
+#include "backward/scratch.cuh"  // rounded_row(): a query's row in dq_accum
+#include "tile.cuh"  // kChunk: 8 columns; rows_of(), fp32_element(): addresses
 
-// The kernel. A block converts BlockRows rows of one head.
+// The kernel, which src/kernels/shared.rs names. A block converts BlockRows rows of one head.
 template <class RowStats, class DqAccumulator, int BlockRows, int Threads>
 struct BackwardPostprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;

@@ -4,11 +4,11 @@
 // store_scores.cuh (whose gradients kernel stores dq). Bound by memory: reads dout and out once, writes the accumulators.
 #pragma once
 
-#include "backward/row_statistics.cuh"
+#include "backward/row_statistics.cuh"  // RowStatistics; BwdParams (src/params): tensors and scratch memory
 
-// The kernel. A block has BlockRows rows of one head; kLanesPerStatistic (8) lanes share a row. RowStats is the family's memory
-// layout of the statistics. all_rows is seqlen_q rounded up to whole steps of other kernels; the rows added get delta 0 and lse
-// +inf, so that their P is 0.
+// The kernel, which src/kernels/shared.rs names. A block has BlockRows rows of one head; kLanesPerStatistic (8) lanes share a row.
+// RowStats is the family's memory layout of the statistics. all_rows is seqlen_q rounded up to whole steps of other kernels; the
+// rows added get delta 0 and lse +inf, so that their P is 0.
 template <class RowStats, int BlockRows, int Threads>
 struct BackwardPreprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;

@@ -7,7 +7,7 @@
 // (docs/design/numerics.md).
 #pragma once
 
-#include "backward/probabilities.cuh"
+#include "backward/probabilities.cuh"  // pack_shifted(), shifted_sum() (softmax.cuh)
 #include "features.cuh"
 
 constexpr float kResidual = 1.7263349e-4f;  // 2^-12.5 of P

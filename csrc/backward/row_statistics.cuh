@@ -9,10 +9,10 @@
 // kCopyDistance apart: volta's accumulators need two.
 #pragma once
 
-#include "backward/scratch.cuh"
+#include "backward/scratch.cuh"  // rounded_row(), rounded_rows(): rows in scratch memory; BwdParams (src/params)
 #include "half.cuh"
 #include "softmax.cuh"
-#include "tile.cuh"
+#include "tile.cuh"  // kChunk: 8 columns, 16 bytes; rows_of(): address of a row
 
 // Dot product of eight pairs of fp16.
 __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
@@ -39,7 +39,7 @@ struct RowStatistics {
     const int lane = threadIdx.x % kLanesPerStatistic;
     const int all_rows;  // seqlen_q, rounded up to kRowRounding
     const long long first_row;  // of the sequence and head, in the scratch memory (scratch.cuh)
-    const unsigned short *const dout, *const out;
+    const unsigned short *const dout, *const out;  // row 0 of the sequence and head; likewise lse
     const float* const lse;
     float* const stats;
     const float inverse_scale;

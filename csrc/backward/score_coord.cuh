@@ -17,9 +17,9 @@
 #pragma once
 
 #include "score_layout.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // BlockSeqlenInfo, mask_of(): lengths and mask of a sequence
 #include "softmax.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Returns whether a layout's rows, keys and elements agree. For a static_assert after each layout.
 template <class Layout>

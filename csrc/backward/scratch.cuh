@@ -6,8 +6,8 @@
 // more queries (dq kernels, store_scores.cuh) test them against rounded_rows().
 #pragma once
 
-#include "seqlen_info.cuh"
-#include "volta_fa_params.h"
+#include "seqlen_info.cuh"  // BlockSeqlenInfo: lengths of a sequence; kVarlen: read from GPU memory
+#include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Returns the scratch row of a sequence's first query, counted over all heads. The rows of dense batches are (batch, nheads,
 // seqlen_q_rounded). Those of packed sequences (cu_seqlens) are (nheads, scratch_rows): a sequence begins at its q_offset rounded

@@ -3,7 +3,7 @@
 // and for one PackedTile: four words of two fp16 elements. Word i has packed_element(i) and the next (packed_tile.cuh).
 #pragma once
 
-#include "backward/packed_tile.cuh"
+#include "backward/packed_tile.cuh"  // pack_tile(): fp32 to a PackedTile
 
 // high: elements rounded to fp16. low: what that rounding took from them, rounded to fp16.
 struct SplitTile {

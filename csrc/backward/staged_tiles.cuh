@@ -9,7 +9,7 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows of a tile), STEP (terms of a step), THREADS and SHARED_BYTES.
 #pragma once
 
-#include "tile.cuh"
+#include "tile.cuh"  // kChunk: 8 elements, kChunkBytes: 16; swizzled(), chunk_after(): shared addresses
 
 constexpr int kStagedThreads = THREADS, kStagedRows = 128, kStagedColumns = kStagedThreads, kStagedTerms = 32;
 constexpr int kStagedTile = kStagedRows * kStagedTerms * 2;  // bytes of the first operand
@@ -17,7 +17,7 @@ constexpr int kStagedBuffer = kStagedTile + kStagedColumns * kStagedTerms * 2;  
 static_assert(2 * kStagedBuffer == SHARED_BYTES && kStagedRows == BLOCK_ROWS && kStagedTerms == STEP && kStagedThreads % 64 == 0,
               "the row in src/kernels and the kernel disagree");
 
-// Tiles whose columns are a step's terms: 128 rows of 32.
+// Tiles whose columns are a step's terms: 128 rows of 32. kChunks: 16-byte chunks of a row.
 struct TermColumns {
     static constexpr int kChunks = kStagedTerms / kChunk, kRowBytes = kChunks * kChunkBytes, kRows = kStagedRows;
 };

@@ -1,7 +1,8 @@
-// First main kernel of the backward pass for large headdims, and for fp32 tensors of any headdim: stores P and dS in scratch memory
-// (stored_scores.cuh). The second, stored_gradients.cuh, multiplies them to dQ, dK and dV. The other main kernels keep dK, dV and
-// their operands in an SM, where at headdim 512 neither fits. A score's two products cost 1,024 multiply-adds there, so writing
-// four bytes for it, P and dS as fp16, is cheap.
+// First main kernel of the backward pass for large headdims (volta: above 192, turing: above 256), and for fp32 tensors of any:
+// stores P and dS in scratch memory (stored_scores.cuh). The second, stored_gradients.cuh, multiplies them to dQ, dK and dV. The
+// other main kernels keep dK, dV and their operands in an SM, where at headdim 512 neither fits. A score's two products cost 1,024
+// multiply-adds there, so writing four bytes for it, P and dS as fp16, is cheap. Reads q, k, v, dout and the row statistics; also
+// adds to the gradient of a bias.
 //
 // A block computes one stored tile, kStoredRows (128) keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and
 // dS^T. Each of four warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
@@ -13,7 +14,8 @@
 //
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
 //   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
-//   RowStats, load_rows            layout of the statistics -lse / scale and -delta; loads those of the lane's queries in a tile
+//   RowStats, load_rows            layout of the statistics -lse / scale and -delta (kNegLseAt, kNegDeltaAt: where each begins,
+//                                  floats; kRowFloats: floats of a query); loads those of the lane's queries in a tile
 //   kLaneStatistics                floats from a tile's statistics to the lane's, for each query of it before the lane's first
 //   tile_row(row)                  row of shared memory where a row of K, Q, V or dO goes
 //   own_operand, other_operand     shared offset of the lane's operands of keys and of queries, of the warp's rows from `row` on
@@ -25,20 +27,21 @@
 // Split (fp32 tensors): all operands, and P and dS, are sums of two fp16 numbers, a high and a low part (forward/split.cuh). A row
 // of an operand has the high parts of its columns, then the low ones. A step of 32 columns comes three times: low * high, high *
 // low and high * high. As tensor cores truncate their sums, none lives longer than a step. A stored tile has kStoredElements (128 *
-// 128) high parts, then as many low ones. From kStoredUnits on, dS has a unit (see Unit) for each 64 keys by 64 queries.
+// 128) high parts, then as many low ones. From kStoredUnits on, dS has a unit (see Unit) for each 64 keys by 64 queries: number
+// 2 * (key / 64) + query / 64.
 //
 // Blocks: which scores exist under a block-sparse mask: AllScores, or ListedScores (stored_block_mask.cuh). is_absent(): none of
 // the warp's. Their unit is kAbsentUnit, 0, by which stored_gradients.cuh skips them.
 #pragma once
 
-#include "backward/iteration_range.cuh"
-#include "backward/modifiers.cuh"
-#include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "backward/split_tile.cuh"
-#include "backward/staged_tiles.cuh"
-#include "backward/stored_scores.cuh"
+#include "backward/iteration_range.cuh"  // UnmaskedRows: rows that need no mask
+#include "backward/modifiers.cuh"  // softcap, ALiBi, bias, dropout; kHasScoreFeatures: the kernel has code for them
+#include "backward/probabilities.cuh"  // ExponentAddends, exponentials(): P = 2^(S - lse)
+#include "backward/scratch.cuh"  // rounded_row(): where a query's statistics are
+#include "backward/score_coord.cuh"  // Layout: which query and key an element v has; ScoreCoord: both; apply_mask()
+#include "backward/split_tile.cuh"  // PackedTile: a lane's elements of a tile as fp16; SplitTile: a sum of two
+#include "backward/staged_tiles.cuh"  // StagedTile, staged_steps(): operands through shared memory
+#include "backward/stored_scores.cuh"  // kStored...: layout of P and dS; StoredScores, BwdParams (src/params)
 #include "conditional.cuh"
 #include "precise_score_function.cuh"
 

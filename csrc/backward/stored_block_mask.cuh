@@ -4,7 +4,7 @@
 #pragma once
 
 #include "backward/store_scores.cuh"
-#include "block_lists.cuh"
+#include "block_lists.cuh"  // BlockLists, HeadLists: lists in memory; bits_of(): address of a word; clamped_...(): counts
 
 // What the list says of a thread block's tile, 128 queries by 128 keys.
 class ListedScores {

@@ -1,6 +1,7 @@
-// Second main kernel of the backward pass for large headdims, and for fp32 tensors of any headdim: dK, dV and dQ, from the P and dS
-// that the first, store_scores.cuh, has stored for some KV heads and keys. A block computes 128 rows (kStagedRows) of one gradient,
-// by 128 columns, or by 64 if no gradient has more (kStagedColumns; the block has as many threads, kStagedThreads):
+// Second main kernel of the backward pass for large headdims (volta: above 192, turing: 256), and for fp32 tensors: dK, dV and dQ,
+// from the P and dS that the first, store_scores.cuh, has stored for some KV heads and keys. A block computes 128 rows
+// (kStagedRows) of one gradient, by 128 columns, or by 64 if no gradient has more (kStagedColumns; the block has as many threads,
+// kStagedThreads):
 //
 //   dV = P^T dO      dK = dS^T Q      over all queries of a KV head, in steps of 32
 //   dQ += dS K       over the keys of the launch, in steps of 32
@@ -24,18 +25,19 @@
 // its unit; the four units of a tile begin at kStoredUnits.
 //
 // A step's terms are its kStagedTerms (32) values of k, the index that a product sums: queries or keys. They are columns of an
-// operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory has two buffers of both operands, B
-// kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128 queries. A launch (StoredScores) has some KV heads
-// (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first, is_last: these include a head's first, last key.
+// operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory (SHARED_BYTES, from the row in
+// src/kernels) has two buffers of both operands, B kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128
+// queries. A launch (StoredScores) has some KV heads (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first,
+// is_last: these include a head's first, last key.
 //
 // Sparse (with a block mask): steps visit only half tiles, 64 terms, with scores. A unit of kAbsentUnit says that there are none.
 #pragma once
 
-#include "backward/gradient_type.cuh"
-#include "backward/iteration_range.cuh"
-#include "backward/probabilities.cuh"
-#include "backward/stored_scores.cuh"
-#include "backward/staged_tiles.cuh"
+#include "backward/gradient_type.cuh"  // gradients_are_fp32(), store_gradient2(): output dtype
+#include "backward/iteration_range.cuh"  // KeyRange: keys that a block of queries sees
+#include "backward/probabilities.cuh"  // kProbabilityUnit
+#include "backward/stored_scores.cuh"  // stored_tile(): offset of a tile; StoredScores, BwdParams (src/params)
+#include "backward/staged_tiles.cuh"  // StagedTile, staged_steps(): operands through shared memory; rows_of(): address of a row
 
 template <class Family, bool Split = false, bool Sparse = false>
 struct BackwardGradients {
@@ -253,7 +255,7 @@ struct BackwardGradients {
                     Family::multiply_keys(c, buffer + a_offset, buffer + b_offset);
             });
         }
-        float factor = p.signed_scale;
+        float factor = p.signed_scale;  // softmax_scale with its sign
         // P^T is stored times kProbabilityUnit, 2^12.
         if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         Output selected_out;

@@ -13,8 +13,8 @@
 // are divided. With a block mask, kAbsentUnit says that none of these scores exist; if all four say so, the rest is undefined.
 #pragma once
 
-#include "seqlen_info.cuh"
-#include "volta_fa_params.h"
+#include "seqlen_info.cuh"  // BlockSeqlenInfo: lengths of a sequence; kVarlen: read from GPU memory
+#include "volta_fa_params.h"  // generated from src/params: BwdParams, StoredScores (a launch's part of P and dS)
 
 constexpr int kStoredRows = 128;  // keys, and queries, of a tile
 constexpr int kStoredElements = kStoredRows * kStoredRows;

@@ -7,8 +7,8 @@
 // (tile.cuh). kOwnS and kOwnDp are the shared offsets of the own tiles. The two step tiles are adjacent, kStepTile bytes each.
 #pragma once
 
-#include "tile.cuh"
-#include "volta_fa_params.h"
+#include "tile.cuh"  // TileLoader; kChunk: 8 elements, 16 bytes; swizzled(): offset of a chunk; head_base(): row 0
+#include "volta_fa_params.h"  // generated from src/params: BwdParams; Operand and Output, strides in elements
 
 // Batch entry of a block: the grid's third axis. The stream-K grid, which has no such axis, passes a class of the same interface.
 struct BatchAxis {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "tile.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: Problem
 
 // Returns whether the grid's x axis is heads and its y axis blocks of rows, which EitherOrder allows (Layout::kEitherOrder; now
 // true in all kernels). The planner decides, and the kernel infers it from the grid's size. With as many heads as blocks of rows,

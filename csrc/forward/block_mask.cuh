@@ -4,8 +4,8 @@
 // these; the kernels of fp32 tensors use MaskBits (split_block_mask.cuh).
 #pragma once
 
-#include "block_lists.cuh"
-#include "forward/scores.cuh"
+#include "block_lists.cuh"  // BlockLists, in memory; FwdBlockParams (src/params) has it as `blocks`
+#include "forward/scores.cuh"  // Scores: a warp's tiles of scores
 
 // ForwardBlock (first row, heads, batch entry: block.cuh) of the list that the thread block takes: the packed mask orders each
 // head's lists, the longest first, so that long blocks start first. EitherOrder: the grid may have heads on its first axis.

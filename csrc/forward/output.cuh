@@ -4,7 +4,7 @@
 // true for one lane of each row. row_max has log2 units, lse natural ones. Decode kernels use add_sink too.
 #pragma once
 
-#include "forward/scores.cuh"
+#include "forward/scores.cuh"  // SoftmaxRows: row_max and sum of a warp's rows; kHas...: compiled features; FwdParams (src/params)
 
 // Returns whether out is fp32: a parameter says so, in kernels compiled with the feature fp32_output. Others have only fp16 code.
 __device__ __forceinline__ bool out_is_fp32(const FwdParams& p) { return kHasFp32Output && p.out_is_fp32; }

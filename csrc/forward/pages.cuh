@@ -8,7 +8,7 @@
 #pragma once
 
 #include "conditional.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // CacheSeqlenInfo: lengths of a sequence; Cache, Operand (src/params)
 
 constexpr int kPageGroup = 16;  // tokens of a group
 
@@ -139,7 +139,8 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
 };
 
 // Tiles of K and V of a block, in turn: each tile of K before that of V. load_k() and load_v() load into the caller's registers.
-// The specialization below goes through pages. Stream: TileStream, or ListedTileStream under a block-sparse mask.
+// The specialization below goes through pages. Chunks, ChunksV: 16-byte chunks of a row of K and of V. Rows: keys of a tile.
+// Stream: TileStream, or ListedTileStream under a block-sparse mask.
 template <bool Paged, int Chunks, int ChunksV, int Rows, int Threads, template <int, int, int> class Stream = TileStream>
 struct KvTiles {
     static_assert(!Paged, "paged kernels have ChunksV == Chunks");

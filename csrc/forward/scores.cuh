@@ -8,15 +8,14 @@
 // registers are short. With Layout::kEitherOrder, the grid may have heads on its first axis; remat_head reads the right one.
 #pragma once
 
-#include "forward/block.cuh"
-#include "mask.cuh"
+#include "forward/block.cuh"  // remat_head(); FwdParams (src/params): tensors, Problem, ScoreOptions
+#include "mask.cuh"  // Mask: row i sees keys i + low to i + high
 #include "score_layout.cuh"
-#include "score_mod.cuh"
+#include "score_mod.cuh"  // ScoreFunction, Alibi, Bias; Philox, DropoutRule: dropout
 #include "seqlen_info.cuh"
-#include "softmax.cuh"
+#include "softmax.cuh"  // SoftmaxRow: a row's lazy maximum, its limit and the sum
 #include "tile.cuh"
 
-// Returns the thread's number in its warp.
 __device__ __forceinline__ int remat_lane() { return remat_thread_index() & 31; }
 
 // Softmax state of a warp's rows: RowTiles tiles.

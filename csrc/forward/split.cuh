@@ -19,14 +19,14 @@
 // memory: the last arguments of load() are its address and the warp's first row in it. Probabilities hold P, split. Output<Columns>
 // has a lane's sums o[0][j][v], element v of tile j of kOutputTiles<Columns>: it lies in column(lane, j, v).
 //
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a
-// block).
+// The kernel's row in src/kernels/shared.rs names Forward or WideForward. It gives HEADDIM and HEADDIM_V (of v; equal here),
+// BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
-#include "dense_steps.cuh"
-#include "forward/block.cuh"
-#include "forward/output.cuh"
-#include "precise_score_function.cuh"
+#include "dense_steps.cuh"  // DenseSteps, NoMaskBits: without a block-sparse mask
+#include "forward/block.cuh"  // ForwardBlock: first row, heads and batch entry from blockIdx
+#include "forward/output.cuh"  // finish_row(), rescale_output(); of scores.cuh: Scores, SoftmaxRows, ScoreBias, DropoutBits
+#include "precise_score_function.cuh"  // softcap, without cancellation in small scores
 
 namespace split {
 
@@ -219,7 +219,8 @@ struct Forward {
     static constexpr int kWarps = THREADS / 32;
     static constexpr int kBlockRows = kWarps * kWarpRows;
     static constexpr int kChunks = 2 * HEADDIM / kChunk;  // 16-byte chunks of a row, both parts
-    // Bytes between shared rows. One chunk of padding, so that the rows of a column fall into different banks.
+    // Bytes between shared rows. One chunk of padding, so that the rows of a column fall into different banks. A slot has a tile of
+    // K, then one of V.
     static constexpr int kPitch = (kChunks + 1) * kChunkBytes;
     static constexpr int kTileBytes = kStep * kPitch, kSlotBytes = 2 * kTileBytes, kRingBytes = 2 * kSlotBytes;
     using Block = ForwardBlock<kBlockRows, Layout::kEitherOrder>;
@@ -241,7 +242,7 @@ struct Forward {
         __device__ __forceinline__ Loader(const FwdParams& p, const unsigned short* k_rows, const unsigned short* v_rows, int end)
             : k(k_rows + threadIdx.x % kChunks * kChunk), v(v_rows + threadIdx.x % kChunks * kChunk), k_stride(p.k.row_stride),
               v_stride(p.v.row_stride), key_end(end) {}
-        // Loads the step that begins with key `first`; keys that do not exist become 0.
+        // Loads the step that begins with key `first`; keys that do not exist become 0. store() moves it to a shared slot.
         __device__ __forceinline__ void load(int first) {
             const int row = threadIdx.x / kChunks;
 #pragma unroll
@@ -424,7 +425,7 @@ struct WideForward {
             const u32 columns = first_column() * 2;  // bytes from a row's first column to the warp's
             tiles.store(slot + kSlotBytes);
             tiles.load_v(0, keys.first());
-            Products s, large;
+            Products s, large;  // sums of products with a low part, and of the others
 #pragma unroll
             for (int i = 0; i < Family::kTiles; i++) s[i].clear(), large[i].clear();
             q.multiply_high(s, large, slot + columns, kPitch);

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "compact_listed_steps.cuh"
-#include "forward/block_mask.cuh"
-#include "forward/split.cuh"
+#include "forward/block_mask.cuh"  // MaskBits: bits of partial blocks; HeadLists, BlockLists: lists in memory
+#include "forward/split.cuh"  // RowTileGrid: a thread block for each row tile and head
 
 namespace split {
 

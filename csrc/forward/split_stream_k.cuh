@@ -5,11 +5,13 @@
 //
 // TileSplit (tile_split.cuh) is a block's work: a row tile (row_block), and a range of its steps of kStep keys (first to end). It
 // is split number `index` of `splits`; 1 means all keys. stream_k_tile numbers the split tiles. Family: mma layout (split.cuh).
+// StreamKParams (src/params) has scratch memory for max_splits splits of each split tile (partials), and semaphores that count
+// finished splits. The kernel's row in src/kernels gives BLOCK_ROWS (of a row tile) and THREADS (of a block).
 #pragma once
 
-#include "forward/split.cuh"
-#include "forward/tile_split.cuh"
-#include "semaphore.cuh"
+#include "forward/split.cuh"  // SeenKeys, kStep; SoftmaxRows: row_max and sum of rows
+#include "forward/tile_split.cuh"  // TileSplit, TileCoord, SplitBlock
+#include "semaphore.cuh"  // is_last_block()
 
 namespace split {
 

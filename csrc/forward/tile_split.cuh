@@ -2,7 +2,7 @@
 // src/plan/stream_k.rs decides which block takes which keys. Grid policies: volta/forward/stream_k.cuh, forward/split_stream_k.cuh.
 #pragma once
 
-#include "features.cuh"
+#include "features.cuh"  // kPaged; Problem, StreamKParams, StreamKSplit (src/params)
 
 // Equal parts of a row tile's steps, the unit of splits of paged kernels (over a KV cache, whose lengths are in memory;
 // `PAGED_PARTS` in src/limits.rs). Both ends of a split are 16-bit numbers.

@@ -27,8 +27,8 @@
 // The kernel's row in src/kernels gives THREADS, STEP (keys) and SHARED_BYTES.
 #pragma once
 
-#include "indexer/keys.cuh"
-#include "indexer/schedule.cuh"
+#include "indexer/keys.cuh"  // KeyLoader; from queries.cuh kPitch, kChunks, QueryRows, stage_queries()
+#include "indexer/schedule.cuh"  // Range, Tile, BlockTime; IndexerParams (src/params)
 
 namespace indexer {
 

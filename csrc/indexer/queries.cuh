@@ -2,8 +2,8 @@
 // factor for each. A row is one head of one query, which has 2^head_shift rows (32 or 64): nheads heads, then missing rows.
 #pragma once
 
-#include "quantized.cuh"
-#include "tile.cuh"
+#include "quantized.cuh"  // Element: conversion of codes
+#include "tile.cuh"  // kChunk, kChunkBytes; IndexerParams (src/params)
 
 namespace indexer {
 

@@ -5,7 +5,7 @@
 // The kernel's row in src/kernels gives THREADS, of a block.
 #pragma once
 
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: IndexerParams: strides count elements, page_stride bytes
 
 namespace indexer {
 

@@ -9,10 +9,10 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS (tokens of a block), THREADS (of a block), KEY_FORMAT and VALUE_FORMAT.
 #pragma once
 
-#include "shared/append/quantize.cuh"
-#include "cache.cuh"
-#include "half.cuh"
-#include "volta_fa_params.h"
+#include "shared/append/quantize.cuh"  // RowScale: scale, zero point and codes of a row
+#include "cache.cuh"  // CacheSeqlenInfo: lengths and offsets of a sequence; page_of(), has_page(), row_of_page()
+#include "half.cuh"  // pack2(), unpack2(): pairs of fp16 or bf16
+#include "volta_fa_params.h"  // generated from src/params: AppendParams; strides count elements, of quantized caches bytes
 
 namespace append {
 
@@ -159,7 +159,7 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
         if (column >= columns) continue;
         const float2 numbers = to_floats<Element>(x[i]);
         const int codes[kColumns] = {quant.code<Format>(numbers.x), quant.code<Format>(numbers.y)};
-        if constexpr (Info::kColumns == 2) {
+        if constexpr (Info::kColumns == 2) {  // columns of a byte: int4
             data[column / 2] = static_cast<unsigned char>(codes[0] | codes[1] << 4);
         } else {
             data[column] = static_cast<unsigned char>(codes[0]);

@@ -2,10 +2,11 @@
 // Used by append.cuh. Bitwise identical to python/volta_fa/kv_cache/formats.py.
 //
 // A code stands for scale * code (int8: codes -127 to 127; fp8) or scale * (code - zero_point) (int4: codes 0 to 15). int8 and int4
-// rows get a scale from their own numbers; fp8 rows get the caller's. kMaxCode is a format's largest code, of fp8 as a number.
+// rows get a scale from their own numbers (kTokenScales), int4 a zero point too (kZeroPoints); fp8 rows get the caller's scale.
+// kMaxCode is a format's largest code, of fp8 as a number.
 #pragma once
 
-#include "quantized.cuh"
+#include "quantized.cuh"  // Element, CacheFormatInfo: facts of a format
 
 // Returns x / scale as an fp8 byte, rounded to nearest even. Saturates; NaN stays NaN.
 template <CacheFormat Format>

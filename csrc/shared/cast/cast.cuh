@@ -22,8 +22,8 @@
 #pragma once
 
 #include "half.cuh"
-#include "seqlen_info.cuh"
-#include "shared/cast/visible_keys.cuh"
+#include "seqlen_info.cuh"  // SeqlenInfo; CastParams, Operand, Output (src/params): strides in elements
+#include "shared/cast/visible_keys.cuh"  // VisibleKeys: whether any query sees a key
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -145,8 +145,8 @@ __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents
     return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + exponents.q - kMaxOrdinary), 0);
 }
 
-// Rows of one head of one tensor and one sequence. `slot`: number of the head among those of q, then k, then v. SeqlenInfo<true>
-// takes lengths from GPU memory where the call has them there.
+// Rows of one head of one tensor and one sequence. `slot`: number of the head among those of q, then k, then v. first_entry: number
+// of the launch's first batch entry. SeqlenInfo<true> takes lengths from GPU memory where the call has them there.
 struct Head {
     const unsigned char* from;
     unsigned short* to;
@@ -266,7 +266,6 @@ __device__ __forceinline__ void leave_out_hidden(const CastParams& p, const Head
     if (threadIdx.x % 32 == 0 && found) atomicMax(p.largest + (kLargestVisible + head.tensor - kK) * p.groups + head.group, found);
 }
 
-// Returns the exponent of a head's rows.
 __device__ __forceinline__ int tensor_exponent(const CastParams& p, const Head& head, const Exponents& exponents) {
     return head.tensor == kQ ? exponents.q : head.tensor == kK ? exponents.k : value_exponent(p, head.group);
 }

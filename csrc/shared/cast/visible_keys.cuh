@@ -2,9 +2,9 @@
 // which chooses the power of two for fp16 keys and values from the largest magnitude, without keys that no query sees.
 #pragma once
 
-#include "block_lists.cuh"
+#include "block_lists.cuh"  // HeadLists: lists in memory; clamped_...(): counts; a listed block: 128 queries by 64 keys
 #include "half.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // Mask, SeqlenInfo; CastParams (src/params)
 
 namespace cast {
 
@@ -59,8 +59,8 @@ public:
         const ScoreOptions& o = p_.score_options;
         const bool has_lists = p_.blocks.lists;
         const int last = mask_.row_end(key, 1) - 1;
-        // Queries that may see the key. Without lists, and without a bias of each query, the last one decides: causal mask and
-        // window let it see the key if any does. Likewise the first head, without a bias of each head.
+        // Queries that may see the key. Without lists, and without a bias of each query (stride not 0), the last one decides:
+        // causal mask and window let it see the key if any does. Likewise the first head, without a bias of each head.
         const int first = has_lists || (o.bias && o.bias_row_stride) ? mask_.row_first(key) : max(mask_.row_first(key), last);
         const int end_head = has_lists || (o.bias && o.bias_head_stride) ? end_head_ : head_ + 1;
         const int position = min(key - (mask_.seqlen_k - mask_.seqlen_q), last);  // query at the key's position: the ends align

@@ -7,10 +7,10 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS, THREADS (of a block), and STEP, the most keys of a forward kernel's step.
 #pragma once
 
-#include "cache.cuh"
+#include "cache.cuh"  // CacheSeqlenInfo: lengths and offsets of a sequence; page_of(), has_page()
 #include "half.cuh"
-#include "quantized.cuh"
-#include "volta_fa_params.h"
+#include "quantized.cuh"  // bytes_of_page(), scale_of_page(): addresses; CacheFormatInfo: facts of a format
+#include "volta_fa_params.h"  // generated from src/params: DequantizeParams; Output, strides in elements
 
 namespace dequantize {
 
@@ -117,7 +117,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
 
 struct Kernel {
     __device__ __forceinline__ static void run(const DequantizeParams& p) {
-        switch (p.scales.format) {
+        switch (p.scales.format) {  // QUANTIZED_FORMATS: generated from src/kernels/formats.rs
 #define CASE(format)          \
     case CacheFormat::format: \
         return dequantize<CacheFormat::format>(p);

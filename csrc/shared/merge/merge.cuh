@@ -10,7 +10,7 @@
 
 #include "half.cuh"
 #include "softmax.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: MergeParams, whose strides count elements
 
 namespace merge {
 

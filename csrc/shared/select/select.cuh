@@ -10,7 +10,7 @@
 
 #include "half.cuh"
 #include "lengths.cuh"
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated from src/params: SparseMlaParams, ChosenTokens (indices of one cache)
 
 namespace select {
 
@@ -65,8 +65,8 @@ __device__ __forceinline__ void make_list(const SparseMlaParams& p, int query) {
     }
 }
 
-// Casts one head of a bf16 query to fp16, scaled by a power of two so that its largest magnitude is below 2^15. row_scales gets the
-// inverse power, by which the attention kernel multiplies scores.
+// Casts one head of a bf16 query (a batch entry of p.q) to fp16, scaled by a power of two so that its largest magnitude is below
+// 2^15. row_scales gets the inverse power, by which the attention kernel multiplies scores.
 __device__ __forceinline__ void cast_row(const SparseMlaParams& p, int query, int head) {
     const int lane = threadIdx.x & 31, chunks = p.decode.problem.headdim / kChunk;
     const unsigned short* from = p.q.ptr + query * p.q.batch_stride + head * p.q.head_stride;
