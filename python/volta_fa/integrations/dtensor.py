@@ -19,7 +19,7 @@ _KEY = "CompositeImplicitAutograd"
 
 
 def _has_rules(t: Tensor) -> bool:
-    """Returns whether volta_fa computes with a tensor of this subclass, after adding the rules. torch_ops/subclass.cpp calls it."""
+    """Returns whether volta_fa computes with a tensor of this subclass, after adding the rules. torch_ops/operators.cpp calls it."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(t, module.DTensor):
         return False
