@@ -221,7 +221,9 @@ fn simulated() -> Result<Target> {
 /// Returns the largest headdim of fp16 CPU tensors: the simulated GPU's, if the environment requests one.
 pub(crate) fn cpu_max_headdim() -> i64 {
     match simulated() {
-        Ok(Target::Kernels(simulator)) => simulator.limits().map_or(MAX_HEADDIM, |limits| crate::kernels::COMPILED.max_headdim(limits.sm())),
+        Ok(Target::Kernels(simulator)) => {
+            simulator.limits().map_or(MAX_HEADDIM, |limits| crate::kernels::COMPILED.max_headdim(limits.sm()))
+        }
         _ => MAX_HEADDIM,
     }
 }
