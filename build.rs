@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use tables::variants::ParamBlock;
 
 /// Files of the types and functions that the library shares with its C++ shims.
-const ABI_SOURCES: [&str; 5] = ["src/ffi.rs", "src/info.rs", "src/operators.rs", "src/shim.rs", "src/value.rs"];
+const ABI_SOURCES: [&str; 4] = ["src/ffi.rs", "src/operators.rs", "src/shim.rs", "src/value.rs"];
 
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);

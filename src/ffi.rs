@@ -1,16 +1,14 @@
 //! The C ABI between the C++ shim (`torch_ops/`) and Rust: the functions that the shim calls. cbindgen makes `volta_fa_abi.h` of it.
 //!
 //! Operators take their arguments as [`Value`]s, which borrow tensors. The caller owns results. No panic crosses the boundary: functions
-//! that can fail return a [`Status`]. An operator's number is its row in [`OPERATORS`].
+//! that can fail return a [`Status`]. An operator's number is its row in [`OPERATORS`], an internal one's its row in [`INTERNAL`].
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::info::PlanArgs;
+use crate::internal::{Output, INTERNAL};
 use crate::launch::driver::Driver;
 use crate::operators::{Autocast, Call, OPERATORS};
-use crate::ops::dropout;
 use crate::value::Value;
-use std::ffi::{c_char, c_void, CStr, CString};
-use std::mem::ManuallyDrop;
+use std::ffi::{c_char, c_void, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tch::Tensor;
 
@@ -105,38 +103,33 @@ pub unsafe extern "C" fn volta_fa_check(number: usize, values: *const Value, cou
     })
 }
 
-/// Arguments of `volta_fa::_dropout_mask`, which tests call, and flash-attn's interface for `return_attn_probs`.
-#[repr(C)]
-pub struct DropoutMaskArgs {
-    /// (2) int64, seed and offset, on the CPU: the shim copies it.
-    pub rng_state: *mut c_void,
-    pub batch: i64,
-    pub nheads: i64,
-    pub seqlen_q: i64,
-    pub seqlen_k: i64,
-    /// Probability of dropping, in [0, 1).
-    pub dropout_p: f64,
+/// Returns an internal operator's schema; null past the last operator. The caller owns it.
+#[no_mangle]
+pub extern "C" fn volta_fa_internal(number: usize) -> *mut c_char {
+    INTERNAL.get(number).map_or(std::ptr::null_mut(), |operator| c_string(operator.schema))
 }
 
-/// Computes `volta_fa::_dropout_mask`: bool (batch, nheads, seqlen_q, seqlen_k), true for kept probabilities.
+/// Computes a call of an internal operator. `text` or `tensor` receives the result, if its schema has one.
 ///
 /// # Safety
-/// `args` and its handle are valid, and `output` has room for a pointer, written on success only.
+/// As [`volta_fa_call`]; `text` and `tensor` have room for a pointer each.
 #[no_mangle]
-pub unsafe extern "C" fn volta_fa_dropout_mask(args: *const DropoutMaskArgs, output: *mut *mut c_void) -> Status {
-    status("_dropout_mask", || unsafe {
-        let args = &*args;
-        let shape = [args.batch, args.nheads, args.seqlen_q, args.seqlen_k];
-        let rng_state = ManuallyDrop::new(Tensor::from_ptr(args.rng_state.cast()));
-        *output = release(dropout::mask(&rng_state, shape, args.dropout_p)?);
+pub unsafe extern "C" fn volta_fa_call_internal(
+    number: usize,
+    values: *const Value,
+    count: usize,
+    text: *mut *mut c_char,
+    tensor: *mut *mut c_void,
+) -> Status {
+    let operator = &INTERNAL[number];
+    status(operator.name(), || unsafe {
+        match (operator.run)(std::slice::from_raw_parts(values, count))? {
+            Output::Nothing => {}
+            Output::Text(found) => *text = c_string(&found),
+            Output::Tensor(found) => *tensor = release(found),
+        }
         Ok(())
     })
-}
-
-/// Returns JSON about this build and machine, see [`crate::info`].
-#[no_mangle]
-pub extern "C" fn volta_fa_info() -> *mut c_char {
-    c_string(&crate::info::describe().to_string())
 }
 
 /// Returns a CUDA device's compute capability in two digits: 70 for 7.0. The shim asks before it takes over
@@ -167,67 +160,6 @@ pub extern "C" fn volta_fa_max_headdim(sm: i32) -> i64 {
         Ok(sm) if sm > 0 => crate::kernels::COMPILED.max_headdim(sm),
         _ => crate::ops::cpu_max_headdim(),
     }
-}
-
-/// Returns the kernels that would run a shape, and why, as JSON, see [`crate::info::plan`].
-///
-/// # Safety
-/// `args` and its text are valid and `json` has room for a pointer, written on success only.
-#[no_mangle]
-pub unsafe extern "C" fn volta_fa_plan(args: *const PlanArgs, json: *mut *mut c_char) -> Status {
-    status("_plan", || unsafe {
-        let features = CStr::from_ptr((*args).features).to_string_lossy();
-        *json = c_string(&crate::info::plan(&*args, &features, (*args).device.as_ref().copied())?.to_string());
-        Ok(())
-    })
-}
-
-/// Sets a tuning (a JSON text that says which kernels plans take or avoid) in place of tuning files, see [`crate::launch::tuning::force`].
-///
-/// # Safety
-/// `text` is NUL-terminated.
-#[no_mangle]
-pub unsafe extern "C" fn volta_fa_set_tuning(text: *const c_char) -> Status {
-    status("_set_tuning", || unsafe { crate::launch::tuning::force(&CStr::from_ptr(text).to_string_lossy()) })
-}
-
-/// Returns JSON about a device's tuning file, see [`crate::info::tuning`].
-///
-/// # Safety
-/// `json` has room for a pointer, written on success only.
-#[no_mangle]
-pub unsafe extern "C" fn volta_fa_tuning(device: i64, json: *mut *mut c_char) -> Status {
-    status("_tuning", || unsafe {
-        *json = c_string(&crate::info::tuning(device)?.to_string());
-        Ok(())
-    })
-}
-
-/// Loads a kernel ahead of its first launch, see [`crate::info::preload`].
-///
-/// # Safety
-/// `kernel` is NUL-terminated.
-#[no_mangle]
-pub unsafe extern "C" fn volta_fa_preload(kernel: *const c_char, device: i64) -> Status {
-    status("_preload", || unsafe { crate::info::preload(&CStr::from_ptr(kernel).to_string_lossy(), device) })
-}
-
-/// Returns the kernel families (volta, turing) that a device runs as JSON, see [`crate::info::families`].
-///
-/// # Safety
-/// `json` has room for a pointer, written on success only.
-#[no_mangle]
-pub unsafe extern "C" fn volta_fa_families(major: i32, minor: i32, json: *mut *mut c_char) -> Status {
-    status("_families", || unsafe {
-        *json = c_string(&crate::info::families((major, minor))?.to_string());
-        Ok(())
-    })
-}
-
-/// Returns the reports of the timed or recorded simulations since the last call as JSON, see [`crate::info::take_simulations`].
-#[no_mangle]
-pub extern "C" fn volta_fa_take_simulations() -> *mut c_char {
-    c_string(&crate::info::take_simulations())
 }
 
 /// Frees a string of this library.

@@ -1,5 +1,5 @@
 //! Describes this build and this machine as JSON, for `python -m volta_fa info`, `python -m volta_fa check` and the tests. They read it by
-//! the private operators `_info()`, `_plan()`, `_families()`, `_tuning()` and `_sim_report()` of `torch.ops.volta_fa`, through ffi.rs.
+//! internal operators: `_info()`, `_plan()`, `_families()`, `_tuning()` and `_sim_report()` of `torch.ops.volta_fa` (internal.rs).
 //!
 //! Words: a variant is one compiled kernel, and a family the kernels for one kind of tensor core (volta, turing). A feature is an option
 //! that needs code of its own in a kernel. A tuning file says which kernels plans take or avoid on one GPU.
@@ -7,20 +7,22 @@
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, ScaleGranularity, Variant, COMPILED, FORMATS, PASSES};
 use crate::launch::driver::{self, Driver};
-use crate::launch::tuning::{self, DeviceTuning, Outcome};
+use crate::launch::tuning::{self, Outcome};
 use crate::launch::{only_family, Launcher};
 use crate::limits;
 use crate::ops::all_are_batch_invariant;
 use crate::plan::{self, BackwardMode, BackwardPlan, DeviceLimits, PlannedKernel};
 use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
-use serde_json::{json, Value};
-use std::ffi::c_char;
+use crate::value::{arguments, Value};
+use serde_json::{json, Value as Json};
 
+/// Returns names of features, as the arguments of [`plan()`] have them.
 fn names(features: FeatureSet) -> Vec<&'static str> {
     features.iter().map(Feature::name).collect()
 }
 
-fn cache_formats() -> Vec<Value> {
+/// Describes the formats of KV caches.
+fn cache_formats() -> Vec<Json> {
     let row = |f: &FormatInfo| {
         let [keys, values] = f.format.parts();
         json!({
@@ -44,7 +46,8 @@ fn cache_formats() -> Vec<Value> {
     FORMATS.iter().map(row).collect()
 }
 
-fn variant(v: &Variant) -> Value {
+/// Describes a kernel.
+fn variant(v: &Variant) -> Json {
     let image = kernels::image(v);
     json!({
         "name": v.name,
@@ -70,8 +73,8 @@ fn variant(v: &Variant) -> Value {
 }
 
 /// Returns version, limits, cache formats, passes, families, and all variants with their resources.
-pub fn describe() -> Value {
-    let variants: Vec<Value> = kernels::variants().map(variant).collect();
+pub fn describe() -> Json {
+    let variants: Vec<Json> = kernels::variants().map(variant).collect();
     let passes = PASSES.map(|p| {
         json!({
             "name": format!("{:?}", p.pass),
@@ -80,7 +83,7 @@ pub fn describe() -> Value {
             "features": names(p.features),
         })
     });
-    let families: Vec<Value> = COMPILED
+    let families: Vec<Json> = COMPILED
         .families()
         .map(|f| {
             json!({
@@ -107,7 +110,7 @@ pub fn describe() -> Value {
 
 /// Returns the families that a device of this compute capability runs, in the order of preference. `native`: in embedded machine code, else
 /// as PTX, which the driver compiles. Fails if `VOLTA_FA_FAMILY` names a family that is unknown or does not run there.
-pub fn families(capability: (i32, i32)) -> Result<Value> {
+pub fn families(capability: (i32, i32)) -> Result<Json> {
     // of the limits, families depend on these two alone
     let limits = DeviceLimits { capability, only: only_family()?, ..DeviceLimits::V100 };
     let found = plan::families(*COMPILED, &limits)?;
@@ -135,28 +138,20 @@ fn driver_of(device: i64) -> Result<Driver> {
     Ok(Driver { device: usize::try_from(device).map_err(|_| wrong())?, stream: std::ptr::null_mut() })
 }
 
-#[cfg(feature = "sim")]
-fn simulator_tuning() -> Result<&'static DeviceTuning> {
-    crate::launch::simulator::tuning()
-}
-#[cfg(not(feature = "sim"))]
-fn simulator_tuning() -> Result<&'static DeviceTuning> {
-    Err(Error::unsupported("this build has no simulator"))
-}
-
-#[cfg(feature = "sim")]
-fn simulator_limits() -> Result<DeviceLimits> {
-    crate::launch::simulator::limits()
-}
-#[cfg(not(feature = "sim"))]
-fn simulator_limits() -> Result<DeviceLimits> {
-    Err(Error::unsupported("this build has no simulator"))
+/// Returns the launcher of a CUDA device or, for [`SIMULATOR`], of the simulated GPU.
+fn launcher_of(device: i64) -> Result<Box<dyn Launcher>> {
+    match device {
+        #[cfg(feature = "sim")]
+        SIMULATOR => Ok(Box::new(crate::launch::simulator::Simulator::of_named_gpu()?)),
+        #[cfg(not(feature = "sim"))]
+        SIMULATOR => Err(Error::unsupported("this build has no simulator")),
+        _ => Ok(Box::new(driver_of(device)?)),
+    }
 }
 
-/// Describes a device's tuning file: the GPU and software it must be made on, its path, and the outcome of reading it (`off`, `missing`,
-/// `read`, or `ignored` with the reason).
-pub fn tuning(device: i64) -> Result<Value> {
-    let found = if device == SIMULATOR { simulator_tuning()? } else { driver_of(device)?.tuning()? };
+/// Describes a device's tuning file: the GPU and software it must be made on, its path, and the outcome of reading it (an [`Outcome`]).
+pub fn tuning(device: i64) -> Result<Json> {
+    let found = launcher_of(device)?.tuning()?;
     let (outcome, why) = match &found.outcome {
         Outcome::Off => ("off", None),
         Outcome::Missing => ("missing", None),
@@ -181,26 +176,23 @@ pub fn preload(kernel: &str, device: i64) -> Result<()> {
     driver_of(device)?.preload(kernel)
 }
 
-/// Returns the device of a [`plan()`] call: one of this machine, with its tuning, or the one that the numbers describe.
-fn limits(args: &PlanArgs, device: Option<i64>) -> Result<DeviceLimits> {
-    match device {
-        Some(SIMULATOR) => simulator_limits(),
-        Some(device) => driver_of(device)?.limits(),
-        None => Ok(DeviceLimits {
-            capability: (args.capability_major as i32, args.capability_minor as i32),
-            sms: positive("sms", args.sms)? as u32,
-            shared_bytes_per_block: positive("shared_bytes", args.shared_bytes_per_block)? as u32,
-            only: only_family()?,
-            tuning: tuning::forced(),
-        }),
-    }
+/// Returns the device that numbers of a [`plan()`] call describe.
+fn described_device([sms, major, minor, shared_bytes]: &[Value; 4]) -> Result<DeviceLimits> {
+    Ok(DeviceLimits {
+        capability: (major.int() as i32, minor.int() as i32),
+        sms: positive("sms", sms)? as u32,
+        shared_bytes_per_block: positive("shared_bytes", shared_bytes)? as u32,
+        only: only_family()?,
+        tuning: tuning::forced(),
+    })
 }
 
-fn positive(name: &str, n: i64) -> Result<i64> {
-    if n < 1 || n > i64::from(i32::MAX) {
-        return Err(Error::value(name, n, "a positive 32-bit number"));
+/// Returns a size of a [`plan()`] call. `name`: of the argument, for the error.
+fn positive(name: &str, size: &Value) -> Result<i64> {
+    match size.int() {
+        n if (1..=i64::from(i32::MAX)).contains(&n) => Ok(n),
+        n => Err(Error::value(name, n, "a positive 32-bit number")),
     }
-    Ok(n)
 }
 
 /// Describes plans of the same shape with its keys in a KV cache, by `described` (a kernel on a grid of some batch entries). A plan is null
@@ -208,9 +200,9 @@ fn positive(name: &str, n: i64) -> Result<i64> {
 /// - `append` and `append_quantized`: appends as many tokens as there are queries.
 /// - `decode`, `bfloat16` and `quantized`: decodes over fp16, bf16 and quantized caches, the last by format.
 /// - `dequantize` and `prefill`: dequantizes, and computes the sequences with more query rows per KV head than decode kernels take, if any.
-fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Value) -> Value {
+fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Json) -> Json {
     if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
-        return Value::Null;
+        return Json::Null;
     }
     let has_long = a.has_prefill(); // there may be sequences that decode kernels leave to prefill
     let decode = |dtype, format| {
@@ -223,7 +215,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
         })
     };
     let append = |format| plan::append(a.seqlen_q, a.nheads_k, format, limits).ok().map(|kernel| described(kernel, a.batch));
-    let of_quantized = |planned: &dyn Fn(CacheFormat) -> Option<Value>| -> serde_json::Map<String, Value> {
+    let of_quantized = |planned: &dyn Fn(CacheFormat) -> Option<Json>| -> serde_json::Map<String, Json> {
         CacheFormat::quantized().map(|format| (format.name().into(), json!(planned(format)))).collect()
     };
     let prefill = has_long.then(|| plan::prefill(a, limits).ok()).flatten();
@@ -238,47 +230,22 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     })
 }
 
-/// A shape and a device: the arguments of `volta_fa::_plan`, which [`plan()`] describes. Sizes are from 1 to 2^31 - 1.
-#[repr(C)]
-pub struct PlanArgs {
-    /// Entries, all of one length.
-    pub batch: i64,
-    pub seqlen_q: i64,
-    pub seqlen_k: i64,
-    pub nheads: i64,
-    pub nheads_k: i64,
-    pub headdim: i64,
-    pub headdim_v: i64,
-    /// True: the mask is causal; false: there is none.
-    pub is_causal: bool,
-    pub sms: i64,
-    pub capability_major: i64,
-    pub capability_minor: i64,
-    /// Dynamic shared memory that a block may opt in to, bytes.
-    pub shared_bytes_per_block: i64,
-    /// True to plan a deterministic backward pass.
-    pub deterministic: bool,
-    /// Features of the problem, with the names in `_info()`, separated by commas: `softcap,sinks`.
-    pub features: *const c_char,
-    /// Device of this machine, -1 for the simulator's; null: the device that the numbers above describe.
-    pub device: *const i64,
-}
-
-/// Describes the kernels of a shape on a device, each with its reason: `forward`, `backward` and, for a KV cache, `cache`. Kernels that a
-/// fused backward kernel replaces are null. A `device` (see [`SIMULATOR`]) overrides the device numbers in `args`. Fails for sizes out of
-/// range, or without applicable kernels.
-pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result<Value> {
-    let (features, mode) = plan::using(parse_features(feature_names)?);
+/// Describes the kernels of a shape on a device, each with its reason; null where a fused backward kernel replaces them. `values`:
+/// arguments of `_plan` (internal.rs); all batch entries have these lengths. Fails for sizes out of range, or without applicable kernels.
+pub fn plan(values: &[Value]) -> Result<Json> {
+    let [batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal, device_numbers @ .., deterministic, features, device] =
+        arguments::<15>(values);
+    let (features, mode) = plan::using(parse_features(&features.text())?);
     let a = Attention {
-        batch: positive("batch", args.batch)?,
-        seqlen_q: positive("seqlen_q", args.seqlen_q)?,
-        seqlen_k: positive("seqlen_k", args.seqlen_k)?,
-        nheads: positive("nheads", args.nheads)?,
-        nheads_k: positive("nheads_k", args.nheads_k)?,
-        headdim: padded_headdim(positive("headdim", args.headdim)?),
-        headdim_v: padded_headdim(positive("headdim_v", args.headdim_v)?),
+        batch: positive("batch", batch)?,
+        seqlen_q: positive("seqlen_q", seqlen_q)?,
+        seqlen_k: positive("seqlen_k", seqlen_k)?,
+        nheads: positive("nheads", nheads)?,
+        nheads_k: positive("nheads_k", nheads_k)?,
+        headdim: padded_headdim(positive("headdim", headdim)?),
+        headdim_v: padded_headdim(positive("headdim_v", headdim_v)?),
         softmax_scale: 1.0,
-        window: Window { left: None, right: args.is_causal.then_some(0) },
+        window: Window { left: None, right: is_causal.bool().then_some(0) },
         dtype: DType::Half,
         queries: Queries::Dense,
         keys: Keys::Dense,
@@ -288,7 +255,10 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
     };
     // VOLTA_FA_BATCH_INVARIANT asks for batch-invariant kernels in all calls; gradients have none
     let forward = Attention { features: RequestedFeatures { batch_invariant: all_are_batch_invariant()?, ..a.features }, ..a };
-    let limits = limits(args, device)?;
+    let limits = match device.optional_int() {
+        Some(device) => launcher_of(device)?.limits()?,
+        None => described_device(device_numbers)?,
+    };
     let on_grid = |kernel: PlannedKernel, batch: i64| {
         let mut value = variant(kernel.variant);
         value["grid"] = json!(kernel.grid(batch));
@@ -296,7 +266,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
         value
     };
     let described = |kernel: PlannedKernel| on_grid(kernel, a.batch);
-    let mode = BackwardMode { deterministic: args.deterministic, ..mode };
+    let mode = BackwardMode { deterministic: deterministic.bool(), ..mode };
     let backward = plan::backward(&a, mode, &limits)?;
     let kernels_of = |plan: &BackwardPlan| {
         let of_backward = |kernel: PlannedKernel| on_grid(kernel, plan.launch_entries(a.batch));
@@ -314,7 +284,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
     let split = BackwardMode { split: true, fp32_gradients: true, ..mode };
     Ok(json!({
         "mode": {
-            "is_causal": args.is_causal,
+            "is_causal": is_causal.bool(),
             "deterministic": mode.deterministic,
             "fp32_gradients": mode.fp32_gradients,
             "features": names(plan::features(&a, mode)),

@@ -1,46 +1,46 @@
 //! `VOLTA_FA_LOG=1`: prints the kernels of a call on standard error, with their grids, why the planner chose them, and the problem. Later
-//! calls with the same kernels and reasons print nothing. src/ops/ calls the function of each operator after it has planned.
+//! calls with the same kernels and reasons print nothing. src/ops/ calls a function of this module for each pass that it has planned.
 
 use crate::error::{Error, Result};
 use crate::kernels::Feature;
 use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, FastPlan, PlannedKernel};
 use crate::problem::{Attention, CacheLayout, Indexer, MergedStates, Window};
 use std::collections::HashSet;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{LazyLock, Mutex, OnceLock};
 
+/// Environment variable: 1 logs; 0, empty or unset does not.
 const VARIABLE: &str = "VOLTA_FA_LOG";
 
 /// Kernels and reasons that were printed. Shapes are not part of it, so a server with ever new lengths fills neither memory nor log.
-static PRINTED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+static PRINTED: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
 /// Returns true if plans are logged. Reads the environment once.
 fn enabled() -> Result<bool> {
-    static ENABLED: OnceLock<std::result::Result<bool, String>> = OnceLock::new();
+    static ENABLED: OnceLock<Result<bool>> = OnceLock::new();
     let read = || match std::env::var_os(VARIABLE).unwrap_or_default().to_string_lossy().as_ref() {
         "" | "0" => Ok(false),
         "1" => Ok(true),
-        other => Err(other.to_string()),
+        other => Err(Error::value(VARIABLE, format!("`{other}`"), "0 or 1")),
     };
-    ENABLED.get_or_init(read).clone().map_err(|other| Error::value(VARIABLE, format!("`{other}`"), "0 or 1"))
+    ENABLED.get_or_init(read).clone()
 }
 
-/// Prints the line of a pass and its plan, unless one with the same kernels and reasons was printed. Fails if the variable is neither 0
-/// nor 1, and so do the functions below.
-fn once(pass: &str, kernels: &[PlannedKernel], line: impl FnOnce() -> String) -> Result<()> {
+/// Prints the line of a pass and its plan, unless it printed one with the same kernels and reasons. Fails for another value than 0 or 1.
+fn log_kernels(pass: &str, kernels: &[PlannedKernel], line: impl FnOnce() -> String) -> Result<()> {
     if !enabled()? {
         return Ok(());
     }
     let chosen: Vec<_> = kernels.iter().map(|k| format!("{} ({})", k.variant.name, k.reason)).collect();
     let mut printed = PRINTED.lock().unwrap_or_else(|e| e.into_inner());
-    if printed.get_or_insert_with(HashSet::new).insert(format!("{pass}: {}", chosen.join(", "))) {
+    if printed.insert(format!("{pass}: {}", chosen.join(", "))) {
         eprintln!("volta_fa: {pass}, {}", line());
     }
     Ok(())
 }
 
 /// Logs one kernel, whose grid divides `batch` entries, with a description of the problem.
-fn one(pass: &str, planned: &PlannedKernel, batch: i64, what: impl FnOnce() -> String) -> Result<()> {
-    once(pass, &[*planned], || format!("{}: {}", what(), kernel(planned, batch)))
+fn log_kernel(pass: &str, planned: &PlannedKernel, batch: i64, what: impl FnOnce() -> String) -> Result<()> {
+    log_kernels(pass, &[*planned], || format!("{}: {}", what(), kernel(planned, batch)))
 }
 
 /// Describes a kernel on its grid for this many batch entries (1: the grid divides all itself): `NAME on 16 x 32 x 2 blocks (REASON)`.
@@ -49,6 +49,7 @@ fn kernel(k: &PlannedKernel, batch: i64) -> String {
     format!("{} on {x} x {y} x {z} blocks ({})", k.variant.name, k.reason)
 }
 
+/// Describes kernels, each as [`kernel`] does.
 fn grids(kernels: &[PlannedKernel], batch: i64) -> String {
     kernels.iter().map(|k| kernel(k, batch)).collect::<Vec<_>>().join(", ")
 }
@@ -71,22 +72,23 @@ fn problem(a: &Attention, mode: BackwardMode) -> String {
 
 /// Logs a kernel of forward passes: `forward`, or `prefill` over a KV cache.
 pub fn forward(pass: &str, a: &Attention, planned: &PlannedKernel) -> Result<()> {
-    one(pass, planned, a.batch, || problem(a, BackwardMode::default()))
+    log_kernel(pass, planned, a.batch, || problem(a, BackwardMode::default()))
 }
 
 /// Logs the kernels of `fwd_fast` in one line. `forward_only`: nothing is left to prepare, so the prepare kernel does not run.
 pub fn fast(a: &Attention, planned: &FastPlan, forward_only: bool) -> Result<()> {
     let kernels = &[planned.prepare, planned.forward][usize::from(forward_only)..];
-    once("fast forward", kernels, || format!("{}: {}", problem(a, BackwardMode::default()), grids(kernels, a.batch)))
+    log_kernels("fast forward", kernels, || format!("{}: {}", problem(a, BackwardMode::default()), grids(kernels, a.batch)))
 }
 
 /// Logs the kernel of `prepare_fast`, which quantizes K. There are no queries.
 pub fn fast_prepare(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     let Attention { batch, seqlen_k, nheads_k, headdim, headdim_v, .. } = a;
     let what = || format!("batch {batch}, seqlen {seqlen_k}, {nheads_k} heads, headdim {headdim} / {headdim_v}");
-    one("fast prepare", planned, *batch, what)
+    log_kernel("fast prepare", planned, *batch, what)
 }
 
+/// Logs the kernels of a backward pass in one line.
 pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Result<()> {
     // before it describes the plan: most calls log nothing
     if !enabled()? {
@@ -104,16 +106,16 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
         _ => ("backward", String::new()),
     };
     let kernels: Vec<_> = planned.kernels().collect();
-    once(pass, &kernels, || format!("{launches}{}: {}", problem(a, mode), grids(&kernels, planned.launch_entries(a.batch))))
+    log_kernels(pass, &kernels, || format!("{launches}{}: {}", problem(a, mode), grids(&kernels, planned.launch_entries(a.batch))))
 }
 
 pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
     let MergedStates { batch, seqlen_q, nheads, headdim_v } = m;
-    one("merge", planned, *batch, || format!("batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}"))
+    log_kernel("merge", planned, *batch, || format!("batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}"))
 }
 
 pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
-    once("decode", &[planned.kernel], || {
+    log_kernels("decode", &[planned.kernel], || {
         let Attention { batch, seqlen_q, nheads, nheads_k, headdim, headdim_v, .. } = a;
         let keys = a.cache().map_or(String::new(), |cache| match cache.layout {
             CacheLayout::Pages { .. } => format!("keys in pages of {}, ", cache.rows),
@@ -128,15 +130,16 @@ pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
     })
 }
 
+/// Logs the kernels of `fwd_sparse_mla` in one line.
 pub fn sparse_mla(a: &Attention, select: &PlannedKernel, planned: &DecodePlan) -> Result<()> {
     let Attention { batch, seqlen_k, nheads, headdim, dtype, .. } = a;
     let kernels = [*select, planned.kernel];
     let what = || format!("{dtype}, {batch} queries of at most {seqlen_k} tokens, {nheads} heads, headdim {headdim}");
-    once("sparse MLA", &kernels, || format!("{}: {}", what(), grids(&kernels, 1)))
+    log_kernels("sparse MLA", &kernels, || format!("{}: {}", what(), grids(&kernels, 1)))
 }
 
 pub fn indexer(x: &Indexer, planned: &PlannedKernel) -> Result<()> {
-    one("indexer", planned, 1, || {
+    log_kernel("indexer", planned, 1, || {
         let Indexer { batch, seqlen_q, nheads, columns, page_size, .. } = x;
         let keys = page_size.map_or("in one tensor".into(), |rows| format!("in pages of {rows}"));
         format!("batch {batch}, seqlen {seqlen_q} x {columns}, {nheads} heads, keys {keys}")
@@ -145,7 +148,7 @@ pub fn indexer(x: &Indexer, planned: &PlannedKernel) -> Result<()> {
 
 /// Logs a kernel that appends at most `rows` tokens to each sequence of a KV cache.
 pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
-    one("append", planned, a.batch, || {
+    log_kernel("append", planned, a.batch, || {
         let Attention { batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
         let rotary_dim = a.appended.rotary.dim;
         let rotated = if rotary_dim > 0 { format!(", rotated in {rotary_dim}") } else { String::new() };
@@ -155,11 +158,11 @@ pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
 
 pub fn cast(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     let Attention { dtype, batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
-    one("cast", planned, *batch, || format!("{dtype}, batch {batch}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}"))
+    log_kernel("cast", planned, *batch, || format!("{dtype}, batch {batch}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}"))
 }
 
 pub fn dequantize(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     let Attention { batch, nheads_k, headdim, headdim_v, .. } = a;
     let format = a.cache_format().name();
-    one("dequantize", planned, *batch, || format!("{format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}"))
+    log_kernel("dequantize", planned, *batch, || format!("{format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}"))
 }

@@ -1,7 +1,6 @@
 //! The table of operators: a row has an operator's schema and the functions that compute and check a call. The C++ shim registers the rows
-//! with PyTorch's dispatcher (torch_ops/operators.cpp), as `torch.ops.volta_fa.NAME`. Calls come through `ffi::volta_fa_call` as a slice of
-//! [`Value`]s in the order of the schema: the operator's own arguments, then its options. The functions below turn them into the structs
-//! that src/ops/ takes.
+//! with PyTorch's dispatcher (torch_ops/operators.cpp), as `torch.ops.volta_fa.NAME`. Calls come through `ffi::volta_fa_call` as [`Value`]s
+//! in the order of the schema: an operator's own arguments, then options. Functions below make them the structs of src/ops/.
 
 use crate::error::{Error, Result};
 use crate::limits::LATENT_HEADDIMS;
@@ -9,7 +8,7 @@ use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs,
 use crate::options::{Kind, Op, Options, Row};
 use crate::problem::IndexerArgs;
 use crate::tensor::describe;
-use crate::value::{Value, ValueTag};
+use crate::value::{arguments, Value};
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use tch::Tensor;
@@ -32,6 +31,7 @@ pub enum Autocast {
     Cache,
 }
 
+/// A row of the table.
 pub struct Operator {
     /// name in the schema, with its overload: `fwd_kvcache.append`
     pub name: &'static str,
@@ -51,9 +51,10 @@ pub struct Operator {
     pub check: fn(&Call) -> Result<i64>,
 }
 
+/// Results of most operators.
 const OUT_AND_LSE: &str = "(Tensor out, Tensor softmax_lse)";
 
-/// All operators that compute attention or prepare it. Numbers in brackets below are places of q, k and v among the required tensors.
+/// All operators that compute attention or prepare it. `run` and `check` take a call's arguments apart in the order of the row.
 pub const OPERATORS: &[Operator] = &[
     Operator {
         name: "fwd",
@@ -90,8 +91,8 @@ pub const OPERATORS: &[Operator] = &[
         options: Some(Op::FwdFast),
         results: OUT_AND_LSE,
         autocast: Autocast::Region,
-        run: |call| fast::forward(&inputs(call, [0, 1, 2])).map(pair),
-        check: |call| fast::check(&inputs(call, [0, 1, 2])).map(|()| 0),
+        run: |call| fast::forward(&attention(call)).map(pair),
+        check: |call| fast::check(&attention(call)).map(|()| 0),
     },
     Operator {
         name: "prepare_fast",
@@ -100,8 +101,8 @@ pub const OPERATORS: &[Operator] = &[
         options: Some(Op::PrepareFast),
         results: "Tensor",
         autocast: Autocast::Region,
-        run: |call| Ok(results([Some(fast::prepare(&inputs(call, [0, 0, 1]))?)])),
-        check: |call| fast::check_prepare(&inputs(call, [0, 0, 1])).map(|()| 0),
+        run: |call| Ok(results([Some(fast::prepare(&keys_alone(call))?)])),
+        check: |call| fast::check_prepare(&keys_alone(call)).map(|()| 0),
     },
     Operator {
         name: "indexer_logits",
@@ -146,8 +147,8 @@ pub const OPERATORS: &[Operator] = &[
         options: Some(Op::FwdKvcache),
         results: OUT_AND_LSE,
         autocast: Autocast::Cache,
-        run: |call| kvcache::forward(&inputs(call, [0, 1, 2])).map(pair),
-        check: |call| Ok(kvcache::check(&inputs(call, [0, 1, 2]))?.columns()),
+        run: |call| kvcache::forward(&attention(call)).map(pair),
+        check: |call| Ok(kvcache::check(&attention(call))?.columns()),
     },
     // Declares its writes (`!`), so functionalization and torch.compile keep the order of reads of the caches.
     Operator {
@@ -192,7 +193,7 @@ pub const OPERATORS: &[Operator] = &[
     },
 ];
 
-/// Returns an option's default in the schema; the row has a Rust expression.
+/// Returns an option's default in the schema: Python's word for the row's Rust expression.
 fn default(row: &Row) -> &'static str {
     match row.default {
         "false" => "False",
@@ -236,12 +237,12 @@ impl Operator {
     }
 }
 
-/// Returns the types that the value of a keyword may have. The shim replaces a generator by the random state that it draws, a tensor.
-fn of_keyword(keyword: &str) -> &'static [ValueTag] {
+/// Returns the type of a keyword's value. The shim replaces a generator by the random state that it draws, a tensor.
+fn kind_of_keyword(keyword: &str) -> Kind {
     match keyword {
-        bool if bool.starts_with("bool") => Kind::Bool.tags(),
-        int if int.starts_with("SymInt?") => Kind::OptionalInt.tags(),
-        _ => Kind::Tensor.tags(),
+        bool if bool.starts_with("bool") => Kind::Bool,
+        int if int.starts_with("SymInt?") => Kind::OptionalInt,
+        _ => Kind::Tensor,
     }
 }
 
@@ -269,10 +270,13 @@ impl<'a> Call<'a> {
         // checks all types before a tensor is borrowed: a panic on a wrong type would drop, and so free, borrowed tensors
         let (tensors, keywords) = own.split_at(operator.tensors.len());
         for (&tensor, value) in operator.tensors.iter().zip(tensors) {
-            value.check(&[ValueTag::Tensor], || name_in(tensor))?;
+            Kind::Tensor.check(value, || name_in(tensor))?;
+            if value.tensor().is_none() {
+                return Err(Error::value(name_in(tensor), "None", "a tensor"));
+            }
         }
         for (&keyword, value) in operator.keywords.iter().zip(keywords) {
-            value.check(of_keyword(keyword), || name_in(keyword))?;
+            kind_of_keyword(keyword).check(value, || name_in(keyword))?;
         }
         if let Some(op) = operator.options {
             Options::<()>::check(op, options)?;
@@ -280,21 +284,22 @@ impl<'a> Call<'a> {
         Ok(Call { own, options: operator.options.map(|op| (op, options)), stream })
     }
 
-    /// Borrows an optional tensor of the caller without counting references, to save host time in a decode step. A drop would free the
-    /// caller's tensor, so the structs below are [`ManuallyDrop`].
-    fn optional(&self, argument: usize) -> Option<Tensor> {
-        self.own[argument].tensor().map(|handle| unsafe { Tensor::from_ptr(handle.cast()) })
-    }
-
-    /// Borrows a required tensor, as [`Call::optional`] does.
-    fn tensor(&self, argument: usize) -> Tensor {
-        self.optional(argument).expect("`read` rejects None")
-    }
-
+    /// Borrows the options, as [`optional`] does.
     fn options(&self) -> Options<Tensor> {
         let read = |(op, values)| Options::read(op, values, |handle| unsafe { Tensor::from_ptr(handle.cast()) });
         self.options.map_or_else(Options::default, read)
     }
+}
+
+/// Borrows an optional tensor of the caller without counting references, to save host time in a decode step. A drop would free the caller's
+/// tensor, so the structs below are [`ManuallyDrop`].
+fn optional(value: &Value) -> Option<Tensor> {
+    value.tensor().map(|handle| unsafe { Tensor::from_ptr(handle.cast()) })
+}
+
+/// Borrows a required tensor, as [`optional`] does.
+fn tensor(value: &Value) -> Tensor {
+    optional(value).expect("`read` rejects None")
 }
 
 /// Returns results and, past the last, None.
@@ -303,6 +308,7 @@ fn results<const N: usize>(found: [Option<Tensor>; N]) -> Results {
     std::array::from_fn(|_| found.next().flatten())
 }
 
+/// Returns the results of [`OUT_AND_LSE`].
 fn pair((out, softmax_lse): (Tensor, Tensor)) -> Results {
     results([out, softmax_lse].map(Some))
 }
@@ -310,81 +316,94 @@ fn pair((out, softmax_lse): (Tensor, Tensor)) -> Results {
 // Each of the following borrows the caller's tensors as the struct of one kind of operator.
 
 fn states(call: &Call) -> ManuallyDrop<merge::States> {
-    let [out_a, lse_a, out_b, lse_b] = [0, 1, 2, 3].map(|i| call.tensor(i));
+    let [out_a, lse_a, out_b, lse_b] = arguments(call.own).each_ref().map(tensor);
     ManuallyDrop::new(merge::States { outs: [out_a, out_b], lses: [lse_a, lse_b], stream: call.stream })
 }
 
-/// Borrows the inputs of an attention operator. `operands` are the places of q, k and v.
-fn inputs(call: &Call, operands: [usize; 3]) -> ManuallyDrop<Inputs> {
-    let [q, k, v] = operands.map(|i| call.tensor(i));
-    let (options, stream) = (call.options(), call.stream);
-    ManuallyDrop::new(Inputs { q, k, v, appended: None, rng_state: None, options, stream })
+/// Borrows q, k and v, in this order, and the options.
+fn inputs(call: &Call, operands: [&Value; 3]) -> ManuallyDrop<Inputs> {
+    ManuallyDrop::new(Inputs::new(operands.map(tensor), call.options(), call.stream))
+}
+
+/// Borrows q, k and v, or caches in place of the last two.
+fn attention(call: &Call) -> ManuallyDrop<Inputs> {
+    let [q, k, v] = arguments(call.own);
+    inputs(call, [q, k, v])
+}
+
+/// Borrows the inputs of `prepare_fast`. There is no q: k stands in for it.
+fn keys_alone(call: &Call) -> ManuallyDrop<Inputs> {
+    let [k, v] = arguments(call.own);
+    inputs(call, [k, k, v])
 }
 
 /// Borrows the inputs of `fwd`. In the place of the generator is a random state.
 fn dense(call: &Call) -> ManuallyDrop<Inputs> {
-    let mut inputs = inputs(call, [0, 1, 2]);
-    inputs.rng_state = call.optional(3);
+    let [q, k, v, rng_state] = arguments(call.own);
+    let mut inputs = inputs(call, [q, k, v]);
+    inputs.rng_state = optional(rng_state);
     inputs
 }
 
 /// Borrows the inputs of `bwd`. A random state without elements, which `fwd` returns without dropout, counts as none.
 fn saved(call: &Call) -> Result<(ManuallyDrop<Inputs>, ManuallyDrop<Saved>)> {
-    let mut inputs = inputs(call, [1, 2, 3]);
-    let rng_state = ManuallyDrop::new(call.optional(6));
+    let [dout, q, k, v, out, softmax_lse, rng_state, attn_bias_requires_grad, dlse] = arguments(call.own);
+    let mut inputs = inputs(call, [q, k, v]);
+    let rng_state = ManuallyDrop::new(optional(rng_state));
     if let Some(state) = rng_state.as_ref() {
         if !describe(state)?.sizes.contains(&0) {
             inputs.rng_state = ManuallyDrop::into_inner(rng_state);
         }
     }
-    let [dout, out, softmax_lse] = [0, 4, 5].map(|i| call.tensor(i));
-    let (attn_bias_requires_grad, dlse) = (call.own[7].bool(), call.optional(8));
+    let [dout, out, softmax_lse] = [dout, out, softmax_lse].map(tensor);
+    let (dlse, attn_bias_requires_grad) = (optional(dlse), attn_bias_requires_grad.bool());
     Ok((inputs, ManuallyDrop::new(Saved { dout, out, softmax_lse, dlse, attn_bias_requires_grad })))
 }
 
 /// Borrows the inputs of attention to caches that new keys and values are appended to.
 fn appending(call: &Call) -> ManuallyDrop<Inputs> {
-    let mut inputs = inputs(call, [0, 1, 2]);
-    inputs.appended = Some([3, 4].map(|i| call.tensor(i)));
+    let [q, k_cache, v_cache, k, v] = arguments(call.own);
+    let mut inputs = inputs(call, [q, k_cache, v_cache]);
+    inputs.appended = Some([k, v].map(tensor));
     inputs
 }
 
 /// Borrows the inputs of attention to latents, which are keys and values at once. Their scales go where those of keys are.
 fn latents(call: &Call) -> ManuallyDrop<Inputs> {
-    let mut inputs = inputs(call, [0, 1, 1]);
+    let [q, latent_cache] = arguments(call.own);
+    let mut inputs = inputs(call, [q, latent_cache, latent_cache]);
     let o = &mut inputs.options;
     (o.k_scale, o.k_descale) = (o.latent_scale.take(), o.latent_descale.take());
     inputs
 }
 
 fn indexer_call(call: &Call) -> ManuallyDrop<indexer::Call> {
-    let [q, k, weights, k_end] = [0, 1, 2, 3].map(|i| call.tensor(i));
-    let [k_start, k_scales, block_table] = [4, 5, 6].map(|i| call.optional(i));
-    let (max_seqlen_k, clean_logits) = (call.own[7].optional_int(), call.own[8].bool());
-    let args = IndexerArgs { q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k };
-    ManuallyDrop::new(indexer::Call { args, clean_logits, stream: call.stream })
+    let [q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k, clean_logits] = arguments(call.own);
+    let [q, k, weights, k_end] = [q, k, weights, k_end].map(tensor);
+    let [k_start, k_scales, block_table] = [k_start, k_scales, block_table].map(optional);
+    let args = IndexerArgs { q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k: max_seqlen_k.optional_int() };
+    ManuallyDrop::new(indexer::Call { args, clean_logits: clean_logits.bool(), stream: call.stream })
 }
 
 fn sparse_call(call: &Call) -> Result<ManuallyDrop<sparse::Call>> {
-    let (extra_cache, extra_indices) = (call.own[4], call.own[5]);
+    let [q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, has_fp16_positions] = arguments(call.own);
     if extra_cache.tensor().is_some() && extra_indices.tensor().is_none() {
         return Err(Error::value("extra_indices", "None", "a tensor"));
     }
     let mut options = ManuallyDrop::new(call.options());
-    let (extra_indices, extra_lengths) = (call.optional(5), call.optional(6));
     // indices and lengths of a second cache that is not given are only validated
-    let (extra, unused) = match (call.optional(4), extra_indices) {
-        (Some(cache), Some(indices)) => (Some(sparse::ChosenTokens { cache, indices, lengths: extra_lengths }), [None, None]),
-        (_, extra_indices) => (None, [extra_indices, extra_lengths]),
+    let (extra, unused) = match ([extra_cache, extra_indices].map(optional), optional(extra_lengths)) {
+        ([Some(cache), Some(indices)], lengths) => (Some(sparse::ChosenTokens { cache, indices, lengths }), [None, None]),
+        ([_, indices], lengths) => (None, [indices, lengths]),
     };
     Ok(ManuallyDrop::new(sparse::Call {
-        q: call.tensor(0),
-        own: sparse::ChosenTokens { cache: call.tensor(1), indices: call.tensor(2), lengths: call.optional(3) },
+        q: tensor(q),
+        own: sparse::ChosenTokens { cache: tensor(cache), indices: tensor(indices), lengths: optional(lengths) },
         extra,
         unused,
         sinks: options.sinks.take(),
         softmax_scale: options.softmax_scale,
-        has_fp16_positions: call.own[7].bool(),
+        has_fp16_positions: has_fp16_positions.bool(),
         stream: call.stream,
     }))
 }

@@ -1,10 +1,9 @@
 //! The keyword options that several operators share, one row each in `table!` below: name, kind, default, and the operators that have it.
-//! The rows become the operators' schemas ([`crate::operators`]) and [`Options`], a struct with a field for each option. It is generic:
-//! `Options<Tensor>` holds a call's tensors, `Options<TensorDesc>` their descriptions for validation (src/problem/). The docstring of
-//! python/volta_fa/__init__.py explains each option.
+//! The rows become the operators' schemas ([`crate::operators`]) and [`Options`], a struct with a field for each option: `Options<Tensor>`
+//! holds a call's tensors, `Options<TensorDesc>` describes them for validation. python/volta_fa/__init__.py explains each option.
 
 use crate::error::Error;
-use crate::value::{Value, ValueTag};
+use crate::value::Value;
 use std::convert::Infallible;
 use std::ffi::c_void;
 
@@ -25,15 +24,19 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Returns the types that a value may have; the first is not None.
-    pub fn tags(self) -> &'static [ValueTag] {
-        match self {
-            Kind::Tensor | Kind::Written => &[ValueTag::Tensor, ValueTag::None],
-            Kind::OptionalInt => &[ValueTag::Int, ValueTag::None],
-            Kind::Int => &[ValueTag::Int],
-            Kind::OptionalFloat => &[ValueTag::Float, ValueTag::None],
-            Kind::Float => &[ValueTag::Float],
-            Kind::Bool => &[ValueTag::Bool],
+    /// Rejects a value of another type, by the argument's name. Python and TorchScript pass the schema's types, a C++ caller's stack any.
+    pub fn check<'a>(self, value: &Value, name: impl FnOnce() -> &'a str) -> Result<(), Error> {
+        let (expected, has_type) = match self {
+            Kind::Tensor | Kind::Written => ("a tensor", matches!(value, Value::Tensor(_) | Value::None)),
+            Kind::OptionalInt => ("an int", matches!(value, Value::Int(_) | Value::None)),
+            Kind::Int => ("an int", matches!(value, Value::Int(_))),
+            Kind::OptionalFloat => ("a float", matches!(value, Value::Float(_) | Value::None)),
+            Kind::Float => ("a float", matches!(value, Value::Float(_))),
+            Kind::Bool => ("a bool", matches!(value, Value::Bool(_))),
+        };
+        match has_type {
+            true => Ok(()),
+            false => Err(Error::value(name(), value.type_name(), expected)),
         }
     }
 }
@@ -136,7 +139,7 @@ macro_rules! table {
                 let mut values = values.iter();
                 $(if matches!(op, $(Op::$op)|+) {
                     let value = values.next().expect("a value for each option");
-                    value.check(Kind::$kind.tags(), || stringify!($name))?;
+                    Kind::$kind.check(value, || stringify!($name))?;
                 })*
                 Ok(())
             }

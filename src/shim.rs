@@ -1,6 +1,5 @@
 //! Functions of the C++ shim (`torch_ops/`) that Rust calls, because only torch's C++ knows the answers. They are undefined in this
-//! library; the shim that loads it defines them. cbindgen generates their header, `volta_fa_abi.h`, from this file and from `ffi.rs`, which
-//! has the functions of the opposite direction.
+//! library; the shim that loads it defines them. cbindgen writes their header, `volta_fa_abi.h`. ffi.rs has the functions that C++ calls.
 
 use std::ffi::c_void;
 

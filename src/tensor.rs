@@ -48,8 +48,7 @@ fn layout(t: &Tensor) -> (usize, [i64; 8], [i64; 8]) {
     (info.rank as usize, info.sizes, info.strides)
 }
 
-/// Describes a tensor for validation; symbolic sizes are unknown. Fails for tensors without strides, or on other devices than cpu, cuda and
-/// meta.
+/// Describes a tensor for validation; symbolic sizes are unknown. Fails without strides, or on other devices than cpu, cuda and meta.
 pub fn describe(t: &Tensor) -> Result<TensorDesc> {
     let info = info(t).ok_or_else(|| Error::unsupported("a tensor without sizes and strides: volta_fa takes strided tensors"))?;
     let device = match info.device_kind {

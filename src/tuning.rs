@@ -8,7 +8,6 @@ use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};
 use crate::problem::{Attention, MergedStates, Window};
 use serde::Deserialize;
-use std::fmt;
 
 /// Version of the file format, which this library reads and `check` writes.
 pub const FORMAT: u32 = 1;
@@ -27,6 +26,7 @@ pub struct Card {
 }
 
 impl Card {
+    /// Returns the name of the card's tuning file.
     pub fn file_name(&self) -> String {
         let plain = |c: char| if c.is_ascii_alphanumeric() || ".+".contains(c) { c } else { '_' };
         [&self.device, &self.driver, &self.volta_fa].map(|text| text.chars().map(plain).collect::<String>()).join("-") + ".json"
@@ -73,6 +73,7 @@ impl Shape {
         rows_before_keys: 0,
     };
 
+    /// Returns the shape of an attention problem. Decode plans set its cache and `is_bf16`.
     pub fn of(a: &Attention) -> Shape {
         Shape {
             headdim: a.headdim,
@@ -113,6 +114,7 @@ struct Class {
 }
 
 impl Class {
+    /// Returns true if the class has the shape, in a call with these features.
     fn has(&self, s: &Shape, features: FeatureSet) -> bool {
         let numbers = [s.headdim, s.headdim_v, s.seqlen_q, s.seqlen_k, s.rows];
         self.bounds.iter().zip(numbers).all(|(bound, n)| bound.is_none_or(|[low, high]| low <= n && n <= high))
@@ -129,6 +131,7 @@ enum Take {
     WithoutAtomics,
 }
 
+/// What to take for a class of shapes of one pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Choice {
     pass: Pass,
@@ -162,6 +165,7 @@ struct Text {
     _note: Option<serde::de::IgnoredAny>,
 }
 
+/// Unchecked contents of a choice.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ChoiceText {
@@ -290,6 +294,7 @@ impl Tuning {
         (self, rejected)
     }
 
+    /// Returns true if the kernel failed `check` on the GPU: plans avoid it.
     pub fn has_failed(&self, v: &Variant) -> bool {
         self.failed.contains(&v.name)
     }
@@ -321,11 +326,5 @@ impl Tuning {
     /// Returns true if a backward pass without `deterministic` must not use atomics.
     pub fn without_atomics(&self, shape: &Shape, features: FeatureSet) -> bool {
         self.of(Pass::Backward, shape, features).any(|take| take == Take::WithoutAtomics)
-    }
-}
-
-impl fmt::Display for Tuning {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} choices, {} failed kernels", self.choices.len(), self.failed.len())
     }
 }

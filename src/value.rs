@@ -1,76 +1,53 @@
 //! An argument of an operator's call in the C ABI. PyTorch's dispatcher passes a call's arguments on a stack; the C++ shim turns each into
-//! a [`Value`], in the order of the operator's schema, and src/operators.rs and src/options.rs read them. A value borrows a tensor.
+//! a [`Value`], in the order of the operator's schema, and src/operators.rs, src/options.rs and src/internal.rs read them.
 
-use crate::error::{Error, Result};
-use std::ffi::c_void;
+use std::borrow::Cow;
+use std::ffi::{c_char, c_void, CStr};
 
-/// Type of a [`Value`]. An undefined tensor is None, and a symbolic int [`crate::options::UNKNOWN`].
+/// An argument of a call. An undefined tensor is None, and a symbolic int [`crate::options::UNKNOWN`].
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ValueTag {
+#[derive(Clone, Copy, Debug)]
+pub enum Value {
     None,
-    Tensor,
-    Int,
-    Float,
-    Bool,
-}
-
-impl ValueTag {
-    fn name(self) -> &'static str {
-        match self {
-            ValueTag::None => "None",
-            ValueTag::Tensor => "a tensor",
-            ValueTag::Int => "an int",
-            ValueTag::Float => "a float",
-            ValueTag::Bool => "a bool",
-        }
-    }
-}
-
-/// Content of a [`Value`]; the tag says which member is written.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub union ValuePayload {
     /// a borrowed `at::Tensor*`
-    pub tensor: *mut c_void,
-    pub integer: i64,
-    pub number: f64,
-    pub boolean: bool,
+    Tensor(*mut c_void),
+    Int(i64),
+    Float(f64),
+    Bool(bool),
+    /// a NUL-terminated string that the caller owns; of internal operators only
+    Text(*const c_char),
 }
 
-/// An argument of a call.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct Value {
-    pub tag: ValueTag,
-    pub payload: ValuePayload,
+/// Returns a call's arguments as an array, to take apart by name.
+pub fn arguments<const N: usize>(values: &[Value]) -> &[Value; N] {
+    values.try_into().expect("the schema has as many arguments")
 }
 
+/// The functions that return a payload panic on a value of another type, so calls check types first ([`crate::options::Kind::check`]).
 impl Value {
-    fn is_none(&self) -> bool {
-        self.tag == ValueTag::None
-    }
-
-    /// Rejects a value of another type than these, by the argument's name. From Python and TorchScript values have the schema's types, from
-    /// a C++ caller's stack any. The functions below panic on another type, so calls check first.
-    pub fn check<'a>(&self, tags: &[ValueTag], name: impl FnOnce() -> &'a str) -> Result<()> {
-        match tags.contains(&self.tag) {
-            true => Ok(()),
-            false => Err(Error::value(name(), self.tag.name(), tags[0].name())),
+    /// Returns the name of the value's type, for errors.
+    pub fn type_name(&self) -> &'static str {
+        match self {
+            Value::None => "None",
+            Value::Tensor(_) => "a tensor",
+            Value::Int(_) => "an int",
+            Value::Float(_) => "a float",
+            Value::Bool(_) => "a bool",
+            Value::Text(_) => "a str",
         }
     }
 
-    fn expect(&self, tag: ValueTag) {
-        assert_eq!(self.tag, tag, "the schema has another type");
+    fn is_none(&self) -> bool {
+        matches!(self, Value::None)
     }
 
     /// Returns the handle of a tensor, an `at::Tensor*`; None for None.
     pub fn tensor(&self) -> Option<*mut c_void> {
-        (!self.is_none()).then(|| {
-            self.expect(ValueTag::Tensor);
-            // SAFETY: the tag names the member.
-            unsafe { self.payload.tensor }
-        })
+        match *self {
+            Value::None => None,
+            Value::Tensor(handle) => Some(handle),
+            _ => panic!("the schema has a tensor, the call {}", self.type_name()),
+        }
     }
 
     pub fn optional_int(&self) -> Option<i64> {
@@ -78,9 +55,8 @@ impl Value {
     }
 
     pub fn int(&self) -> i64 {
-        self.expect(ValueTag::Int);
-        // SAFETY: the tag names the member.
-        unsafe { self.payload.integer }
+        let Value::Int(n) = *self else { panic!("the schema has an int, the call {}", self.type_name()) };
+        n
     }
 
     pub fn optional_float(&self) -> Option<f64> {
@@ -88,14 +64,18 @@ impl Value {
     }
 
     pub fn float(&self) -> f64 {
-        self.expect(ValueTag::Float);
-        // SAFETY: the tag names the member.
-        unsafe { self.payload.number }
+        let Value::Float(x) = *self else { panic!("the schema has a float, the call {}", self.type_name()) };
+        x
     }
 
     pub fn bool(&self) -> bool {
-        self.expect(ValueTag::Bool);
-        // SAFETY: the tag names the member.
-        unsafe { self.payload.boolean }
+        let Value::Bool(b) = *self else { panic!("the schema has a bool, the call {}", self.type_name()) };
+        b
+    }
+
+    pub fn text(&self) -> Cow<'_, str> {
+        let Value::Text(text) = *self else { panic!("the schema has a str, the call {}", self.type_name()) };
+        // SAFETY: the caller's string lives through the call.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy()
     }
 }

@@ -1,6 +1,7 @@
-// Autocast kernels: they cast a call's tensors, then make the call again below autocast. The operator's row in src/operators.rs
-// says how (`Autocast`). Region, as PyTorch's own attention: required tensors get the dtype of the autocast region. Cache: required
-// tensors other than caches get the cache's dtype, because the cache is updated in place. Keep: no kernel is registered.
+// Kernels at the keys AutocastCPU and AutocastCUDA, which operators.cpp registers: they cast a call's tensors, then call again
+// below autocast. The operator's row in src/operators.rs says how (`Autocast`). Region, as PyTorch's own attention: required
+// tensors get the region's dtype. Cache: required tensors other than caches get the cache's dtype, because it is updated in place.
+// Keep: no kernel.
 
 #include "operators.h"
 
@@ -11,7 +12,8 @@ namespace {
 
 struct Cast final : c10::OperatorKernel {
     Cast(const Operator& op, c10::DeviceType device) : op(op), device(device) {
-        for (size_t i = 0; i < op.tensors(); ++i) {
+        for (size_t i = 0; i < op.required(); ++i) {
+            // k_cache, v_cache and latent_cache
             const bool is_cache = op.schema.arguments()[i].name().find("cache") != std::string::npos;
             if (op.autocast == Autocast::Region || !is_cache) {
                 always.push_back(i);

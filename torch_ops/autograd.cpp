@@ -1,5 +1,5 @@
-// Autograd kernels. volta_fa::fwd records a graph node, `Attention`, if an input requires grad. The node's backward calls
-// volta_fa::bwd. Every other operator, bwd included, has no derivative (no_derivative.cpp).
+// Kernels at the key Autograd, which operators.cpp registers. volta_fa::fwd records a graph node, `Attention`, if an input requires
+// grad. The node's backward calls volta_fa::bwd. Every other operator, bwd included, has no derivative (no_derivative.cpp).
 
 #include "operators.h"
 

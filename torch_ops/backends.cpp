@@ -22,17 +22,15 @@ Tensor no_elements(const Tensor& like, at::ScalarType dtype) {
 }
 
 // Returns (seed, offset) of one call's dropout, int64 on q's device, from PyTorch's generator and kernel. So they follow
-// manual_seed, and each replay of a CUDA graph draws new ones. Returns no elements without dropout or for an invalid probability,
-// which Rust rejects.
+// manual_seed, and each replay of a CUDA graph draws new ones. No elements without dropout or for a probability that Rust rejects.
 Tensor draw_rng_state(const Tensor& q, double dropout_p, std::optional<at::Generator> generator) {
     if (!q.defined()) return {};  // Rust rejects None
     if (!(dropout_p > 0.0 && dropout_p < 1.0)) return no_elements(q, at::kLong);
     return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), q.options().dtype(at::kLong));
 }
 
-// Warns once in a process if q and k are probably (batch, nheads, seqlen, headdim), as in PyTorch's attention. volta_fa reads
-// (batch, seqlen, nheads, headdim), so the call would be valid and its result wrong. Grouped heads do not count, because a short
-// prompt with few KV heads looks the same.
+// Warns once in a process if q and k are probably (batch, nheads, seqlen, headdim), as in PyTorch's attention: a valid call, which
+// volta_fa reads as (batch, seqlen, nheads, headdim). Grouped heads do not count: a short prompt with few KV heads looks the same.
 void warn_if_heads_first(const Tensor& q, const Tensor& k) {
     constexpr int64_t kUsualHeads = 64;  // most models have no more heads
     // A mistake shows in a process' first 100 calls. Later calls must not pay for the check.

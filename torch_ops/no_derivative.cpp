@@ -17,7 +17,7 @@ using torch::autograd::variable_list;
 // Rejects tensors that need a derivative before the call. Quantization (fwd_fast) has none that training could use. For
 // merge_attention_states_, which has no results, PyTorch's fallback would raise nothing and keep the derivative from before.
 struct Refuse final : c10::OperatorKernel {
-    Refuse(const Operator& op, bool replaces_fwd) : op(op), tensors(op.tensors()), replaces_fwd(replaces_fwd) {}
+    Refuse(const Operator& op, bool replaces_fwd) : op(op), tensors(op.required()), replaces_fwd(replaces_fwd) {}
 
     void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) const {
         const Arguments arguments(op, *stack);
@@ -38,7 +38,7 @@ struct Refuse final : c10::OperatorKernel {
     }
 
     const Operator& op;
-    const size_t tensors;
+    const size_t tensors;     // required ones, the first arguments
     const bool replaces_fwd;  // volta_fa::fwd computes the same, with a derivative
 };
 
@@ -67,7 +67,7 @@ struct Inference final : c10::OperatorKernel {
         };
         if (!needed) return call();
         const Arguments arguments(op, *stack);
-        TORCH_CHECK(!appends || !(arguments.tensor(1).requires_grad() || arguments.tensor(2).requires_grad()),
+        TORCH_CHECK(!appends || !(arguments.tensor("k_cache").requires_grad() || arguments.tensor("v_cache").requires_grad()),
                     "volta_fa::fwd_kvcache: k_cache and v_cache are written in place: got one that requires a gradient");
         variable_list inputs;
         for (const auto& argument : arguments) {
@@ -95,16 +95,15 @@ struct Inference final : c10::OperatorKernel {
     const bool appends;  // fwd_kvcache.append
 };
 
-// Kernel at the ADInplaceOrView key: increments the version of each tensor that the schema marks as written, as PyTorch's own
-// in-place operators do. So a backward pass that saved the tensor before the call raises an error. PyTorch's fallback for it reads
-// the schema in each call.
+// Kernel at the ADInplaceOrView key: increments the version of each tensor that the schema marks as written, as PyTorch's in-place
+// operators do, so that a backward pass which saved the tensor before raises an error. PyTorch's fallback reads the schema in each
+// call.
 struct Written final : c10::OperatorKernel {
-    explicit Written(const Operator& op) {
+    explicit Written(const Operator& op) : count(op.count()) {
         for (size_t i = 0; i < op.count(); ++i) {
             const auto* alias = op.schema.arguments()[i].alias_info();
             if (alias && alias->isWrite()) places.push_back(i);
         }
-        count = op.count();
     }
 
     void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) const {
@@ -123,7 +122,7 @@ struct Written final : c10::OperatorKernel {
     }
 
     std::vector<size_t> places;  // indices of the written arguments
-    size_t count;                // of all arguments
+    const size_t count;          // of all arguments
 };
 
 }  // namespace

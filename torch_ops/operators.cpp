@@ -1,9 +1,12 @@
-// Registers the operators of the table in Rust (src/operators.rs) with PyTorch's dispatcher: schemas first, then a kernel for each
-// dispatch key. VOLTA_FA_LIBRARY... are TORCH_LIBRARY... that do nothing in a second copy of this library (registration.h).
+// Implements operators.h, and registers the operators of the tables in Rust with PyTorch's dispatcher: those of src/operators.rs,
+// which compute attention, with a kernel for each dispatch key, and those of src/internal.rs, torch.ops.volta_fa._*, with one each.
+// VOLTA_FA_LIBRARY... are TORCH_LIBRARY... that do nothing in a second copy of this library (registration.h).
 
 #include "operators.h"
 
 #include "registration.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
@@ -22,6 +25,24 @@ std::vector<Operator> read_table() {
     return found;
 }
 
+// The kernel of an internal operator, for all dispatch keys: passes a call's arguments to Rust and puts its result on the stack.
+struct Internal final : c10::OperatorKernel {
+    explicit Internal(const Operator& op) : op(op) {}
+
+    void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) const {
+        const Values values(Arguments(op, *stack), /*may_be_symbolic=*/false);
+        char* text = nullptr;
+        void* tensor = nullptr;
+        check(volta_fa_call_internal(op.number, values.data(), op.count(), &text, &tensor));
+        torch::jit::drop(*stack, op.count());
+        if (text) stack->emplace_back(take_string(text));
+        if (tensor) stack->emplace_back(take_tensor(tensor));
+    }
+
+    const Operator op;
+};
+
+// Registers `kernel` of each operator at the dispatch key of `m`.
 template <class Kernel>
 void implement(torch::Library& m, const Kernel& kernel) {
     for (const auto& op : operators()) m.impl(op.name.c_str(), kernel(op));
@@ -47,7 +68,7 @@ const std::vector<Operator>& operators() {
     return table;
 }
 
-size_t Operator::tensors() const {
+size_t Operator::required() const {
     const auto& all = schema.arguments();
     return std::count_if(all.begin(), all.end(), [](const c10::Argument& a) { return !a.kwarg_only(); });
 }
@@ -73,18 +94,21 @@ Values::Values(const Arguments& arguments, bool may_be_symbolic) {
     for (size_t i = 0; i < static_cast<size_t>(arguments.end() - arguments.begin()); ++i) {
         const c10::IValue& v = arguments[i];
         Value& value = values_[i];
-        value.tag = ValueTag::None;
+        value.tag = Value::Tag::None;
         if (v.isTensor()) {
             set(i, v.toTensor());
         } else if (v.isInt() || v.isSymInt()) {
-            value.payload.integer = v.isSymInt() && may_be_symbolic ? known(v.toSymInt()) : v.toInt();
-            value.tag = ValueTag::Int;
+            value.int_._0 = v.isSymInt() && may_be_symbolic ? known(v.toSymInt()) : v.toInt();
+            value.tag = Value::Tag::Int;
         } else if (v.isBool() || v.isSymBool()) {
-            value.payload.boolean = v.toBool();
-            value.tag = ValueTag::Bool;
+            value.bool_._0 = v.toBool();
+            value.tag = Value::Tag::Bool;
         } else if (v.isDouble() || v.isSymFloat()) {
-            value.payload.number = v.toDouble();
-            value.tag = ValueTag::Float;
+            value.float_._0 = v.toDouble();
+            value.tag = Value::Tag::Float;
+        } else if (v.isString()) {
+            value.text._0 = v.toStringRef().c_str();
+            value.tag = Value::Tag::Text;
         } else {
             // Rust rejects wrong types among the above, with the argument's name. backends.cpp passes a tensor for a generator.
             TORCH_CHECK_VALUE(v.isNone() || v.isGenerator(), "volta_fa: got a ", v.tagKind(),
@@ -94,8 +118,8 @@ Values::Values(const Arguments& arguments, bool may_be_symbolic) {
 }
 
 void Values::set(size_t i, const Tensor& t) {
-    values_[i].payload.tensor = const_cast<Tensor*>(&t);
-    values_[i].tag = t.defined() ? ValueTag::Tensor : ValueTag::None;
+    values_[i].tensor._0 = const_cast<Tensor*>(&t);
+    values_[i].tag = t.defined() ? Value::Tag::Tensor : Value::Tag::None;
 }
 
 Caller::Caller(const char* name)
@@ -105,7 +129,25 @@ Caller::Caller(const char* name)
     for (const auto& argument : op_->schema.arguments()) defaults_.push_back(argument.default_value().value_or(c10::IValue()));
 }
 
-VOLTA_FA_LIBRARY_FRAGMENT(m) {
+bool is_subclass(const Tensor& t) { return t.defined() && t.key_set().has(c10::DispatchKey::Python); }
+
+bool has_rules(const Tensor& t) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::_has_rules", "").typed<bool(const Tensor&)>();
+    // without the Python package, which has no DTensor either
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
+    // With these keys the call of _has_rules itself would go to the subclass.
+    const c10::impl::ExcludeDispatchKeyGuard guard(
+        c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+    return op.call(t);
+}
+
+VOLTA_FA_LIBRARY(m) {
+    for (size_t number = 0; char* text = volta_fa_internal(number); ++number) {
+        const std::string schema = take_string(text);
+        m.def(schema.c_str(), boxed<Internal>(Operator{number, "", torch::schema(schema.c_str()), Autocast::Keep}));
+    }
+    // python/volta_fa/integrations/dtensor.py implements it: true for a DTensor, after adding its rules
+    m.def("_has_rules(Tensor t) -> bool");
     for (const auto& op : operators()) {
         auto tags = std::vector{at::Tag::pt2_compliant_tag};
         if (op.find("generator")) tags.push_back(at::Tag::nondeterministic_seeded);

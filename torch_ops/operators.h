@@ -27,8 +27,8 @@ struct Operator {
     Autocast autocast;  // which tensors autocast casts
 
     size_t count() const { return schema.arguments().size(); }
-    // Returns the number of required tensors: the arguments before `*` in the schema.
-    size_t tensors() const;
+    // Returns the number of required arguments, those before `*` in the schema. All are tensors.
+    size_t required() const;
     // Returns the index of an argument in the schema; nothing if the operator does not have it.
     std::optional<size_t> find(std::string_view argument) const;
     // Returns the index of an argument that the operator must have; else fails an internal assertion.
@@ -57,10 +57,11 @@ private:
 };
 
 // Limits of a schema, asserted when the table is read. A call's arrays have these sizes, so it allocates none.
-constexpr size_t kMaxArguments = 48;
+constexpr size_t kMaxArguments = 48;  // some more than fwd_kvcache.append has, which has most
 constexpr size_t kMaxResults = 5;  // MAX_RESULTS of src/operators.rs: Rust writes this many
 
-// Arguments of a call as Rust reads them: a tag and a payload each (src/value.rs). They borrow the tensors on the stack.
+// Arguments of a call as Rust reads them: the enum of src/value.rs, for which cbindgen writes a tag and a union. They borrow the
+// tensors on the stack.
 class Values {
 public:
     // `may_be_symbolic`: passes symbolic ints as unknown, for meta kernels. Otherwise it guards on them.
@@ -108,11 +109,10 @@ torch::CppFunction boxed(const Arguments&... arguments) {
     return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(arguments...));
 }
 
-// Returns true for a Python tensor subclass: the dispatcher calls its class before these kernels (subclass.cpp).
+// Returns true for a Python tensor subclass: the dispatcher calls its class before these kernels.
 bool is_subclass(const Tensor& t);
 
-// Returns true if volta_fa has sharding rules for the tensor's subclass, which is DTensor alone (subclass.cpp). The first DTensor
-// loads the rules from Python.
+// Returns true if volta_fa has sharding rules for the tensor's subclass. Only DTensor has: the first one loads them from Python.
 bool has_rules(const Tensor& t);
 
 }  // namespace volta_fa

@@ -5,9 +5,8 @@
 // compute a call, the kernel calls PyTorch's composite. At this level there is no metadata of fused implementations to imitate.
 // Grouped heads and headdims up to 512 work, and torch.compile sees volta_fa::fwd in its graph.
 //
-// The replacement is composite like the original. With a kernel at a backend or autograd key, torch.export would keep the op
-// in graphs that must be decomposed. torch.compile would not notice such a kernel after its first trace, because it remembers
-// the key that a call resolved to.
+// The replacement is composite like the original. With a kernel at a backend or autograd key, torch.export would keep the op in
+// graphs that must be decomposed, and torch.compile, which remembers a call's key, would not notice it after a first trace.
 //
 // Loading the library replaces the kernel once, because dispatch tables must not change while other threads call the op.
 // Atomics, one bit per device, switch volta_fa on and off. python/volta_fa/integrations/sdpa.py (enable_sdpa, sdpa_stats) sets and
@@ -208,8 +207,7 @@ bool shape_supported(const Call& c) {
     return c.enable_gqa ? k[1] > 0 && q[1] % k[1] == 0 : q[1] == k[1];
 }
 
-// Returns true for masks that PyTorch accepts: rank 2 to 4, broadcast to (batch, heads, seqlen_q, seqlen_k), and not with
-// is_causal.
+// Returns true for masks that PyTorch accepts: rank 2 to 4, broadcast to (batch, heads, seqlen_q, seqlen_k), without is_causal.
 bool mask_supported(const Call& c) {
     if (!c.has_mask()) return true;
     const Tensor& mask = *c.attn_mask;
@@ -218,8 +216,7 @@ bool mask_supported(const Call& c) {
     if (c.is_causal || mask.dim() < 2 || mask.dim() > 4) return false;
     const std::array<c10::SymInt, 4> full = {c.q.sym_size(0), c.q.sym_size(1), c.q.sym_size(2), c.k.sym_size(2)};
     for (int64_t i = 1; i <= mask.dim(); ++i) {
-        // equality first: a size that torch.export does not know equals itself, but whether it is 1 becomes a condition of the
-        // program
+        // equality first: a size that torch.export does not know equals itself, but whether it is 1 would become a condition
         const auto size = mask.sym_size(-i);
         if (size != full[4 - i] && size != 1) return false;
     }
@@ -271,9 +268,9 @@ bool runs_fast(const Call& c) {
     return !c.any([](const Tensor& t) { return is_subclass(t) && has_rules(t); });
 }
 
-// Returns `out`, a transposed view of (batch, seqlen_q, heads, headdim_v) memory, with the strides of PyTorch's own result. That is
-// such a view too on Volta and Turing. On the CPU its fused kernel returns q's layout. For calls that this kernel does not take,
-// `no_kernel`, PyTorch's result is contiguous.
+// Returns `out`, a transposed view of (batch, seqlen_q, heads, headdim_v) memory, with the strides of PyTorch's own result. On
+// Volta and Turing that is such a view too. On the CPU its fused kernel returns q's layout, and other calls, `no_kernel`, are
+// contiguous.
 Tensor laid_out(const Call& c, const Tensor& out) {
     if (!c.q.is_cpu()) return out;
     const auto strided = [](const Tensor& t) { return t.sym_stride(3) != 1; };

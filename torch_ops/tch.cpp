@@ -20,7 +20,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/threshold.h>
 #include <ATen/ops/where.h>
@@ -230,8 +229,6 @@ FUNCTION(empty, at::empty(list(size_data, size_len), options(kind, device)),
 FUNCTION(full_like, at::full_like(*self, *fill_value), Tensor* self, Scalar* fill_value)
 FUNCTION(full, at::full(list(size_data, size_len), *fill_value, options(kind, device)),
     const int64_t* size_data, int size_len, Scalar* fill_value, int kind, int device)
-FUNCTION(ones, at::ones(list(size_data, size_len), options(kind, device)),
-    const int64_t* size_data, int size_len, int kind, int device)
 FUNCTION(zeros, at::zeros(list(size_data, size_len), options(kind, device)),
     const int64_t* size_data, int size_len, int kind, int device)
 FUNCTION(zeros_like, at::zeros_like(*self), Tensor* self)
@@ -287,6 +284,7 @@ FUNCTION(isclose, self->isclose(*other, rtol, atol, equal_nan != 0),
 // ---- Reductions and products. ----
 
 FUNCTION(baddbmm_, self->baddbmm_(*batch1, *batch2), Tensor* self, Tensor* batch1, Tensor* batch2)
+FUNCTION(bmm, at::bmm(*self, *mat2), Tensor* self, Tensor* mat2)
 FUNCTION(bmm_out, at::bmm_out(*result, *self, *mat2), Tensor* result, Tensor* self, Tensor* mat2)
 FUNCTION(count_nonzero, self->count_nonzero(dim_null ? std::nullopt : std::optional(dim_v)),
     Tensor* self, int64_t dim_v, int8_t dim_null)

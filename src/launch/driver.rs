@@ -1,6 +1,8 @@
-//! Launches through the CUDA driver, on PyTorch's stream and in its (primary) context. Opens libcuda on first use, so this library loads on
-//! a machine without a driver.
+//! Launches kernels through the CUDA driver: [`Driver`] implements [`Launcher`] on PyTorch's stream and in its (primary) context. It loads
+//! a kernel on its first launch, and opens libcuda on first use, so this library loads on a machine without a driver. src/ops/ makes a
+//! [`Driver`] for a call's CUDA tensors, info.rs one to describe a device.
 
+use super::memo::Memo;
 use super::tuning::{self, DeviceTuning};
 use super::{only_family, KernelLaunch, Launcher};
 use crate::error::{Error, Result};
@@ -8,10 +10,8 @@ use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
 use crate::tuning::Card;
 use cudarc::driver::{result, sys};
-use std::collections::HashMap;
 use std::ffi::{c_void, CString};
 use std::fmt::Write;
-use std::sync::{Mutex, OnceLock, RwLock};
 
 /// A CUDA stream of one device, from PyTorch.
 pub struct Driver {
@@ -21,28 +21,24 @@ pub struct Driver {
     pub stream: *mut c_void,
 }
 
+/// A handle of the driver: a context, or a function, a loaded kernel.
+#[derive(Clone, Copy)]
+struct Handle<T>(T);
+// SAFETY: handles are process-wide; the driver synchronizes their use.
+unsafe impl<T> Send for Handle<T> {}
+unsafe impl<T> Sync for Handle<T> {}
+
 /// Properties of a device that do not change while the process lives. Queried at its first launch.
 #[derive(Clone, Copy)]
 struct DeviceState {
     limits: DeviceLimits,
-    context: sys::CUcontext,
+    context: Handle<sys::CUcontext>,
 }
-// SAFETY: contexts are process-wide handles; the driver synchronizes their use.
-unsafe impl Send for DeviceState {}
-unsafe impl Sync for DeviceState {}
-
-#[derive(Clone, Copy)]
-struct Function(sys::CUfunction);
-// SAFETY: functions are handles of a context (see DeviceState).
-unsafe impl Send for Function {}
-unsafe impl Sync for Function {}
 
 /// Devices that were queried, by index.
-static DEVICES: RwLock<Vec<(usize, DeviceState)>> = RwLock::new(Vec::new());
+static DEVICES: Memo<usize, DeviceState> = Memo::new();
 /// Loaded kernels, by device and name.
-static FUNCTIONS: OnceLock<RwLock<HashMap<(usize, &'static str), Function>>> = OnceLock::new();
-/// Serializes loading, so that each kernel is loaded once. Loading is rare and slow, because the driver may compile PTX.
-static LOADING: Mutex<()> = Mutex::new(());
+static FUNCTIONS: Memo<(usize, &'static str), Handle<sys::CUfunction>> = Memo::new();
 
 /// Returns true if this machine has a CUDA driver.
 pub fn is_available() -> bool {
@@ -71,23 +67,14 @@ fn check<T>(what: &str, r: std::result::Result<T, result::DriverError>) -> Resul
 }
 
 impl Driver {
+    /// Returns the device's properties, which the first call queries.
     fn state(&self) -> Result<DeviceState> {
-        tuning::per_device(&DEVICES, self.device, || self.query())
+        DEVICES.get_or_make(self.device, || self.query())
     }
 
     /// Returns the compute capability (major, minor). The environment does not restrict it.
     pub fn capability(&self) -> Result<(i32, i32)> {
         Ok(self.state()?.limits.capability)
-    }
-
-    /// Returns the tuning of the device (measured choices of kernels, from a file of the user). Creates no CUDA context. An unusable file
-    /// is no error.
-    pub fn tuning(&self) -> Result<&'static DeviceTuning> {
-        tuning::of_device(self.device, || {
-            let (device, limits) = self.attributes()?;
-            let device = check("cuDeviceGetName", result::device::get_name(device))?;
-            Ok((Card { device, driver: driver_version()?, volta_fa: env!("CARGO_PKG_VERSION").into() }, limits))
-        })
     }
 
     /// Loads a kernel ahead of its first launch, which would otherwise load it and perhaps wait for the driver to compile PTX.
@@ -123,56 +110,32 @@ impl Driver {
         Ok((device, limits))
     }
 
+    /// Queries the device, and retains its primary context.
     fn query(&self) -> Result<DeviceState> {
         let (device, limits) = self.attributes()?;
         let limits = DeviceLimits { tuning: self.tuning()?.tuning(), ..limits };
         // SAFETY: `device` exists. The reference is never released: PyTorch too holds the context as long as the process lives.
         let context = check("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
-        Ok(DeviceState { limits, context })
+        Ok(DeviceState { limits, context: Handle(context) })
     }
 
     /// Makes the device's primary context current on this thread, which may not have used CUDA before.
     fn enter(&self, state: &DeviceState) -> Result<()> {
-        if check("cuCtxGetCurrent", result::ctx::get_current())? != Some(state.context) {
+        let Handle(context) = state.context;
+        if check("cuCtxGetCurrent", result::ctx::get_current())? != Some(context) {
             // SAFETY: the context is retained.
-            check("cuCtxSetCurrent", unsafe { result::ctx::set_current(state.context) })?;
+            check("cuCtxSetCurrent", unsafe { result::ctx::set_current(context) })?;
         }
         Ok(())
     }
 
     /// Returns a kernel on this device, which the first call loads.
-    fn function(&self, variant: &'static Variant, state: &DeviceState) -> Result<Function> {
-        let functions = FUNCTIONS.get_or_init(Default::default);
-        let key = (self.device, variant.name);
-        let find = || functions.read().unwrap_or_else(|e| e.into_inner()).get(&key).copied();
-        if let Some(f) = find() {
-            return Ok(f);
-        }
-        let _one_at_a_time = LOADING.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(f) = find() {
-            return Ok(f);
-        }
-        let f = self.load(variant, &state.limits)?;
-        functions.write().unwrap_or_else(|e| e.into_inner()).insert(key, f);
-        Ok(f)
+    fn function(&self, variant: &'static Variant, state: &DeviceState) -> Result<Handle<sys::CUfunction>> {
+        FUNCTIONS.get_or_make((self.device, variant.name), || self.load(variant, &state.limits))
     }
-}
 
-/// Returns the driver's version as nvidia-smi prints it. Without its kernel module (WSL, some containers), returns its CUDA version.
-fn driver_version() -> Result<String> {
-    let module = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
-    if !module.trim().is_empty() {
-        return Ok(module.trim().into());
-    }
-    let mut version = 0;
-    // SAFETY: writes one number.
-    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }.result())?;
-    Ok(format!("CUDA {}.{}", version / 1000, version % 1000 / 10))
-}
-
-impl Driver {
     /// Loads a kernel into the current context, and allows it the dynamic shared memory of its blocks.
-    fn load(&self, variant: &Variant, limits: &DeviceLimits) -> Result<Function> {
+    fn load(&self, variant: &Variant, limits: &DeviceLimits) -> Result<Handle<sys::CUfunction>> {
         let what = format!("loading {}", variant.name);
         let module = self.module(variant, limits, &what)?;
         let name = CString::new(variant.name).expect("kernel names have no NUL");
@@ -187,7 +150,7 @@ impl Driver {
                     variant.shared_bytes as i32,
                 ),
             )?;
-            Ok(Function(f))
+            Ok(Handle(f))
         }
     }
 
@@ -219,9 +182,30 @@ impl Driver {
     }
 }
 
+/// Returns the driver's version as nvidia-smi prints it. Without its kernel module (WSL, some containers), returns its CUDA version.
+fn driver_version() -> Result<String> {
+    let module = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
+    if !module.trim().is_empty() {
+        return Ok(module.trim().into());
+    }
+    let mut version = 0; // 1000 * major + 10 * minor
+                         // SAFETY: writes one number.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }.result())?;
+    Ok(format!("CUDA {}.{}", version / 1000, version % 1000 / 10))
+}
+
 impl Launcher for Driver {
     fn device(&self) -> tch::Device {
         tch::Device::Cuda(self.device)
+    }
+
+    /// Creates no CUDA context.
+    fn tuning(&self) -> Result<&'static DeviceTuning> {
+        tuning::of_device(self.device, || {
+            let (device, limits) = self.attributes()?;
+            let device = check("cuDeviceGetName", result::device::get_name(device))?;
+            Ok((Card { device, driver: driver_version()?, volta_fa: env!("CARGO_PKG_VERSION").into() }, limits))
+        })
     }
 
     fn limits(&self) -> Result<DeviceLimits> {
@@ -245,6 +229,7 @@ impl Launcher for Driver {
 }
 
 // ---- the error when the driver loads neither of a kernel's two forms: machine code, or PTX, which the driver compiles ----
+// Driver branches are the first part of nvidia-smi's version: 525 of 525.60.13.
 
 /// First driver branch of CUDA 12. CUDA 12's drivers load machine code of any 12.x compiler. CUDA 12.9's compiles the kernels.
 const CUBIN_DRIVER: &str = "525";
@@ -268,8 +253,7 @@ fn is_refusal(code: sys::CUresult) -> bool {
     )
 }
 
-/// Returns one line about a kernel that the driver loads in no form: its error for each form that was tried, and the remedy. `sm`: the
-/// GPU's compute capability in two digits.
+/// Returns one line about a kernel that the driver loads in no form: its error for each form tried, and the remedy. `sm`: 70 for 7.0.
 fn describe_refusal(kernel: &str, card: &str, sm: u32, driver: &str, answers: &[(Code, sys::CUresult)]) -> String {
     let mut text = format!("CUDA driver: loading {kernel} on {card} (sm_{sm}), driver {driver}:");
     for (i, (code, answer)) in answers.iter().enumerate() {

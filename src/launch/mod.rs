@@ -2,6 +2,7 @@
 //! or in the simulator, which executes the kernel's machine code on CPU tensors. The code in src/ops/ is the same for both.
 
 pub mod driver;
+mod memo;
 #[cfg(feature = "sim")]
 pub mod simulator;
 pub mod tuning;
@@ -26,6 +27,7 @@ pub struct MemoryRange {
     pub writable: bool,
 }
 
+/// One launch of a kernel on a launcher's device.
 pub struct KernelLaunch<'a> {
     /// The kernel, with the threads and shared memory of a block.
     pub variant: &'static Variant,
@@ -70,11 +72,13 @@ pub trait Launcher {
         true
     }
 
+    /// Returns the device's tuning: kernels that plans take or avoid there, from a file of the user. An unusable file is no error.
+    fn tuning(&self) -> Result<&'static tuning::DeviceTuning>;
+
     /// Prepares for the launches of one operator, before the first, with all their memory. The simulator fills writable ranges with NaN.
     fn begin(&self, _ranges: &[MemoryRange]) {}
 
-    /// Returns the limits of the device, which the planner relies on. Fails without a driver, or if the environment names an unknown
-    /// family.
+    /// Returns the device's limits, which the planner relies on. Fails without a driver, or if the environment names an unknown family.
     fn limits(&self) -> Result<DeviceLimits>;
 
     /// Enqueues the launch on the current stream; the simulator runs it at once. After an error the kernel has not run.

@@ -1,5 +1,5 @@
-//! Launches in the simulator (tools/volta-sim): the embedded machine code for sm_70 or sm_75 runs on the CPU tensors' own memory. Calls
-//! with fp16 or bf16 CPU tensors (fwd and bwd: fp32 too) run here if the environment asks for it (src/ops/inputs.rs).
+//! Launches in the simulator (tools/volta-sim): the embedded machine code for sm_70 or sm_75 runs on the CPU tensors' own memory. Calls of
+//! fp16 or bf16 CPU tensors (fwd and bwd: fp32 too) get a [`Simulator`] from src/ops/inputs.rs if the environment asks for it.
 //!
 //! `VOLTA_FA_SIMULATE=1` executes every block. `VOLTA_FA_SIMULATE=timing` times one SM's share of each launch on a copy of the memory, so
 //! outputs stay as they were allocated. It keeps the reports for [`take_reports`]. `VOLTA_FA_SIMULATE=launches` runs nothing: it only keeps
@@ -15,13 +15,13 @@
 //! Kernels that a GPU of this kind would get as PTX (Volta's on a T4) run as their family's own machine code, which computes the same.
 //! Timing that would say nothing, and is refused.
 
+use super::memo::Memo;
 use super::tuning::{self, DeviceTuning};
 use super::{only_family, KernelLaunch, Launcher, MemoryRange, SCRATCH};
 use crate::error::{Error, Result};
-use crate::kernels::{self, Code};
+use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
 use crate::tuning::Card;
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use volta_sim::{Machine, Module, Schedule, TimingOptions};
@@ -32,7 +32,7 @@ pub struct Simulator {
     mode: Mode,
 }
 
-/// As `VOLTA_FA_SIMULATE` says.
+/// What `VOLTA_FA_SIMULATE` asks for.
 enum Mode {
     /// every block is executed: outputs hold what the kernels compute
     Functional(Schedule),
@@ -43,9 +43,10 @@ enum Mode {
 }
 
 /// Tuning files by simulated GPU.
-static TUNINGS: Mutex<Option<HashMap<String, &'static DeviceTuning>>> = Mutex::new(None);
+static TUNINGS: Memo<String, &'static DeviceTuning> = Memo::new();
 /// Decoded machine code by kernel.
-static MODULES: Mutex<Option<HashMap<&'static str, Arc<Module>>>> = Mutex::new(None);
+static MODULES: Memo<&'static str, Arc<Module>> = Memo::new();
+/// Reports that [`take_reports`] has not returned yet.
 static REPORTS: Mutex<Vec<serde_json::Value>> = Mutex::new(Vec::new());
 
 /// Returns the reports of the timed or recorded launches since the last call, oldest first.
@@ -62,6 +63,7 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|v| !v.is_empty())
 }
 
+/// Returns the positive integer of an environment variable.
 fn positive<T: std::str::FromStr + PartialOrd + From<u8>>(name: &str, default: T) -> Result<T> {
     let Some(text) = variable(name) else { return Ok(default) };
     let number = text.parse().ok().filter(|n| *n >= T::from(1));
@@ -85,40 +87,17 @@ impl Simulator {
         Ok(Some(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), &settings)?, mode }))
     }
 
+    /// Returns a simulator of the GPU that `VOLTA_FA_SIM_GPU` names, to describe it. The environment need not simulate calls.
+    pub fn of_named_gpu() -> Result<Self> {
+        Ok(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), "")?, mode: Mode::Timed })
+    }
+
+    /// Returns the limits of the GPU, without its tuning file.
     fn untuned_limits(&self) -> Result<DeviceLimits> {
         let Machine { sm, sms, smem_per_sm, .. } = self.machine;
         let capability = ((sm / 10) as i32, (sm % 10) as i32);
         Ok(DeviceLimits { capability, sms, shared_bytes_per_block: smem_per_sm, only: only_family()?, tuning: None })
     }
-
-    /// Returns the tuning of the simulated GPU, which has a tuning file as real ones have, under the name `simulated V100`.
-    pub fn tuning(&self) -> Result<&'static DeviceTuning> {
-        let mut tunings = TUNINGS.lock().unwrap_or_else(|e| e.into_inner());
-        let tunings = tunings.get_or_insert_with(HashMap::new);
-        if let Some(found) = tunings.get(&self.machine.name) {
-            return Ok(found);
-        }
-        let device = format!("simulated {}", self.machine.name.to_uppercase());
-        let card = Card { device, driver: "simulator".into(), volta_fa: env!("CARGO_PKG_VERSION").into() };
-        let found = tuning::look_up(card, &self.untuned_limits()?);
-        tunings.insert(self.machine.name.clone(), found);
-        Ok(found)
-    }
-}
-
-/// Returns the tuning of the GPU that `VOLTA_FA_SIM_GPU` names, also where no call is simulated.
-pub fn tuning() -> Result<&'static DeviceTuning> {
-    named()?.tuning()
-}
-
-/// Returns the limits of that GPU, which plans of simulated calls rely on.
-pub fn limits() -> Result<DeviceLimits> {
-    named()?.limits()
-}
-
-/// Returns a simulator of the GPU that the environment names. It runs no launch.
-fn named() -> Result<Simulator> {
-    Ok(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), "")?, mode: Mode::Timed })
 }
 
 /// Returns a GPU of volta-sim by name, with constants changed by `settings` (`name=value,...`).
@@ -149,15 +128,13 @@ fn nvdisasm() -> Option<PathBuf> {
     Some(site.join("triton/backends/nvidia/bin/nvdisasm")).filter(|p| p.is_file())
 }
 
-fn module(launch: &KernelLaunch) -> Result<Arc<Module>> {
-    let mut modules = MODULES.lock().unwrap_or_else(|e| e.into_inner());
-    let modules = modules.get_or_insert_with(HashMap::new);
-    if let Some(m) = modules.get(launch.variant.name) {
-        return Ok(m.clone());
-    }
-    let cubin = kernels::image(launch.variant).cubin()?;
-    let loaded = Module::load_with(&cubin, nvdisasm().as_deref()).map_err(|e| Error::runtime(format!("simulator: {e}")))?;
-    Ok(modules.entry(launch.variant.name).or_insert(Arc::new(loaded)).clone())
+/// Returns a kernel's machine code, which the first call decodes.
+fn module(variant: &'static Variant) -> Result<Arc<Module>> {
+    MODULES.get_or_make(variant.name, || {
+        let cubin = kernels::image(variant).cubin()?;
+        let loaded = Module::load_with(&cubin, nvdisasm().as_deref()).map_err(|e| Error::runtime(format!("simulator: {e}")))?;
+        Ok(Arc::new(loaded))
+    })
 }
 
 impl Launcher for Simulator {
@@ -190,6 +167,15 @@ impl Launcher for Simulator {
         }
     }
 
+    /// The simulated GPU has a tuning file as real ones have, under the name `simulated V100`.
+    fn tuning(&self) -> Result<&'static DeviceTuning> {
+        TUNINGS.get_or_make(self.machine.name.clone(), || {
+            let device = format!("simulated {}", self.machine.name.to_uppercase());
+            let card = Card { device, driver: "simulator".into(), volta_fa: env!("CARGO_PKG_VERSION").into() };
+            Ok(tuning::look_up(card, &self.untuned_limits()?))
+        })
+    }
+
     fn limits(&self) -> Result<DeviceLimits> {
         Ok(DeviceLimits { tuning: tuning::forced().or(self.tuning()?.tuning()), ..self.untuned_limits()? })
     }
@@ -201,7 +187,7 @@ impl Launcher for Simulator {
             keep_report(serde_json::json!({ "kernel": v.name, "grid": launch.grid, "code": code }));
             return Ok(());
         }
-        let module = module(launch)?;
+        let module = module(v)?;
         let extents: Vec<_> = launch
             .ranges
             .iter()

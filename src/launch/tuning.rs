@@ -2,15 +2,14 @@
 //! plans take or avoid on a card; `crate::tuning` parses it, and launchers put it into the `DeviceLimits` of a plan. The first plan for a
 //! device reads its file, once. A bad file costs one warning; the plan then has no tuning.
 
+use super::memo::Memo;
 use crate::error::{Error, Result};
 use crate::kernels::COMPILED;
 use crate::plan::DeviceLimits;
 use crate::tuning::{Card, Tuning};
-use std::collections::HashMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Mutex, RwLock};
 
 /// Environment variable: 0 reads no tuning file, a path reads this one.
 pub const VARIABLE: &str = "VOLTA_FA_TUNING";
@@ -29,6 +28,7 @@ pub enum Outcome {
     Ignored(String),
 }
 
+/// A device's tuning file, as found.
 pub struct DeviceTuning {
     /// GPU and software on which the file must be made.
     pub card: Card,
@@ -38,6 +38,7 @@ pub struct DeviceTuning {
 }
 
 impl DeviceTuning {
+    /// Returns the tuning that plans use; None unless a file was read.
     pub fn tuning(&self) -> Option<&'static Tuning> {
         match self.outcome {
             Outcome::Read(tuning) => Some(tuning),
@@ -46,31 +47,16 @@ impl DeviceTuning {
     }
 }
 
-/// Tuning files by device. Entries live as long as the process.
-static FOUND: RwLock<Vec<(usize, &'static DeviceTuning)>> = RwLock::new(Vec::new());
+/// Tuning files by device.
+static FOUND: Memo<usize, &'static DeviceTuning> = Memo::new();
 /// The tuning that [`force`] set; null: none.
 static FORCED: AtomicPtr<Tuning> = AtomicPtr::new(std::ptr::null_mut());
-/// Every text that [`force`] got.
-static PARSED: Mutex<Option<HashMap<String, &'static Tuning>>> = Mutex::new(None);
-
-/// Returns a device's entry in a list. The first call makes it.
-pub fn per_device<T: Copy>(list: &RwLock<Vec<(usize, T)>>, device: usize, make: impl FnOnce() -> Result<T>) -> Result<T> {
-    let known = |list: &[(usize, T)]| list.iter().find(|(d, _)| *d == device).map(|(_, found)| *found);
-    if let Some(found) = known(&list.read().unwrap_or_else(|e| e.into_inner())) {
-        return Ok(found);
-    }
-    let mut list = list.write().unwrap_or_else(|e| e.into_inner());
-    if let Some(found) = known(&list) {
-        return Ok(found);
-    }
-    let found = make()?;
-    list.push((device, found));
-    Ok(found)
-}
+/// Tunings by each text that [`force`] got.
+static PARSED: Memo<String, &'static Tuning> = Memo::new();
 
 /// Returns the tuning of a device. The first call asks `describe` for the card, and reads its file.
 pub fn of_device(device: usize, describe: impl FnOnce() -> Result<(Card, DeviceLimits)>) -> Result<&'static DeviceTuning> {
-    per_device(&FOUND, device, || describe().map(|(card, limits)| look_up(card, &limits)))
+    FOUND.get_or_make(device, || describe().map(|(card, limits)| look_up(card, &limits)))
 }
 
 /// Reads a card's file. The result lives as long as the process.
@@ -102,6 +88,7 @@ fn warn(text: &str) {
     eprintln!("volta_fa: {text}");
 }
 
+/// Returns the outcome for a file that is not used, after a warning.
 fn ignored(path: &Path, why: &str) -> Outcome {
     warn(&format!(
         "the tuning {} is ignored: {why} (`python -m volta_fa check --tune` makes a new one; {VARIABLE}=0 reads none)",
@@ -127,7 +114,7 @@ fn read(path: &Path, card: &Card) -> Result<Option<Tuning>> {
     Ok(Some(tuning))
 }
 
-/// Returns the folder of the XDG base directory specification, which ignores relative paths in its variable.
+/// Returns the folder of a user's tuning files, by the XDG base directory specification, which ignores relative paths in its variable.
 fn user_folder() -> Option<PathBuf> {
     let absolute = |variable: &str| std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute());
     let data = absolute("XDG_DATA_HOME").or_else(|| Some(absolute("HOME")?.join(".local/share")))?;
@@ -136,24 +123,14 @@ fn user_folder() -> Option<PathBuf> {
 
 /// Sets a tuning for plans on all devices in place of the files. An empty text restores the files.
 ///
-/// Plans hold references to tunings, so each text is kept once for the life of the process. Only tools call this, by `_set_tuning()`. The
-/// text need not name a card.
+/// Plans hold references to tunings, so each text is kept once for the life of the process. Tests and `python -m volta_fa check` call this
+/// by `_set_tuning()`. The text need not name a card.
 pub fn force(text: &str) -> Result<()> {
-    let mut tuning = std::ptr::null_mut();
-    if !text.is_empty() {
-        let mut parsed = PARSED.lock().unwrap_or_else(|e| e.into_inner());
-        let parsed = parsed.get_or_insert_with(HashMap::new);
-        let found = match parsed.get(text) {
-            Some(found) => *found,
-            None => {
-                let new: &'static Tuning = Box::leak(Box::new(Tuning::parse(text, *COMPILED)?));
-                parsed.insert(text.into(), new);
-                new
-            }
-        };
-        tuning = std::ptr::from_ref(found).cast_mut();
-    }
-    FORCED.store(tuning, Ordering::Release);
+    let tuning = match text {
+        "" => std::ptr::null(),
+        _ => PARSED.get_or_make(text.into(), || Ok(Box::leak(Box::new(Tuning::parse(text, *COMPILED)?))))?,
+    };
+    FORCED.store(tuning.cast_mut(), Ordering::Release);
     Ok(())
 }
 

@@ -1,4 +1,5 @@
-//! The tensors of a block mask on the way to kernels: checks their values, and fills [`BlockLists`] of parameter blocks.
+//! The tensors of a block mask on the way to kernels: mod.rs checks their values, device.rs and cast.rs fill [`BlockLists`] of parameter
+//! blocks (kernels' arguments).
 //!
 //! A list (`block_lists`, int32) names the blocks of 64 keys that a block of 128 queries of a head sees, in full or in part. A tile of
 //! `block_bits` has a bit for each score of a block seen in part. `block_lists_t` and `block_bits_t` are the same with queries and keys
@@ -16,31 +17,22 @@ use tch::{Device, Kind, Tensor};
 /// Alignment of bits that kernels read together, bytes.
 const ALIGNMENT: usize = 16;
 
-/// Returns (lists, bits, name of the lists, length that their column blocks divide) of each direction that is given: column blocks are keys
-/// in the first, queries in the second.
-fn sides<'a>(o: &'a Options<Tensor>, a: &Attention) -> impl Iterator<Item = (&'a Tensor, Option<&'a Tensor>, &'static str, i64)> {
-    let sides =
-        [(&o.block_lists, &o.block_bits, "block_lists", a.seqlen_k), (&o.block_lists_t, &o.block_bits_t, "block_lists_t", a.seqlen_q)];
-    sides.into_iter().filter_map(|(lists, bits, name, columns)| Some((lists.as_ref()?, bits.as_ref(), name, columns)))
-}
-
-/// Checks the values of all lists, copied together. On a GPU this synchronizes once.
+/// Checks the values of the lists of both directions. On a GPU this synchronizes once.
 pub fn check_values(inputs: &Inputs, a: &Attention) -> Result<()> {
     let o = &inputs.options;
-    let numbers = |lists: &Tensor| lists.numel() as i64;
-    let all = Tensor::f_empty([sides(o, a).map(|(lists, ..)| numbers(lists)).sum::<i64>()], (Kind::Int, inputs.q.device()))?;
-    let mut first = 0;
-    for (lists, ..) in sides(o, a) {
-        all.f_narrow(0, first, numbers(lists))?.f_view(lists.size().as_slice())?.f_copy_(lists)?;
-        first += numbers(lists);
-    }
+    // name, lists, bits, and the length that the column blocks divide: keys, and with exchanged roles queries
+    let directions =
+        [("block_lists", &o.block_lists, &o.block_bits, a.seqlen_k), ("block_lists_t", &o.block_lists_t, &o.block_bits_t, a.seqlen_q)];
+    let flat = directions.iter().filter_map(|(_, lists, ..)| Some(lists.as_ref()?.f_reshape([-1_i64].as_slice())));
+    let all = Tensor::f_cat(&flat.collect::<std::result::Result<Vec<_>, _>>()?, 0)?;
     let values = Vec::<i32>::try_from(all.f_to_device(Device::Cpu)?)?;
     let mut rest = values.as_slice();
-    for (lists, bits, name, columns) in sides(o, a) {
+    for (name, lists, bits, columns) in directions {
+        let Some(lists) = lists else { continue };
         let (batch, heads, rows, size) = lists.size4()?;
         let (values, others) = rest.split_at(lists.numel());
         rest = others;
-        let tiles = bits.map_or(0, |t| t.size()[0]);
+        let tiles = bits.as_ref().map_or(0, |t| t.size()[0]);
         validate_block_lists(&ListValues { name, values, sizes: [batch, heads, rows, size], tiles, columns })?;
     }
     Ok(())
@@ -58,10 +50,21 @@ pub fn readable_bits(bits: &Tensor) -> Result<Tensor> {
 /// The parameters of a call without a block mask. `batch` and `heads` are 1, because kernels take entries and heads modulo them.
 pub const NO_BLOCKS: BlockLists = BlockLists { batch: 1, heads: 1, ..BlockLists::NONE };
 
+/// Returns the parameters of the lists of keys that blocks of queries see; None: the call has no block mask.
+pub fn of_queries(o: &Options<Tensor>) -> Option<BlockLists> {
+    block_lists(&o.block_lists, &o.block_bits)
+}
+
+/// Returns the parameters of the lists of queries that see blocks of keys.
+pub fn of_keys(o: &Options<Tensor>) -> Option<BlockLists> {
+    block_lists(&o.block_lists_t, &o.block_bits_t)
+}
+
 /// Returns the parameters of one direction. `bits` come from [`readable_bits`].
-pub fn block_lists(lists: &Tensor, bits: Option<&Tensor>) -> BlockLists {
+fn block_lists(lists: &Option<Tensor>, bits: &Option<Tensor>) -> Option<BlockLists> {
+    let (lists, bits) = (lists.as_ref()?, bits.as_ref());
     let (sizes, strides) = (lists.size(), lists.stride());
-    BlockLists {
+    Some(BlockLists {
         lists: lists.data_ptr() as *const i32,
         batch_stride: strides[0],
         head_stride: strides[1],
@@ -71,5 +74,5 @@ pub fn block_lists(lists: &Tensor, bits: Option<&Tensor>) -> BlockLists {
         batch: sizes[0] as i32,
         heads: sizes[1] as i32,
         max_entries: (sizes[3] - LIST_HEADER) as i32,
-    }
+    })
 }

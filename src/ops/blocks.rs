@@ -1,5 +1,4 @@
-//! Fills the parts that kernels' parameter blocks (src/params/) share, from a call's tensors and problem. Every module of src/ops/ that
-//! launches attention kernels uses it.
+//! Fills the parts that kernels' parameter blocks (src/params/) share, from a call's tensors and problem, for all launches of attention.
 //!
 //! [`readable`] copies tensors that kernels cannot read in place. [`Blocks`] points into the others. Callers hold the tensors while
 //! launches are enqueued; PyTorch's caching allocator then keeps the memory for their stream. An entry is an element of the batch.
@@ -40,8 +39,9 @@ impl Blocks {
     /// Fills the blocks for a launch of `batches` entries from entry `first` on. The inputs come from [`readable`].
     pub fn new(inputs: &Inputs, a: &Attention, (first, batches): (i64, i64)) -> Blocks {
         let o = &inputs.options;
-        // the first entry of a cache that the launch may read
-        let first_entry = if has_entry_numbers(o) { 0 } else { first };
+        // The first entry of a cache that the launch may read: any if tensors say which entries or pages belong to a sequence. Otherwise
+        // sequence `i` has entry `i`.
+        let first_entry = if o.block_table.is_some() || o.cache_batch_idx.is_some() { 0 } else { first };
         let [k, v] = [&inputs.k, &inputs.v].map(|t| operand(t, if a.cache().is_some() { first_entry } else { first }));
         Blocks {
             q: operand(&inputs.q, first),
@@ -57,11 +57,7 @@ impl Blocks {
     }
 }
 
-/// Returns true if tensors say which entries or pages of a cache belong to a sequence. Otherwise sequence `i` has entry `i`.
-fn has_entry_numbers(o: &Options<Tensor>) -> bool {
-    o.block_table.is_some() || o.cache_batch_idx.is_some()
-}
-
+/// Describes the lengths of sequences, from batch entry `first` on.
 fn lengths(o: &Options<Tensor>, a: &Attention, first: i64) -> Lengths {
     Lengths {
         cu_seqlens_q: element(&o.cu_seqlens_q, first),
@@ -75,6 +71,7 @@ fn lengths(o: &Options<Tensor>, a: &Attention, first: i64) -> Lengths {
     }
 }
 
+/// Describes the cache, from batch entry `first` and its entry `first_entry` on.
 fn cache(o: &Options<Tensor>, a: &Attention, [k, v]: [Operand; 2], first: i64, first_entry: i64) -> Cache {
     let Some(cache) = a.cache() else { return Cache::NONE };
     let block_table_stride = o.block_table.as_ref().map_or(0, |t| t.stride()[0]);
@@ -123,6 +120,7 @@ fn scales(o: &Options<Tensor>, a: &Attention, first: i64, first_entry: i64) -> C
     }
 }
 
+/// Describes what changes scores and probabilities (bias, ALiBi, sinks, dropout, softcap), from batch entry `first` on.
 fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
     // A tree mask takes the place of the bias: a 64-bit word for each query, with a bit for each draft token (csrc/decode/tree.cuh).
     let bias = if a.features.tree { &inputs.options.tree_mask } else { &inputs.options.attn_bias };
@@ -162,10 +160,7 @@ pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Option<Inputs>> {
     if !has_score_options && [&inputs.q, &inputs.k, &inputs.v].into_iter().all(is_readable) {
         return Ok(None);
     }
-    let mut inputs = inputs.share();
-    for t in [&mut inputs.q, &mut inputs.k, &mut inputs.v] {
-        *t = tensor::readable(t)?;
-    }
+    let mut inputs = with_readable_operands(inputs)?;
     let o = &mut inputs.options;
     for (t, change) in [
         (&mut o.attn_bias, &(|t: &Tensor| readable_bias(t, a.seqlen_k)) as &dyn Fn(&Tensor) -> Result<Tensor>),
@@ -178,6 +173,15 @@ pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Option<Inputs>> {
     }
     inputs.rng_state = inputs.rng_state.filter(|_| a.features.dropout_p > 0.0);
     Ok(Some(inputs))
+}
+
+/// Returns inputs with q, k and v in layouts that kernels read.
+pub fn with_readable_operands(inputs: &Inputs) -> Result<Inputs> {
+    let mut inputs = inputs.share();
+    for t in [&mut inputs.q, &mut inputs.k, &mut inputs.v] {
+        *t = tensor::readable(t)?;
+    }
+    Ok(inputs)
 }
 
 /// Returns a pointer to an element of an fp32 tensor.

@@ -1,11 +1,11 @@
-//! Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two, so that kernels for fp16 can compute with them. `scaled` and `kvcache::latents`
-//! use it. One kernel (csrc/shared/cast/cast.cuh) chooses the exponents and casts; the exponents stay on the device.
+//! Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two, so that kernels for fp16 can compute with them. scaled.rs and
+//! kvcache/latents.rs use it. One kernel (csrc/shared/cast/cast.cuh) chooses the exponents and casts; the exponents stay on the device.
 //!
 //! Exponents of q and k cancel in their product, as far as fp16 holds both, so kernels need not know them. Rows of q with very large scores
 //! get smaller ones, and softmax_lse has to be scaled back. A group is the elements that share an exponent: those of a KV head and its
 //! query heads, in a batch entry (of all sequences if packed). A number may also be split into a sum of two fp16 numbers, its parts.
 
-use super::block_mask::{block_lists, NO_BLOCKS};
+use super::block_mask::{self, NO_BLOCKS};
 use super::blocks::{self, lse_at, Blocks};
 use super::inputs::Inputs;
 use super::launches::{memory_ranges, Launches};
@@ -19,13 +19,21 @@ use crate::tensor::{self, element_type, output, Absent};
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
-/// Exponents of the largest score (in log2 units) that rows of q keep, and to which larger ones are lowered. Forward: below 2^26 fp32
-/// resolves a difference of 8, and probabilities fit fp16.
-const SCORES_OF_FORWARD: [i32; 2] = [26, 26];
+/// Limits of scores (in log2 units), as exponents of 2. A row of q with larger scores is scaled down.
+#[derive(Clone, Copy)]
+struct ScoreExponents {
+    /// Of the largest score that a row keeps.
+    max: i32,
+    /// To which larger ones are lowered.
+    lowered: i32,
+}
+
+/// Forward: below 2^26 fp32 resolves a difference of 8, and probabilities fit fp16.
+const SCORES_OF_FORWARD: ScoreExponents = ScoreExponents { max: 26, lowered: 26 };
 /// Backward recomputes probabilities from scores and softmax_lse. Below 2^23 fp32 resolves both to 1/2 or finer, and P, stored as P * 2^12,
 /// stays in fp16. Keys that nearly tie keep their shares there, as in PyTorch's kernels. Beyond, scores are lowered to 2^19: a row that
 /// attends to one key alone is then right within 4%.
-const SCORES_OF_BACKWARD: [i32; 2] = [23, 19];
+const SCORES_OF_BACKWARD: ScoreExponents = ScoreExponents { max: 23, lowered: 19 };
 /// Most row tiles of a grid whose blocks rarely have work: each block walks over several.
 const MAX_SPARSE_TILES: u32 = 8;
 
@@ -45,6 +53,7 @@ const MAGNITUDES: i64 = 7;
 const LARGEST_V: i64 = 2;
 const LARGEST_VISIBLE_V: i64 = 6;
 
+/// What a cast does to a call's operands.
 pub(super) struct Operands {
     /// How v is scaled; None: v is not cast.
     pub v: Option<Values>,
@@ -52,6 +61,7 @@ pub(super) struct Operands {
     pub low_column: i64,
 }
 
+/// How v is scaled.
 pub(super) struct Values {
     /// Exponent of the largest |v| after scaling, rounded up.
     pub largest_exponent: i32,
@@ -63,6 +73,7 @@ pub(super) struct Values {
     pub low_column: i64,
 }
 
+/// A call's operands after the cast, and what scales results back.
 pub(super) struct Cast<'a> {
     /// fp16 copies with padded headdims, perhaps split; v as it was given if it was not cast.
     pub inputs: Inputs,
@@ -73,7 +84,7 @@ pub(super) struct Cast<'a> {
     /// Exponent that softmax_scale lost and q has.
     scale_exponent: i32,
     /// [`SCORES_OF_FORWARD`] or [`SCORES_OF_BACKWARD`].
-    score_exponents: [i32; 2],
+    score_exponents: ScoreExponents,
     kernel: PlannedKernel,
     operands: Operands,
     /// The inputs before the cast, as kernels read them.
@@ -189,23 +200,29 @@ impl<'a> Cast<'a> {
         self.run(&Launches::in_place(self.launcher, ranges), Phase::RestoreLse, Some(softmax_lse))
     }
 
-    /// Returns the exponents of v: v_fp16 = v * 2^exponent.
-    pub fn of_v(&self) -> Result<Tensor> {
-        Ok(self.exponents.f_select(0, 2)?)
+    /// Returns the exponents of q: q_fp16 = q * 2^exponent in ordinary rows.
+    fn q_exponents(&self) -> Result<Tensor> {
+        Ok(self.exponents.f_select(0, 0)?)
     }
 
-    pub fn of_k(&self) -> Result<Tensor> {
+    /// Returns the exponents of k, as [`Cast::v_exponents`].
+    pub fn k_exponents(&self) -> Result<Tensor> {
         Ok(self.exponents.f_select(0, 1)?)
     }
 
-    /// Returns the exponents that the gradients of q and k have as kernels compute them from the cast operands.
-    pub fn of_gradients(&self) -> Result<[Tensor; 2]> {
-        // dq is a sum of scale * dS * k, dk of scale * dS * q; the scale lost scale_exponent
-        let exponents =
-            |other: i64| Ok::<_, crate::error::Error>(self.exponents.f_select(0, other)?.f_add_scalar(-i64::from(self.scale_exponent))?);
-        Ok([exponents(1)?, exponents(0)?])
+    /// Returns the exponents of v: v_fp16 = v * 2^exponent.
+    pub fn v_exponents(&self) -> Result<Tensor> {
+        Ok(self.exponents.f_select(0, 2)?)
     }
 
+    /// Returns the exponents that the gradients of q and k, in this order, have as kernels compute them from the cast operands.
+    pub fn gradient_exponents(&self) -> Result<[Tensor; 2]> {
+        // dq is a sum of scale * dS * k, dk of scale * dS * q; the scale lost scale_exponent
+        let lost = -i64::from(self.scale_exponent);
+        Ok([self.k_exponents()?.f_add_scalar(lost)?, self.q_exponents()?.f_add_scalar(lost)?])
+    }
+
+    /// Launches the kernel for one phase. `softmax_lse`: what the phase scales; None: nothing.
     fn run(&self, launches: &Launches, phase: Phase, softmax_lse: Option<&Tensor>) -> Result<()> {
         let a = &self.problem.padded();
         let is_packed = a.total_q().is_some();
@@ -214,8 +231,7 @@ impl<'a> Cast<'a> {
         if matches!(phase, Phase::LeaveOutHidden | Phase::RestoreLse) || (phase == Phase::CastScaled && !has_v) {
             kernel.blocks[0] = kernel.blocks[0].min(MAX_SPARSE_TILES);
         }
-        let o = &self.given.options;
-        let blocks = o.block_lists.as_ref().map_or(NO_BLOCKS, |lists| block_lists(lists, o.block_bits.as_ref()));
+        let blocks = block_mask::of_queries(&self.given.options).unwrap_or(NO_BLOCKS);
         let values = self.operands.v.as_ref();
         for (first, batches) in plan::batch_chunks(a.batch) {
             let Blocks { q, k, v, problem, lengths, score_options, .. } = Blocks::new(&self.given, a, (first, batches));
@@ -237,8 +253,8 @@ impl<'a> Cast<'a> {
                 scale_exponent: self.scale_exponent,
                 scale_log2_exponent: exponent(problem.scale_log2),
                 score_exponent: exponent(a.headdim as f32 * problem.scale_log2),
-                max_score_exponent: self.score_exponents[0],
-                lowered_score_exponent: self.score_exponents[1],
+                max_score_exponent: self.score_exponents.max,
+                lowered_score_exponent: self.score_exponents.lowered,
                 largest_v_exponent: values.map_or(0, |values| values.largest_exponent),
                 keeps_ordinary_v: i32::from(values.is_some_and(|values| values.keeps_ordinary)),
                 score_options,

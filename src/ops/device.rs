@@ -1,8 +1,10 @@
-//! `fwd` and `bwd` on kernels, on a GPU or in the simulator: plan, allocate with ATen, fill parameter blocks, launch. Operands are fp16;
-//! mod.rs calls it for fp16 tensors, scaled.rs with casts of others. `given` is the call's problem, `a` the same with headdims padded to
-//! multiples of 8, which kernels read.
+//! `fwd` and `bwd` on kernels, on a GPU or in the simulator: plan, allocate with ATen, fill parameter blocks, launch. mod.rs calls it for
+//! fp16 tensors, scaled.rs with fp16 casts of others. `given` is the call's problem, `a` the same with headdims padded to multiples of 8.
+//!
+//! A backward plan has a preprocess kernel (statistics of rows), main kernels (dk and dv, and dq into fp32 accumulators) and a postprocess
+//! kernel (accumulators to dq). Variants of it do all in one kernel, or keep probabilities in memory between two ([`StoredMemory`]).
 
-use super::block_mask::block_lists;
+use super::block_mask;
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
 use super::launches::{memory_ranges, Launches};
@@ -25,17 +27,28 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     log::forward("forward", a, &planned)?;
     let converted = blocks::readable(inputs, a)?;
     let inputs = converted.as_ref().unwrap_or(inputs);
-    let q = &inputs.q;
-    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
-    let out = empty(&a.query_shape(a.headdim_v), if a.features.fp32_output { Kind::Float } else { q.kind() })?;
-    let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
-    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(&planned, plan, launcher)).transpose()?;
-    let scratch = stream_k.as_ref().map(stream_k::Launch::scratch);
-    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), (SCRATCH, scratch)];
-    let launches = Launches::begin(inputs, a, launcher, written);
-    fill_varlen(a, [&out, &softmax_lse])?;
-    launch_forward((&planned, stream_k.as_ref()), inputs, a, [&out, &softmax_lse], 0, &launches)?;
+    let kind = if a.features.fp32_output { Kind::Float } else { inputs.q.kind() };
+    let out = tensor::empty(&a.query_shape(a.headdim_v), kind, launcher)?;
+    let softmax_lse = run_forward(&planned, inputs, a, &out, launcher)?;
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
+}
+
+/// Computes a planned forward pass into `out`. Returns softmax_lse.
+pub(super) fn run_forward(
+    planned: &PlannedKernel,
+    inputs: &Inputs,
+    a: &Attention,
+    out: &Tensor,
+    launcher: &dyn Launcher,
+) -> Result<Tensor> {
+    let softmax_lse = tensor::empty(&a.lse_shape(), Kind::Float, launcher)?;
+    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(planned, plan, launcher)).transpose()?;
+    let scratch = stream_k.as_ref().map(stream_k::Launch::scratch);
+    let written = [("out", Some(out)), ("softmax_lse", Some(&softmax_lse)), (SCRATCH, scratch)];
+    let launches = Launches::begin(inputs, a, launcher, written);
+    fill_varlen(a, [out, &softmax_lse])?;
+    launch_forward((planned, stream_k.as_ref()), inputs, a, [out, &softmax_lse], 0, &launches)?;
+    Ok(softmax_lse)
 }
 
 /// Launches a forward kernel, perhaps on a stream-K grid. Kernels over a KV cache leave sequences of fewer than `min_rows` rows to others.
@@ -48,8 +61,7 @@ pub(super) fn launch_forward(
     launches: &Launches,
 ) -> Result<()> {
     let out_is_fp32 = i32::from(out.kind() == Kind::Float);
-    let o = &inputs.options;
-    let blocks = o.block_lists.as_ref().map(|lists| block_lists(lists, o.block_bits.as_ref()));
+    let blocks = block_mask::of_queries(&inputs.options);
     for (first, batches) in plan::batch_chunks(a.batch) {
         let Blocks { q, k, v, problem, lengths, score_options, cache, .. } = Blocks::new(inputs, a, (first, batches));
         let (out, softmax_lse) = (output(out, first), lse_at(softmax_lse, a, first));
@@ -116,8 +128,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         let _ = dbias.shallow_clone().f_zero_()?;
     }
     let o = &inputs.options;
-    let blocks = o.block_lists.as_ref().map(|lists| block_lists(lists, o.block_bits.as_ref()));
-    let blocks_t = o.block_lists_t.as_ref().map(|lists| block_lists(lists, o.block_bits_t.as_ref()));
+    let (blocks, blocks_t) = (block_mask::of_queries(o), block_mask::of_keys(o));
     let sinks = o.sinks.as_ref();
     let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
@@ -280,6 +291,7 @@ impl StoredMemory {
         Ok(StoredMemory { plan, p: scores()?, ds: scores()?, dq_sums: tile(sum_tiles, STORED_ROWS, Kind::Float)? })
     }
 
+    /// Returns the tensors with names, for the ranges of the simulator.
     fn tensors(&self) -> [(&'static str, &Tensor); 3] {
         [("p", &self.p), ("ds", &self.ds), ("dq_sums", &self.dq_sums)]
     }

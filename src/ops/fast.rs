@@ -5,10 +5,10 @@
 //! (`volta_fa::prepare_fast` does so ahead), and the forward kernel reads them. A boolean `attn_mask` is packed to bits first. On a GPU
 //! without fast kernels, or where they do not pay ([`plan::fast`]), the exact forward, that of `fwd`, computes the call.
 
-use super::blocks::{broadcast_strides, lse_at, Blocks};
+use super::blocks::{broadcast_strides, lse_at, with_readable_operands, Blocks};
 use super::codes::{ceil_div, CodeSizes, Codes, SCALE_KEYS};
 use super::device::fill_varlen;
-use super::inputs::{int32_values, Inputs, Target};
+use super::inputs::{Inputs, Target};
 use super::launches::{memory_ranges, Launches};
 use super::{cpu, empty_forward, forward_on};
 use crate::error::Result;
@@ -35,15 +35,12 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let d = inputs.describe()?;
     let target = Target::of(&d.q, inputs.stream)?;
     let a = problem::validate_fast(&d.q, &d.k, &d.v, &d.options, target.backend())?;
-    let o = &inputs.options;
-    if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
-        let [cu_q, cu_k] = [&o.cu_seqlens_q, &o.cu_seqlens_k].map(int32_values);
-        problem::validate_lengths(&a, cu_q?.as_deref(), cu_k?.as_deref(), None)?;
-    }
+    target.check_seqlens(inputs, &a)?;
     if a.is_empty() {
         return empty_forward(inputs, &a);
     }
-    let prepared = inputs.options.prepared.as_ref().map(|t| code_sizes(inputs, &a).within(t, o.rotate, inputs.q.device())).transpose()?;
+    let o = &inputs.options;
+    let prepared = o.prepared.as_ref().map(|t| code_sizes(inputs, &a).within(t, o.rotate, inputs.q.device())).transpose()?;
     match &target {
         Target::Cpu if a.headdim.max(a.headdim_v) > MAX_FAST_HEADDIM => forward_on(&target, &with_bias(inputs), &a),
         Target::Cpu => {
@@ -58,19 +55,15 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
 }
 
 /// Computes `volta_fa::prepare_fast`: codes of K and the range of V for calls of [`forward`]. There is no q: k stands in for it.
-pub fn prepare(inputs: &Inputs) -> Result<Tensor> {
-    let mut inputs = inputs.share();
+pub fn prepare(given: &Inputs) -> Result<Tensor> {
+    let d = given.describe()?;
+    let target = Target::of(&d.k, given.stream)?;
+    let a = problem::validate_prepare(&d.k, &d.v, &d.options, target.backend())?;
+    target.check_seqlens(given, &a)?;
+    let mut inputs = given.share();
     inputs.options.cu_seqlens_q = inputs.options.cu_seqlens_k.as_ref().map(Tensor::shallow_clone);
     inputs.options.max_seqlen_q = inputs.options.max_seqlen_k;
-    let inputs = &inputs;
-    let d = inputs.describe()?;
-    let target = Target::of(&d.k, inputs.stream)?;
-    let a = problem::validate_prepare(&d.k, &d.v, &d.options, target.backend())?;
-    let o = &inputs.options;
-    if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
-        let cu = int32_values(&o.cu_seqlens_k)?;
-        problem::validate_lengths(&a, None, cu.as_deref(), None)?;
-    }
+    let (inputs, o) = (&inputs, &inputs.options);
     let sizes = code_sizes(inputs, &a);
     // all allocators align to 16 bytes or more, as the parts of the tensor must be
     let prepared = match &target {
@@ -88,7 +81,7 @@ pub fn prepare(inputs: &Inputs) -> Result<Tensor> {
         Target::Kernels(launcher) => {
             // without a fast kernel, the exact forward computes all calls, and reads no codes
             if let Some(kernel) = plan::fast_prepare(&a.padded(), &launcher.limits()?)? {
-                let inputs = &readable_inputs(inputs)?;
+                let inputs = &with_readable_operands(inputs)?;
                 let a = &a.padded();
                 log::fast_prepare(a, &kernel)?;
                 let launches = Launches::begin(inputs, a, &**launcher, written(&codes, []));
@@ -112,6 +105,7 @@ fn code_sizes(inputs: &Inputs, a: &Attention) -> CodeSizes {
     CodeSizes::prepared(&a.padded(), inputs.k.kind() == Kind::BFloat16)
 }
 
+/// Computes the codes of a call that got none.
 fn prepare_on_cpu(inputs: &Inputs, a: &Attention) -> Result<Codes> {
     let codes = code_sizes(inputs, a).make(|sizes, kind| Ok(Tensor::f_zeros(sizes, (kind, inputs.k.device()))?))?;
     cpu::fast_prepare(inputs, a, &codes)?;
@@ -146,7 +140,7 @@ fn on_device(
     launcher: &dyn Launcher,
 ) -> Result<(Tensor, Tensor)> {
     let a = &given.padded();
-    let inputs = &readable_inputs(inputs)?;
+    let inputs = &with_readable_operands(inputs)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let is_bf16 = inputs.q.kind() == Kind::BFloat16;
     let out = empty(&a.query_shape(a.headdim_v), inputs.q.kind())?;
@@ -193,15 +187,6 @@ fn on_device(
         launches.run(&plan.forward, batches, bytes_of(&params))?;
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
-}
-
-/// Returns inputs with q, k and v in layouts that kernels read.
-fn readable_inputs(inputs: &Inputs) -> Result<Inputs> {
-    let mut inputs = inputs.share();
-    for t in [&mut inputs.q, &mut inputs.k, &mut inputs.v] {
-        *t = tensor::readable(t)?;
-    }
-    Ok(inputs)
 }
 
 /// Returns the tensors that the prepare kernel writes, after `others`, by name.

@@ -2,7 +2,7 @@
 //! `logits[query, key] = scale[key] * sum over heads of weights[query, head] * relu(q . codes of the key)`.
 //! Codes are fp8 numbers (e4m3), whose scale belongs to the key.
 //!
-//! `k_start`, `k_end` and block tables stay on the device. What they name outside of memory is no key.
+//! `k_start`, `k_end` and block tables stay on the device. What they name outside of memory is no key. src/operators.rs calls this module.
 
 use super::inputs::Target;
 use super::launches::Launches;
@@ -20,6 +20,7 @@ use tch::{Kind, Tensor};
 /// Most bytes of scores (of all heads, fp64) that the CPU backend holds at a time.
 const SCORE_BYTES: i64 = 64 << 20;
 
+/// Arguments of the operator; src/problem/indexer.rs has their shapes.
 pub struct Call {
     pub args: IndexerArgs<Tensor>,
     /// False: logits of keys that a query does not see are undefined.
@@ -71,6 +72,7 @@ fn keys(call: &Call, x: &Indexer) -> Result<Tensor> {
     copied(&call.args.k, call.args.k.kind())
 }
 
+/// Computes logits with the indexer kernel.
 fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor> {
     let planned = plan::indexer(x, &launcher.limits()?)?;
     log::indexer(x, &planned)?;
@@ -92,7 +94,7 @@ fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor
     let strides = |t: &Tensor| [t.stride()[0], t.stride().get(1).copied().unwrap_or(0)];
     let (page_shift, pages, page_stride, codes_of_page) = match x.page_size {
         Some(rows) => (rows.trailing_zeros() as i32, k.size()[0], k.stride()[0], rows * INDEXER_HEADDIM),
-        None => (31, 1, 0, 0), // one page with all keys, whose scales are a tensor of their own
+        None => (31, 1, 0, 0), // one page of 2^31 keys, more than there are, whose scales are a tensor of their own
     };
     let scales = match &k_scales {
         Some(t) => t.data_ptr() as *const f32,
@@ -116,7 +118,7 @@ fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor
         k: k.data_ptr() as *const u16,
         page_stride,
         k_scales: scales,
-        scales_page_stride: page_stride / 4,
+        scales_page_stride: page_stride / 4, // from bytes to floats
         block_table: call.args.block_table.as_ref().map_or(null(), of_rows),
         block_table_stride: call.args.block_table.as_ref().map_or(0, |t| t.stride()[0]),
         page_shift,
@@ -161,7 +163,7 @@ fn on_cpu(call: &Call, x: &Indexer) -> Result<Tensor> {
             let q = part(&call.args.q)?;
             let q = if q.kind() == Kind::Float8e4m3fn { q.f_to_kind(Kind::Float)? } else { q.f_to_kind(kind)? };
             let q = q.f_contiguous()?.f_view([1, rows * x.nheads, INDEXER_HEADDIM])?;
-            let scores = q.f_bmm_out(&Tensor::f_empty([1, rows * x.nheads, x.keys], (kind, device))?, &codes_t.f_unsqueeze(0)?)?;
+            let scores = q.f_bmm(&codes_t.f_unsqueeze(0)?)?;
             let weights = part(&call.args.weights)?.f_to_kind(kind)?.f_unsqueeze(-1)?;
             let weighted = scores.f_view([rows, x.nheads, x.keys])?.f_clamp_min(0.0)?.f_mul(&weights)?;
             let sums = weighted.f_sum_dim_intlist([1_i64].as_slice(), false, kind)?.f_mul(&scales)?.f_to_kind(Kind::Float)?;

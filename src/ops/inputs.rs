@@ -1,11 +1,12 @@
 //! Inputs and results of attention operators, and the choice of a backend ([`Target`]): ATen, or kernels on a GPU or in the simulator.
+//! src/operators.rs makes [`Inputs`] and [`Saved`] from a call's arguments; all of src/ops/ reads them.
 
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
 use crate::limits::MAX_HEADDIM;
 use crate::options::Options;
-use crate::problem::{self, Backend, DType, Device, TensorDesc};
+use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
 use crate::shim::volta_fa_reduces_fp32;
 use crate::tensor::describe;
 use std::convert::Infallible;
@@ -29,6 +30,11 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
+    /// Returns inputs without tokens to append, and without dropout.
+    pub fn new([q, k, v]: [Tensor; 3], options: Options<Tensor>, stream: *mut c_void) -> Inputs {
+        Inputs { q, k, v, appended: None, rng_state: None, options, stream }
+    }
+
     /// Returns another handle of the same tensors.
     pub fn share(&self) -> Inputs {
         let Ok(options) = self.options.try_map(|t| Ok::<_, Infallible>(t.shallow_clone()));
@@ -44,6 +50,7 @@ impl Inputs {
     }
 }
 
+/// Descriptions of the tensors of [`Inputs`], for validation (src/problem/).
 pub(super) struct Described {
     pub q: TensorDesc,
     pub k: TensorDesc,
@@ -54,21 +61,18 @@ pub(super) struct Described {
 }
 
 impl Inputs {
-    /// Describes the call's options. `VOLTA_FA_BATCH_INVARIANT=1` requests batch invariance for every call.
-    fn requested_options(&self) -> Result<problem::Options> {
-        let options = self.options.try_map(describe)?;
-        Ok(problem::Options { batch_invariant: options.batch_invariant || all_are_batch_invariant()?, ..options })
-    }
-
-    /// Describes every tensor. Fails for tensors without strides, or on other devices than cpu, cuda and meta.
+    /// Describes every tensor. `VOLTA_FA_BATCH_INVARIANT=1` sets the option `batch_invariant` of every call. Fails for tensors without
+    /// strides, or on other devices than cpu, cuda and meta.
     pub(super) fn describe(&self) -> Result<Described> {
+        let options = self.options.try_map(describe)?;
+        let batch_invariant = options.batch_invariant || all_are_batch_invariant()?;
         Ok(Described {
             q: describe(&self.q)?,
             k: describe(&self.k)?,
             v: describe(&self.v)?,
             appended: self.appended.as_ref().map(|[k, v]| Ok::<_, Error>([describe(k)?, describe(v)?])).transpose()?,
             rng_state: self.rng_state.as_ref().map(describe).transpose()?,
-            options: self.requested_options()?,
+            options: problem::Options { batch_invariant, ..options },
         })
     }
 }
@@ -78,6 +82,7 @@ pub(crate) struct Saved {
     pub dout: Tensor,
     pub out: Tensor,
     pub softmax_lse: Tensor,
+    /// Gradient of softmax_lse.
     pub dlse: Option<Tensor>,
     pub attn_bias_requires_grad: bool,
 }
@@ -112,12 +117,16 @@ pub(super) fn reduces_fp32() -> bool {
     unsafe { volta_fa_reduces_fp32() }
 }
 
+/// Where a call computes.
 pub(super) enum Target {
+    /// With ATen operations (cpu/).
     Cpu,
+    /// On kernels, which this launcher runs.
     Kernels(Box<dyn Launcher>),
 }
 
 impl Target {
+    /// Chooses a backend by the device and dtype of q.
     pub fn of(q: &TensorDesc, stream: *mut c_void) -> Result<Target> {
         match q.device {
             Device::Cuda(device) => Ok(Target::Kernels(Box::new(Driver { device, stream }))),
@@ -162,6 +171,16 @@ impl Target {
             Target::Kernels(launcher) => requested || environment.unwrap_or(launcher.device() == tch::Device::Cpu),
         })
     }
+
+    /// Checks the values of a call's `cu_seqlens_q`, `cu_seqlens_k` and `seqused_k` if [`Target::checks_lengths`].
+    pub fn check_seqlens(&self, inputs: &Inputs, a: &Attention) -> Result<()> {
+        let o = &inputs.options;
+        if a.is_varlen() && self.checks_lengths(o.check_lengths)? {
+            let [cu_q, cu_k, used] = [&o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k].map(int32_values);
+            problem::validate_lengths(a, cu_q?.as_deref(), cu_k?.as_deref(), used?.as_deref())?;
+        }
+        Ok(())
+    }
 }
 
 /// Returns whether the environment asks for batch invariance in all calls.
@@ -189,19 +208,6 @@ fn simulated() -> Result<Target> {
     })
 }
 
-/// Returns the largest headdim of fp16 CPU tensors: the simulated GPU's, if the environment requests one.
-#[cfg(feature = "sim")]
-pub(crate) fn cpu_max_headdim() -> i64 {
-    let simulated = crate::launch::simulator::Simulator::from_env().ok().flatten().and_then(|simulator| simulator.limits().ok());
-    simulated.map_or(MAX_HEADDIM, |limits| crate::kernels::COMPILED.max_headdim(limits.sm()))
-}
-
-/// Returns the largest headdim of CPU tensors.
-#[cfg(not(feature = "sim"))]
-pub(crate) fn cpu_max_headdim() -> i64 {
-    MAX_HEADDIM
-}
-
 #[cfg(not(feature = "sim"))]
 fn simulated() -> Result<Target> {
     match std::env::var("VOLTA_FA_SIMULATE") {
@@ -209,6 +215,16 @@ fn simulated() -> Result<Target> {
             Err(Error::unsupported("VOLTA_FA_SIMULATE is set, but this library was built without the simulator (cargo feature `sim`)"))
         }
         _ => Ok(Target::Cpu),
+    }
+}
+
+/// Returns the largest headdim of fp16 CPU tensors: the simulated GPU's, if the environment requests one.
+pub(crate) fn cpu_max_headdim() -> i64 {
+    match simulated() {
+        Ok(Target::Kernels(simulator)) => {
+            simulator.limits().map_or(MAX_HEADDIM, |limits| crate::kernels::COMPILED.max_headdim(limits.sm()))
+        }
+        _ => MAX_HEADDIM,
     }
 }
 

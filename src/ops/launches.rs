@@ -29,6 +29,7 @@ impl<'a> Launches<'a> {
         Launches::begin_with(launcher, ranges)
     }
 
+    /// Begins launches that access these ranges.
     pub fn begin_with(launcher: &'a dyn Launcher, ranges: Vec<MemoryRange>) -> Launches<'a> {
         launcher.begin(&ranges);
         Launches { launcher, ranges }

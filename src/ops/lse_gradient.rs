@@ -34,6 +34,7 @@ pub fn add_to_stats(
     };
     let (stats, of_groups) = (row_stats.f_narrow(0, 0, entries)?, padded.f_view([entries, nheads, groups, group_rows])?);
     for (row, offset, count) in runs(scratch.neg_delta_offsets) {
+        // a family of kernels may keep each value in several places
         for &copy in scratch.copy_distances {
             let mut neg_delta = stats.f_narrow(3, offset + i64::from(copy), count)?;
             let _ = neg_delta.f_add_(&of_groups.f_narrow(3, row, count)?)?;

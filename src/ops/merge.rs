@@ -16,8 +16,11 @@ use crate::tensor::{self, compute_kind, describe, operand, output, read_range, r
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
+/// Two states.
 pub struct States {
+    /// (batch, seqlen_q, nheads, headdim_v), or packed (total_q, nheads, headdim_v)
     pub outs: [Tensor; 2],
+    /// Their softmax_lse, fp32: (batch, nheads, seqlen_q), or packed (nheads, total_q)
     pub lses: [Tensor; 2],
     pub stream: *mut c_void,
 }
@@ -38,22 +41,20 @@ pub fn merge_in_place(states: &States) -> Result<()> {
     // by the dtype of the part: on the CPU fp16 may select the simulator
     let target = Target::of(&describe(&states.outs[1])?, states.stream)?;
     let m = validate(states, true, target.backend())?;
-    let [whole, _] = &states.outs;
-    let [whole_lse, _] = &states.lses;
-    match target {
-        Target::Kernels(launcher) if !m.is_empty() && writable(whole, whole_lse)? => add_on_device(states, &m, &*launcher),
+    let ([whole, part], [whole_lse, _]) = (&states.outs, &states.lses);
+    let (out, lse) = match target {
+        Target::Kernels(launcher) if !m.is_empty() && writable(whole, whole_lse)? => return in_place_on_device(states, &m, &*launcher),
         // the kernel cannot write this layout
         Target::Kernels(launcher) if !m.is_empty() => {
-            let outs = [whole.shallow_clone(), states.outs[1].f_to_kind(whole.kind())?];
+            let outs = [whole.shallow_clone(), part.f_to_kind(whole.kind())?];
             let lses = states.lses.each_ref().map(Tensor::shallow_clone);
-            let (out, lse) = on_device(&States { outs, lses, stream: states.stream }, &m, &*launcher)?;
-            replace(states, &out, &lse)
+            on_device(&States { outs, lses, stream: states.stream }, &m, &*launcher)?
         }
-        _ => {
-            let (out, lse) = on_cpu(states)?;
-            replace(states, &out, &lse)
-        }
-    }
+        _ => on_cpu(states)?,
+    };
+    whole.shallow_clone().f_copy_(&out)?;
+    whole_lse.shallow_clone().f_copy_(&lse)?;
+    Ok(())
 }
 
 /// Returns true if the kernel can write both in place.
@@ -69,12 +70,6 @@ fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
     Ok(in_place && rows_lie_together && evenly)
 }
 
-fn replace(states: &States, out: &Tensor, lse: &Tensor) -> Result<()> {
-    states.outs[0].shallow_clone().f_copy_(out)?;
-    states.lses[0].shallow_clone().f_copy_(lse)?;
-    Ok(())
-}
-
 /// Rejects what [`merge`] would reject, as far as sizes are known. Tensors may have no data.
 pub fn check(states: &States, in_place: bool) -> Result<()> {
     validate(states, in_place, Backend::Meta).map(|_| ())
@@ -84,6 +79,7 @@ fn validate(States { outs: [out_a, out_b], lses: [lse_a, lse_b], .. }: &States, 
     problem::validate_merge([&describe(out_a)?, &describe(out_b)?], [&describe(lse_a)?, &describe(lse_b)?], in_place, backend)
 }
 
+/// Merges into new tensors, with the merge kernel.
 fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let planned = plan::merge(m, &launcher.limits()?)?;
     log::merge(m, &planned)?;
@@ -104,8 +100,8 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
     Ok((without_padding(out, m.headdim_v)?, lse))
 }
 
-/// Merges in place. `states.outs[0]` and its softmax_lse are [`writable`].
-fn add_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Result<()> {
+/// Merges into the first state. Its out and softmax_lse are [`writable`].
+fn in_place_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Result<()> {
     let planned = plan::merge(m, &launcher.limits()?)?;
     log::merge(m, &planned)?;
     let ([whole, part], [whole_lse, part_lse]) = (&states.outs, &states.lses);

@@ -25,49 +25,33 @@ mod stream_k;
 pub(crate) use inputs::{all_are_batch_invariant, cpu_max_headdim, Gradients, Inputs, Saved};
 
 use crate::error::{Error, Result};
-use crate::launch::Launcher;
 use crate::plan::BackwardMode;
 use crate::problem::{self, Attention, Backend};
 use crate::tensor::{describe, readable_gradient};
-use inputs::{check_bias_gradient, int32_values, reduces_fp32, Described, Target};
+use inputs::{check_bias_gradient, reduces_fp32, Described, Target};
 use tch::{Kind, Tensor};
 
 /// Computes `volta_fa::fwd`: (out, softmax_lse).
 pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let (target, a, _) = prepare(inputs)?;
-    if a.is_empty() {
-        return empty_forward(inputs, &a);
-    }
     forward_on(&target, inputs, &a)
 }
 
-/// Computes a validated problem that is not empty.
+/// Computes a validated problem. fp32 tensors keep their precision unless the user's settings allow less.
 fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     match target {
+        _ if a.is_empty() => empty_forward(inputs, a),
         Target::Cpu => cpu::forward(inputs, a),
         Target::Kernels(launcher) => match inputs.q.kind() {
             Kind::Half => device::forward(inputs, a, &**launcher),
-            Kind::Float if !reduces_fp32() => forward_in_fp32(inputs, a, &**launcher),
+            Kind::Float if !reduces_fp32() && a.features.batch_invariant => {
+                let expected = "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows torch.float32";
+                Err(Error::value("q", "dtype torch.float32 with batch_invariant", expected))
+            }
+            Kind::Float if !reduces_fp32() => scaled::split_forward(inputs, a, &**launcher),
             _ => scaled::forward(inputs, a, &**launcher),
         },
     }
-}
-
-/// Computes a problem of fp32 tensors in full precision on kernels.
-fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    if a.features.batch_invariant {
-        let expected = "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows torch.float32";
-        return Err(Error::value("q", "dtype torch.float32 with batch_invariant", expected));
-    }
-    scaled::split_forward(inputs, a, launcher)
-}
-
-/// Computes a validated problem on the CPU backend.
-fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
-    if a.is_empty() {
-        return empty_forward(inputs, a);
-    }
-    cpu::forward(inputs, a)
 }
 
 /// Computes `volta_fa::bwd`.
@@ -127,12 +111,8 @@ fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
     let described = inputs.describe()?;
     let target = Target::of_dense(&described.q, inputs.stream)?;
     let a = validate(&described, target.dense_backend())?;
-    let o = &inputs.options;
-    if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
-        let [cu_q, cu_k, used] = [&o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k].map(int32_values);
-        problem::validate_lengths(&a, cu_q?.as_deref(), cu_k?.as_deref(), used?.as_deref())?;
-    }
-    if a.features.block_mask && target.checks_lengths(o.check_lengths)? {
+    target.check_seqlens(inputs, &a)?;
+    if a.features.block_mask && target.checks_lengths(inputs.options.check_lengths)? {
         block_mask::check_values(inputs, &a)?;
     }
     Ok((target, a, described))

@@ -11,12 +11,10 @@
 
 use super::blocks;
 use super::cast::{Cast, Operands, Values};
-use super::device::{self, fill_varlen, launch_forward};
+use super::device;
 use super::inputs::{Gradients, Inputs, Saved};
-use super::launches::Launches;
-use super::stream_k;
 use crate::error::Result;
-use crate::launch::{Launcher, SCRATCH};
+use crate::launch::Launcher;
 use crate::log;
 use crate::plan::{self, BackwardMode};
 use crate::problem::{Attention, RequestedFeatures};
@@ -36,8 +34,7 @@ impl Largest {
     /// v and dout are below 4, so dP is below 16 * headdim and dS, which kernels keep in fp16, below twice that: 2^14 at headdim 512. And a
     /// number that is 2^-25 of the largest does not become 0. Terms of dlse are below 2^13, so that dS stays in fp16's range with them.
     const ONE_NUMBER: Largest = Largest { factors: 2, dlse: 13 };
-    /// With `mode.split`. Kernels scale dS themselves (csrc/backward/store_scores.cuh), so magnitudes may be large, and low parts stay
-    /// normal.
+    /// With `mode.split`. Kernels scale dS themselves (csrc/backward/store_scores.cuh), so magnitudes may be large, with normal low parts.
     const TWO_PARTS: Largest = Largest { factors: LARGEST_OF_PARTS as i64, dlse: 26 };
 
     fn of(mode: BackwardMode) -> Largest {
@@ -68,8 +65,7 @@ enum Shared {
 struct Exponents(Tensor);
 
 impl Exponents {
-    /// Computes exponents with which used, finite elements are below 2^largest. Unused rows, inf and NaN do not change the others'
-    /// rounding.
+    /// Computes exponents with which used, finite elements are below 2^largest. Unused rows, inf and NaN change no exponent.
     fn new(t: &Tensor, unused: &Option<Tensor>, shared: Shared, largest: i64, a: &Attention) -> Result<Exponents> {
         let mut rows = by_group(t, a)?.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_amax([-1_i64].as_slice(), true)?;
         if let Some(unused) = unused {
@@ -92,8 +88,7 @@ impl Exponents {
         Ok(scaled)
     }
 
-    /// Returns these exponents of dout, lowered where dlse needs it: it is scaled by the powers of v and of dout, and must stay below
-    /// 2^largest.
+    /// Returns these exponents of dout, lowered where dlse needs it: dlse gets the powers of v and of dout, and must stay below 2^largest.
     fn with_lse_gradient(self, v: &Exponents, dlse: &Tensor, shared: Shared, largest: i64, a: &Attention) -> Result<Exponents> {
         /// Smaller gradients change no exponent.
         const TINY: f64 = 1e-30;
@@ -174,7 +169,7 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
     let problem = Attention { features: RequestedFeatures { fp32_output, ..cast.problem.features }, ..cast.problem };
     let (out, softmax_lse) = device::forward(&cast.inputs, &problem, launcher)?;
     cast.restore_lse(&softmax_lse)?;
-    Ok((unscaled(&out, cast.of_v()?, inputs.q.kind(), a)?, softmax_lse))
+    Ok((unscaled(&out, cast.v_exponents()?, inputs.q.kind(), a)?, softmax_lse))
 }
 
 /// Computes (out, softmax_lse) of fp32 tensors in full precision: each number of q, k and v becomes the sum of two fp16 numbers. A row has
@@ -190,15 +185,9 @@ pub fn split_forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher
     let converted = blocks::readable(&cast.inputs, a)?;
     let inputs = converted.as_ref().unwrap_or(&cast.inputs);
     let out = tensor::empty(&a.query_shape(columns), Kind::Float, launcher)?;
-    let softmax_lse = tensor::empty(&a.lse_shape(), Kind::Float, launcher)?;
-    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(planned, plan, launcher)).transpose()?;
-    let scratch = stream_k.as_ref().map(stream_k::Launch::scratch);
-    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), (SCRATCH, scratch)];
-    let launches = Launches::begin(inputs, a, launcher, written);
-    fill_varlen(a, [&out, &softmax_lse])?;
-    launch_forward((planned, stream_k.as_ref()), inputs, a, [&out, &softmax_lse], 0, &launches)?;
+    let softmax_lse = device::run_forward(planned, inputs, a, &out, launcher)?;
     cast.restore_lse(&softmax_lse)?;
-    Ok((unscaled(&out.f_narrow(-1, 0, given.headdim_v)?, cast.of_v()?, Kind::Float, given)?, softmax_lse))
+    Ok((unscaled(&out.f_narrow(-1, 0, given.headdim_v)?, cast.v_exponents()?, Kind::Float, given)?, softmax_lse))
 }
 
 /// Returns an output in another dtype, with the powers of its values removed.
@@ -233,13 +222,14 @@ fn cast_backward<'a>(
         cast.inputs.options.attn_bias = bias;
     }
     let v = match shared {
-        Shared::ByHead => cast.of_v()?,
+        Shared::ByHead => cast.v_exponents()?,
         // all are equal
-        Shared::ByAll => cast.of_v()?.f_narrow(0, 0, 1)?.f_narrow(-3, 0, 1)?,
+        Shared::ByAll => cast.v_exponents()?.f_narrow(0, 0, 1)?.f_narrow(-3, 0, 1)?,
     };
     Ok((cast, Exponents(v)))
 }
 
+/// Computes the gradients, in the types of their tensors.
 pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
     let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
     let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
@@ -270,7 +260,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     let mut g = device::backward(&cast.inputs, &scaled, &cast.problem, mode, launcher)?;
     let kind = inputs.q.kind();
     // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone. of_dq comes from exponents of k, of_dk of q.
-    let [of_dq, of_dk] = cast.of_gradients()?;
+    let [of_dq, of_dk] = cast.gradient_exponents()?;
     for (t, own) in [(&mut g.dq, of_dq), (&mut g.dk, of_dk)] {
         let [first, second] = halves(&v.0.f_add(&dout.0)?.f_add(&own)?.f_neg()?)?;
         *t = Exponents(first).scale(t, kind, a)?;

@@ -25,6 +25,7 @@ use tch::{Kind, Tensor};
 /// Most bytes of lists and cast queries that exist at a time. Calls that need more run some queries after the others.
 const SCRATCH_BYTES: i64 = 64 << 20;
 
+/// Computes the operator on kernels or with ATen.
 pub fn forward(call: &Call) -> Result<Found> {
     if all_are_batch_invariant()? {
         return Err(Error::value("VOLTA_FA_BATCH_INVARIANT", "1", "0 for fwd_sparse_mla, which has no batch-invariant kernels"));
@@ -45,15 +46,15 @@ pub fn check(call: &Call) -> Result<()> {
 }
 
 fn validate(call: &Call, backend: Backend) -> Result<Attention> {
-    let all = |t: Option<&Tensor>| t.map(describe).transpose();
-    let q = describe(&call.q)?;
-    let (cache, indices, lengths) = (all(Some(&call.own.cache))?, all(Some(&call.own.indices))?, all(call.own.lengths.as_ref())?);
-    let of_extra = call.extra.as_ref();
-    let extra_cache = all(of_extra.map(|t| &t.cache))?;
-    let extra_indices = all(of_extra.map(|t| &t.indices).or(call.unused[0].as_ref()))?;
-    let extra_lengths = all(of_extra.and_then(|t| t.lengths.as_ref()).or(call.unused[1].as_ref()))?;
-    let sinks = all(call.sinks.as_ref())?;
-    let own = problem::ChosenTokens { cache: cache.as_ref(), indices: indices.as_ref(), lengths: lengths.as_ref() };
+    let described = |t: Option<&Tensor>| t.map(describe).transpose();
+    let (own, extra, [unused_indices, unused_lengths]) = (&call.own, call.extra.as_ref(), &call.unused);
+    let (q, cache, indices, lengths) =
+        (describe(&call.q)?, describe(&own.cache)?, describe(&own.indices)?, described(own.lengths.as_ref())?);
+    let extra_cache = described(extra.map(|t| &t.cache))?;
+    let extra_indices = described(extra.map(|t| &t.indices).or(unused_indices.as_ref()))?;
+    let extra_lengths = described(extra.and_then(|t| t.lengths.as_ref()).or(unused_lengths.as_ref()))?;
+    let sinks = described(call.sinks.as_ref())?;
+    let own = problem::ChosenTokens { cache: Some(&cache), indices: Some(&indices), lengths: lengths.as_ref() };
     let extra = problem::ChosenTokens { cache: extra_cache.as_ref(), indices: extra_indices.as_ref(), lengths: extra_lengths.as_ref() };
     problem::validate_sparse(&q, &own, &extra, sinks.as_ref(), call.softmax_scale, backend)
 }
@@ -173,17 +174,11 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
         let rows = at_once.min(a.batch - first);
         let given = q.f_narrow(0, first, rows)?;
         let (own, extra) = (own.narrow(first, rows)?, extra.as_ref().map(|t| t.narrow(first, rows)).transpose()?);
-        let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
-        let attended = q_fp16.as_ref().unwrap_or(&given);
-        let inputs = Inputs {
-            q: attended.shallow_clone(),
-            k: attended.shallow_clone(),
-            v: attended.shallow_clone(),
-            appended: None,
-            rng_state: None,
-            options: Options { cache_seqlens: Some(lengths.shallow_clone()), sinks: shared(&finite_sinks), ..Options::default() },
-            stream: call.stream,
-        };
+        // kernels find keys by the lists: q stands in for k and v
+        let operands = [q_fp16.as_ref().unwrap_or(&given); 3].map(Tensor::shallow_clone);
+        let sinks_of_decode = finite_sinks.as_ref().map(Tensor::shallow_clone);
+        let options = Options { cache_seqlens: Some(lengths.shallow_clone()), sinks: sinks_of_decode, ..Options::default() };
+        let inputs = Inputs::new(operands, options, call.stream);
         let Blocks { q: q_block, cache, problem, lengths: no_lengths, score_options, scales, .. } = Blocks::new(&inputs, a, (0, rows));
         let launch_id = launch_id();
         let params = SparseMlaParams {

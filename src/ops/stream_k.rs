@@ -57,8 +57,7 @@ impl Scratch {
     }
 
     /// Prepares a simulator that runs some blocks only, to time them: the last split of each tile finds all other arrivals counted, and the
-    /// others never find themselves the last. So as many timed blocks combine splits as in a full run. `semaphores_of`: the indices of a
-    /// tile's semaphores.
+    /// others never find themselves the last. So as many timed blocks combine splits as in a full run. `semaphores_of`: indices, by tile.
     fn fake_arrivals<Numbers: Iterator<Item = usize>>(
         &self,
         splits: &mut [StreamKSplit],
@@ -90,6 +89,7 @@ pub struct Launch {
 }
 
 impl Launch {
+    /// Allocates memory for a forward kernel on the grid that `plan` divides.
     pub fn new(kernel: &PlannedKernel, plan: StreamKPlan, launcher: &dyn Launcher) -> Result<Launch> {
         thread_local!(static LAST: Kept<StreamKPlan, StreamKSchedule> = const { RefCell::new(None) });
         let schedule = schedule(&LAST, plan, StreamKPlan::schedule);
@@ -105,6 +105,7 @@ impl Launch {
         &self.scratch.tensor
     }
 
+    /// Returns the parameters of a launch: those of any forward kernel, and the schedule.
     pub fn params(&self, forward: FwdParams, launcher: &dyn Launcher) -> Result<FwdStreamKParams> {
         let mut splits = [StreamKSplit::default(); MAX_STREAM_K_SPLITS];
         splits[..self.schedule.splits.len()].copy_from_slice(&self.schedule.splits);

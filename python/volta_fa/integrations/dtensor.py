@@ -19,7 +19,7 @@ _KEY = "CompositeImplicitAutograd"
 
 
 def _has_rules(t: Tensor) -> bool:
-    """Returns whether a tensor's subclass has rules: True for a DTensor, after adding them. torch_ops/subclass.cpp calls it."""
+    """Returns whether a tensor's subclass has rules: True for a DTensor, after adding them. torch_ops/operators.cpp calls it."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(t, module.DTensor):
         return False

@@ -1,7 +1,7 @@
-//! A block mask on the CPU: which keys it hides from query rows. chunked.rs uses it. Scores are in blocks of 128 queries by 64 keys. A list
+//! A block mask on the CPU, for chunked.rs: which keys it hides from query rows. Scores are in blocks of 128 queries by 64 keys. A list
 //! names the key blocks that a block of query rows sees, first in part, then in full. A tile of bits has a bit for each score of a block
-//! seen in part. src/problem/block_mask.rs has the format. A group is a KV head of a batch entry with its query heads, and a [`Chunk`] some
-//! query positions of some groups, with a range of keys.
+//! seen in part (format: src/problem/block_mask.rs). A group is a KV head of a batch entry with its query heads, and a [`Chunk`] some query
+//! positions of some groups, with a range of keys.
 
 use super::chunk::{heads_per_group, Chunk};
 use crate::error::Result;
@@ -10,10 +10,10 @@ use crate::problem::{Attention, BLOCK_COLUMNS, BLOCK_ROWS, LIST_HEADER, TILE_WOR
 use std::rc::Rc;
 use tch::Tensor;
 
-const ROWS: usize = BLOCK_ROWS as usize;
-const COLUMNS: usize = BLOCK_COLUMNS as usize;
-const HEADER: usize = LIST_HEADER as usize;
-const WORDS: usize = TILE_WORDS as usize;
+const ROWS: usize = BLOCK_ROWS as usize; // query rows of a block
+const COLUMNS: usize = BLOCK_COLUMNS as usize; // keys of a block
+const HEADER: usize = LIST_HEADER as usize; // numbers of a list before its key blocks
+const WORDS: usize = TILE_WORDS as usize; // 32-bit words of a tile
 const WORDS_PER_ROW: usize = WORDS / ROWS;
 
 /// The validated lists and bits of a call.

@@ -1,8 +1,8 @@
 //! Computes attention with ATen's batched matrix products, chunk by chunk, for problems that flash.rs does not cover. dense.rs calls it.
 //!
 //! A group is one KV head of one batch entry with its query heads. A [`Chunk`] is some query positions of some groups, with all keys that
-//! any of them sees. Its scores are a matrix (groups, rows * heads of a group, keys), which fits a CPU's caches. Rows see all their keys at
-//! once, so the softmax needs no rescaling.
+//! any of them sees. Its scores are a matrix (groups, rows * heads of a group, keys), which fits a CPU's caches. It has whole rows, so the
+//! softmax needs no rescaling.
 
 use super::chunk::{chunks, heads_per_group, window_offsets, Chunk};
 use super::layout::{from_groups, lse_from_rows, rows_from_lse, to_groups};
@@ -84,13 +84,13 @@ impl<'a> Work<'a> {
         // hidden on the right: key > row + last
         let right = (c.row + last + 1).max(c.key);
         if right < end {
-            let hidden = Tensor::f_ones([c.rows, end - right], bools)?.f_triu(c.row + last + 1 - right)?;
+            let hidden = Tensor::f_full([c.rows, end - right], 1, bools)?.f_triu(c.row + last + 1 - right)?;
             let _ = by_head.f_narrow(3, right - c.key, end - right)?.f_masked_fill_(&hidden.f_unsqueeze(1)?, f64::NEG_INFINITY)?;
         }
         // hidden on the left: key < row + first
         let left = (c.row + c.rows - 1 + first).min(end);
         if left > c.key {
-            let hidden = Tensor::f_ones([c.rows, left - c.key], bools)?.f_tril(c.row + first - 1 - c.key)?;
+            let hidden = Tensor::f_full([c.rows, left - c.key], 1, bools)?.f_tril(c.row + first - 1 - c.key)?;
             let _ = by_head.f_narrow(3, 0, left - c.key)?.f_masked_fill_(&hidden.f_unsqueeze(1)?, f64::NEG_INFINITY)?;
         }
         if let Some(blocks) = &self.part.blocks {

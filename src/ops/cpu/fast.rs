@@ -5,8 +5,8 @@
 //! span in fp16, and spans in fp32. V is divided by a power of two, so that it is below 1.
 //!
 //! The model has the kernels' codes and scales, bit for bit, flushes the same small probabilities to 0, and rounds sums to fp16 after each
-//! 8 keys. It subtracts a row's final maximum from scores, where kernels subtract an earlier one, so probabilities may round differently.
-//! Memory is O(seqlen) for each of some rows.
+//! 8 keys. It subtracts a row's final maximum from scores, kernels an earlier one, so probabilities may round differently. Memory:
+//! O(seqlen).
 
 use super::layout::narrow_broadcast;
 use super::part::Part;
@@ -38,8 +38,7 @@ fn tile(columns: i64) -> (i64, i64) {
     (headdim, 64 * 64 / headdim)
 }
 
-/// Writes the codes of K and V's largest magnitudes of a dense problem: [`Codes`] as `Span::codes` returns them, with a dimension of batch
-/// entries.
+/// Writes the codes of K and V's largest magnitudes of a dense problem: [`Codes`] as `Span::codes` returns them, by batch entries.
 pub fn prepare(part: &Part, smooth_k: bool, rotate: bool, codes: &Codes) -> Result<()> {
     let a = &part.a;
     if a.is_empty() {
@@ -124,15 +123,8 @@ fn round_up(n: i64, multiple: i64) -> i64 {
     (n + multiple - 1) / multiple * multiple
 }
 
-/// Returns a batched product of two (batch, m, k) and (batch, k, n) tensors.
-fn product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
-    let result = Tensor::f_empty([x.size()[0], x.size()[1], y.size()[2]], (x.kind(), Device::Cpu))?;
-    let _ = x.f_bmm_out(&result, y)?;
-    Ok(result)
-}
-
 fn matrix_product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
-    Ok(product(&x.f_unsqueeze(0)?, &y.f_unsqueeze(0)?)?.f_squeeze_dim(0)?)
+    Ok(x.f_unsqueeze(0)?.f_bmm(&y.f_unsqueeze(0)?)?.f_squeeze_dim(0)?)
 }
 
 /// Returns rows after a Hadamard transform, which spreads outliers over all columns, without its factor headdim ** -0.5, as kernels do.
@@ -228,6 +220,7 @@ impl Keys {
     }
 }
 
+/// Returns the largest finite magnitude of V.
 fn largest(v: &Tensor) -> Result<Tensor> {
     Ok(finite(v)?.f_abs_()?.f_amax([0_i64, 1].as_slice(), false)?)
 }
@@ -311,7 +304,7 @@ fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64,
     let p = p.f_view([rows, spans, products, PRODUCT_KEYS])?.f_permute([1, 2, 0, 3])?;
     let mut sums = Tensor::f_zeros([spans, rows, columns], (Kind::Float, Device::Cpu))?;
     for i in 0..products {
-        let of_keys = product(&p.f_select(1, i)?.f_contiguous()?, &values.v.f_select(1, i)?.f_contiguous()?)?;
+        let of_keys = p.f_select(1, i)?.f_contiguous()?.f_bmm(&values.v.f_select(1, i)?.f_contiguous()?)?;
         sums = sums.f_add(&of_keys)?.f_to_kind(Kind::Half)?.f_to_kind(Kind::Float)?;
     }
     let is_empty = sum.f_eq(0.0)?;

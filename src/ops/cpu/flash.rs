@@ -15,8 +15,8 @@ use tch::{Device, Kind, Tensor};
 const MASK_ELEMENTS: i64 = 1 << 22;
 /// Minimum rows of a block with a mask per head: the operator's tiles have 32 rows or more.
 const MIN_ROWS: i64 = 64;
-/// Range for rows of a block, which has as many rows as its window is wide: then it has about twice the keys that a row sees. Blocks of
-/// narrower windows have more, and those whose masks would be too large have fewer rows.
+/// Query rows of a block with a mask: as many as its window is wide, but within this range. Then a block has about twice the keys that a
+/// row sees. A block whose mask would exceed [`MASK_ELEMENTS`] has fewer rows.
 const ROWS: std::ops::RangeInclusive<i64> = 256..=1024;
 /// Largest |q| and |k| for which a score is finite in fp32, at headdims to 256 and scales to 1: -inf plus an infinite score is NaN.
 const LARGEST_FACTOR: f64 = 1e18;
@@ -244,14 +244,17 @@ impl<'a> Problem<'a> {
         mask.map(|t| Ok(if t.size()[3] == 1 || t.stride()[3] == 1 { t } else { t.f_contiguous()? })).transpose()
     }
 
+    /// Views the block's rows of q, out or dout as the operator takes them.
     fn query_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
         fold.queries(&narrow(t, 1, b.row, b.rows)?, self.part.a.nheads_k)
     }
 
+    /// Views the block's rows of k or v likewise.
     fn key_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
         fold.keys(&narrow(t, 1, b.key, b.keys)?, self.group)
     }
 
+    /// Views the block's part of a softmax_lse likewise.
     fn lse_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
         fold.lse(&narrow(t, 2, b.row, b.rows)?, self.part.a.nheads_k)
     }
@@ -272,9 +275,8 @@ impl Block {
 
     /// Returns `value` where the window hides a key from a row and 0 elsewhere, (1, 1, rows, keys); None if it hides none.
     ///
-    /// The numbers depend on key - row alone. So each row is the one before it moved by one column: a view of one line that is
-    /// repeated without its last column. That takes one parallel region, where a region for each comparison costs more than the attention
-    /// of a few hundred rows.
+    /// The numbers depend on key - row alone. So each row is the one before it moved by one column: a view of one line, repeated without
+    /// its last column. That is one parallel region; one for each comparison would cost more than the attention of some hundred rows.
     fn hidden(&self, (first, last): (i64, i64), value: f64, kind: Kind) -> Result<Option<Tensor>> {
         let (left, right) = (self.hidden_left(first), self.hidden_right(last));
         if left.is_none() && right.is_none() {
@@ -379,12 +381,14 @@ pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
     results.map_or_else(|| without_keys(&p), Ok).map(Some)
 }
 
+/// Allocates out and softmax_lse of the whole problem.
 fn unwritten(p: &Problem) -> Result<(Tensor, Tensor)> {
     let (a, options) = (&p.part.a, (p.kind, Device::Cpu));
     let out = Tensor::f_empty([a.batch, a.seqlen_q, a.nheads, a.headdim], options)?;
     Ok((out, Tensor::f_empty([a.batch, a.nheads, a.seqlen_q], options)?))
 }
 
+/// Returns the results of a problem in which no row sees a key.
 fn without_keys(p: &Problem) -> Result<(Tensor, Tensor)> {
     let (mut out, mut softmax_lse) = unwritten(p)?;
     Ok((out.f_zero_()?, softmax_lse.f_fill_(f64::INFINITY)?))

@@ -20,8 +20,7 @@ pub fn narrow_broadcast<const N: usize>(t: &Tensor, parts: [(usize, i64, i64); N
     Ok(t)
 }
 
-/// Converts (batch, seqlen, groups * heads, headdim) to contiguous (batch * groups, seqlen * heads, headdim) of type `kind`. The result may
-/// alias `t`, so callers must not write to it.
+/// Converts (batch, seqlen, groups * heads, headdim) to contiguous (batch * groups, seqlen * heads, headdim) of type `kind`; may alias `t`.
 pub fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, seqlen, all_heads, headdim) = t.size4()?;
     let groups = all_heads / heads;

@@ -132,6 +132,7 @@ impl Span {
         })
     }
 
+    /// Returns the span's dense problem. `blocks`: the block mask of the call.
     pub fn part(&self, inputs: &Inputs, a: &Attention, blocks: &Option<Rc<BlockMask>>) -> Result<Part> {
         let slopes = |t: &Tensor| match t.dim() {
             2 => t.f_narrow(0, self.entry, self.entries),

@@ -1,4 +1,5 @@
 //! Attention over a cache with ATen operations and `volta_fa::fwd`: appends, copies each sequence's keys and values, attends to the copies.
+//! kvcache/mod.rs, kernels.rs and latents.rs call it.
 //!
 //! The CPU computes every call this way, and tests compare kernels with it. On a GPU it serves caches that kernels cannot read in place:
 //! many bf16 queries, headdims that are not multiples of 8, rows off 16-byte boundaries, many queries over a quantized cache (a kernel
@@ -11,13 +12,15 @@
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;
 use crate::limits::MAX_DRAFT_TOKENS;
-use crate::ops::{self, inputs::Inputs};
+use crate::ops;
+use crate::ops::inputs::{Inputs, Target};
 use crate::options::scale_of_latents;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
 use crate::tensor::{compute_kind, copied};
 use tch::{Device, Kind, Tensor};
 
+/// Returns the cache of the problem; all calls here have one.
 fn cache_of(a: &Attention) -> &Cache {
     a.cache().expect("the keys are in a cache")
 }
@@ -31,12 +34,12 @@ fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 
         // (batch, nheads_k): tokens are a dimension between the two
         Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
     };
-    let zero_point = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+    let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
     let [keys, values] = format.parts();
     let (k_scale, v_scale) = (scale(&o.k_scale, &o.k_descale)?, scale(&o.v_scale, &o.v_descale)?);
     Ok([
-        Quantized { format: keys, data: bytes(&inputs.k, keys)?, scale: k_scale, zero_point: zero_point(&o.k_zero_point) },
-        Quantized { format: values, data: bytes(&inputs.v, values)?, scale: v_scale, zero_point: zero_point(&o.v_zero_point) },
+        Quantized { format: keys, data: bytes(&inputs.k, keys)?, scale: k_scale, zero_point: shared(&o.k_zero_point) },
+        Quantized { format: values, data: bytes(&inputs.v, values)?, scale: v_scale, zero_point: shared(&o.v_zero_point) },
     ])
 }
 
@@ -47,6 +50,7 @@ struct Numbers {
 }
 
 impl Numbers {
+    /// Returns the numbers of `t`, or `or` for all without a tensor.
     fn of(&self, t: &Option<Tensor>, or: i64) -> Result<Tensor> {
         Ok(match t {
             Some(t) => t.f_to_kind(Kind::Int64)?,
@@ -60,8 +64,8 @@ impl Numbers {
             Some(cu) => {
                 let cu = cu.f_to_kind(Kind::Int64)?;
                 let (begin, end) = (cu.f_narrow(0, 0, self.batch)?, cu.f_narrow(0, 1, self.batch)?);
-                let possible = all([begin.f_ge(0)?, begin.f_le_tensor(&end)?, end.f_le(total)?])?;
-                (begin.shallow_clone(), end.f_sub(&begin)?, possible)
+                let valid = all([begin.f_ge(0)?, begin.f_le_tensor(&end)?, end.f_le(total)?])?;
+                (begin.shallow_clone(), end.f_sub(&begin)?, valid)
             }
             None => {
                 let count = self.of(&None, dense)?;
@@ -72,6 +76,7 @@ impl Numbers {
     }
 }
 
+/// Returns where all conditions hold.
 pub(super) fn all<const N: usize>(conditions: [Tensor; N]) -> Result<Tensor> {
     let mut conditions = conditions.into_iter();
     let first = conditions.next().expect("there is a condition");
@@ -91,20 +96,20 @@ pub(super) struct Sequences {
     pub q_start: Tensor,
     new_start: Tensor,
     /// True if the lengths are valid: not negative, and within the tensors.
-    pub possible: Tensor,
+    pub valid: Tensor,
 }
 
 impl Sequences {
     pub fn of(inputs: &Inputs, a: &Attention) -> Result<Sequences> {
         let o = &inputs.options;
         let numbers = Numbers { batch: a.batch, device: inputs.q.device() };
-        let (q_start, seqlen_q, q_possible) = numbers.ranges(o.cu_seqlens_q.as_ref(), a.total_q().unwrap_or(0), a.seqlen_q)?;
+        let (q_start, seqlen_q, q_valid) = numbers.ranges(o.cu_seqlens_q.as_ref(), a.total_q().unwrap_or(0), a.seqlen_q)?;
         let cu_new = a.appended.total.and(o.cu_seqlens_k_new.as_ref().or(o.cu_seqlens_q.as_ref()));
-        let (new_start, seqlen_new, new_possible) = numbers.ranges(cu_new, a.appended.total.unwrap_or(0), a.appended.seqlen)?;
+        let (new_start, seqlen_new, new_valid) = numbers.ranges(cu_new, a.appended.total.unwrap_or(0), a.appended.seqlen)?;
         let (cached, leftpad) = (numbers.of(&o.cache_seqlens, a.seqlen_k)?, numbers.of(&o.leftpad_k, 0)?);
         let end = cached.f_add(&seqlen_new)?;
-        let possible = all([leftpad.f_ge(0)?, leftpad.f_le_tensor(&cached)?, end.f_le(a.seqlen_k)?, q_possible, new_possible])?;
-        Ok(Sequences { cached, leftpad, end, seqlen_q, q_start, new_start, possible })
+        let valid = all([leftpad.f_ge(0)?, leftpad.f_le_tensor(&cached)?, end.f_le(a.seqlen_k)?, q_valid, new_valid])?;
+        Ok(Sequences { cached, leftpad, end, seqlen_q, q_start, new_start, valid })
     }
 }
 
@@ -135,6 +140,7 @@ impl Places {
         Ok(Places { entry: entry.f_masked_fill(&missing, 0)?, row: row.f_masked_fill(&missing, 0)?, exist })
     }
 
+    /// Returns the tokens of a tensor (entries, rows, ...).
     pub fn read(&self, cache: &Tensor) -> Result<Tensor> {
         Ok(cache.f_index(&[Some(&self.entry), Some(&self.row)])?)
     }
@@ -209,7 +215,7 @@ fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
     let of = |t: &Tensor| t.f_index_select(0, &sequence);
     let position = of(&s.cached)?.f_add(&number)?;
     let mut places = Places::of(inputs, a, &sequence, &position)?;
-    let written = all([places.exist.shallow_clone(), of(&s.possible)?, number.f_ge(0)?, position.f_lt_tensor(&of(&s.end)?)?])?;
+    let written = all([places.exist.shallow_clone(), of(&s.valid)?, number.f_ge(0)?, position.f_lt_tensor(&of(&s.end)?)?])?;
     let k = rotate(&k, &position, inputs, a)?;
     // A token without a place repeats the last one that has a place: the same value twice, in any order. If none has a place, the cache's
     // own values are written again.
@@ -262,7 +268,7 @@ fn queries(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<Tensor> {
 fn seen(inputs: &Inputs, a: &Attention, s: &Sequences, end: &Tensor, seqlen_k: i64) -> Result<(Tensor, Places)> {
     let device = inputs.q.device();
     let position = Tensor::f_arange(seqlen_k, (Kind::Int64, device))?.f_unsqueeze(0)?.f_add(&s.leftpad.f_unsqueeze(1)?)?;
-    let mut wanted = all([position.f_lt_tensor(&end.f_unsqueeze(1)?)?, s.possible.f_unsqueeze(1)?, s.seqlen_q.f_ge(1)?.f_unsqueeze(1)?])?;
+    let mut wanted = all([position.f_lt_tensor(&end.f_unsqueeze(1)?)?, s.valid.f_unsqueeze(1)?, s.seqlen_q.f_ge(1)?.f_unsqueeze(1)?])?;
     if let Some(left) = a.window.left {
         let first = s.end.f_sub(&s.seqlen_q)?.f_add_scalar(-left.min(a.seqlen_k))?;
         wanted = all([wanted, position.f_ge_tensor(&first.f_unsqueeze(1)?)?])?;
@@ -305,10 +311,13 @@ pub fn check_scales(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<()>
     Ok(())
 }
 
-/// Returns keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from its first token on. If tokens were looked up, also
-/// (batch): whether the cache has every visible token.
-fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+/// Returns keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from its first token on, and key counts, (batch) int32:
+/// -1 for a sequence with invalid lengths, or with a visible token in no entry or page.
+fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
     let o = &inputs.options;
+    let counts = |valid: &Tensor| -> Result<Tensor> {
+        Ok(s.end.f_sub(&s.leftpad)?.f_masked_fill(&valid.f_logical_not()?, -1)?.f_to_kind(Kind::Int)?)
+    };
     let quantized = match a.cache_format() {
         CacheFormat::Unquantized => None,
         format => Some(quantized_caches(inputs, format)?),
@@ -326,15 +335,15 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
     if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() && !is_tree_in_window {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
         return Ok(match &quantized {
-            None => (first(&inputs.k)?, first(&inputs.v)?, None),
-            Some([k, v]) => (dequantized(k, &first)?, dequantized(v, &first)?, None),
+            None => (first(&inputs.k)?, first(&inputs.v)?, counts(&s.valid)?),
+            Some([k, v]) => (dequantized(k, &first)?, dequantized(v, &first)?, counts(&s.valid)?),
         });
     }
     let device = inputs.q.device();
     if [cache_of(a).entries, cache_of(a).rows, seqlen_k, a.batch].contains(&0) {
         let zeros = |headdim| Tensor::f_zeros([a.batch, seqlen_k, a.nheads_k, headdim], (kind, device));
         let nothing_seen = s.end.f_sub(&s.leftpad)?.f_le(0)?.f_logical_or(&s.seqlen_q.f_le(0)?)?;
-        return Ok((zeros(a.headdim)?, zeros(a.headdim_v)?, Some(nothing_seen)));
+        return Ok((zeros(a.headdim)?, zeros(a.headdim_v)?, counts(&s.valid.f_logical_and(&nothing_seen)?)?));
     }
     let (wanted, places) = seen(inputs, a, s, &s.end, seqlen_k)?;
     let unwanted = wanted.f_logical_not()?;
@@ -346,35 +355,24 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
     };
     let gathered = |mut tokens: Tensor| -> Result<Tensor> { Ok(tokens.f_masked_fill_(&hidden, 0.0)?) };
     let complete = places.exist.f_logical_or(&unwanted)?.f_to_kind(Kind::Int)?.f_amin([1_i64].as_slice(), false)?.f_ge(1)?;
-    Ok((gathered(k)?, gathered(v)?, Some(complete)))
+    Ok((gathered(k)?, gathered(v)?, counts(&s.valid.f_logical_and(&complete)?)?))
 }
 
-/// Returns [`keys`] and (batch,) int32 key counts, -1 for invalid sequences.
-fn used_keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
-    let (k, v, complete) = keys(inputs, a, s, kind, seqlen_k)?;
-    let possible = match complete {
-        Some(complete) => all([s.possible.shallow_clone(), complete])?,
-        None => s.possible.shallow_clone(),
-    };
-    let used = s.end.f_sub(&s.leftpad)?.f_masked_fill(&possible.f_logical_not()?, -1)?.f_to_kind(Kind::Int)?;
-    Ok((k, v, used))
-}
-
-/// Returns the keys of each sequence, (batch, seqlen_k, nheads_k, headdim), quantized ones as fp32, and key counts as in [`used_keys`].
-pub fn collected(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+/// Returns the keys of each sequence, (batch, seqlen_k, nheads_k, headdim), quantized ones as fp32, and key counts, as [`keys`] does.
+pub fn collect_keys(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let kind = if a.cache_format() == CacheFormat::Unquantized { inputs.q.kind() } else { Kind::Float };
-    let (k, _, used) = used_keys(inputs, a, &Sequences::of(inputs, a)?, kind, seqlen_k)?;
+    let (k, _, used) = keys(inputs, a, &Sequences::of(inputs, a)?, kind, seqlen_k)?;
     Ok((k, used))
 }
 
 /// Writes k and v into the caches and returns the inputs with q rotated, if requested.
-pub fn appended(inputs: &Inputs, a: &Attention) -> Result<Inputs> {
+pub fn append_and_rotate(inputs: &Inputs, a: &Attention) -> Result<Inputs> {
     let s = Sequences::of(inputs, a)?;
     append(inputs, a, &s)?;
     Ok(Inputs { q: queries(inputs, a, &s)?, ..inputs.share() })
 }
 
-/// Computes the op with ATen: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
+/// Computes the operator with ATen: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
 pub fn forward(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let s = Sequences::of(inputs, a)?;
     append(inputs, a, &s)?;
@@ -383,25 +381,25 @@ pub fn forward(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor,
     let is_16_bit = matches!(kind, Kind::Half | Kind::BFloat16);
     let computes_in_fp32 = a.cache_format() != CacheFormat::Unquantized && is_16_bit && q.device() == Device::Cpu;
     let q = if computes_in_fp32 { q.f_to_kind(Kind::Float)? } else { q };
-    let keys = used_keys(inputs, a, &s, q.kind(), seqlen_k)?;
+    let keys = keys(inputs, a, &s, q.kind(), seqlen_k)?;
     let (out, softmax_lse) = attend_to(&q, inputs, a, keys, seqlen_k)?;
     Ok((out.f_to_kind(kind)?, softmax_lse))
 }
 
-/// Computes the op as [`forward`] does, after a kernel has appended k and v and rotated q.
+/// Computes the operator as [`forward`] does, after a kernel has appended k and v and rotated q.
 pub fn attend(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    let keys = used_keys(inputs, a, &Sequences::of(inputs, a)?, inputs.q.kind(), seqlen_k)?;
+    let keys = keys(inputs, a, &Sequences::of(inputs, a)?, inputs.q.kind(), seqlen_k)?;
     attend_to(&inputs.q, inputs, a, keys, seqlen_k)
 }
 
-/// Returns uninitialized results without elements.
+/// Returns the results of a problem whose results have no elements.
 pub fn no_output(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let device = inputs.q.device();
     let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;
     Ok((out, Tensor::f_empty(a.lse_shape(), (Kind::Float, device))?))
 }
 
-/// Attends `q`, the call's or rotated, to keys, values and key counts as [`used_keys`] returns them. `fwd` computes NaN for invalid counts.
+/// Attends `q`, the call's or rotated, to keys, values and key counts as [`keys`] returns them. `fwd` computes NaN for invalid counts.
 pub fn attend_to(
     q: &Tensor,
     inputs: &Inputs,
@@ -427,12 +425,12 @@ pub fn attend_to(
         options.max_seqlen_k = Some(seqlen_k.max(1));
         (k, v) = (tokens(&k)?, tokens(&v)?);
     }
-    let dense = Inputs { q: q.shallow_clone(), k, v, appended: None, rng_state: None, options, stream: inputs.stream };
+    let dense = Inputs::new([q.shallow_clone(), k, v], options, inputs.stream);
     if a.has_latents() {
         // fwd has no kernels for this headdim; its CPU backend takes any
         let keys = a.total_q().map_or(Keys::Dense, |_| Keys::Packed { total: a.batch * seqlen_k });
         let features = RequestedFeatures { seqused_k: true, ..a.features };
-        return ops::forward_on_cpu(&dense, &Attention { seqlen_k, keys, features, ..*a });
+        return ops::forward_on(&Target::Cpu, &dense, &Attention { seqlen_k, keys, features, ..*a });
     }
     ops::forward(&dense)
 }

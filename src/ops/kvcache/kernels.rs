@@ -144,6 +144,7 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
 
+/// Launches a decode kernel. `scratch`: partial results of splits, then semaphores.
 fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, scratch]: [&Tensor; 3], launches: &Launches) -> Result<()> {
     log::decode(a, plan)?;
     let launch_id = launch_id();

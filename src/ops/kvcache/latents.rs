@@ -17,7 +17,7 @@ use tch::{Kind, Tensor};
 /// Attends to fp16 copies of latents, because decode kernels cannot read bf16 latents, any latents beside bf16 queries, and rows off
 /// 16-byte boundaries. `seqlen_k`: keys of the longest sequence, or the most that the cache can hold.
 pub(super) fn attend_to_copies(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    let (tokens, used) = gather::collected(inputs, a, seqlen_k)?;
+    let (tokens, used) = gather::collect_keys(inputs, a, seqlen_k)?;
     let kind = inputs.q.kind();
     let tokens = match seqlen_k {
         // a tensor without elements may have no address, and kernels take null for "not given"
@@ -67,6 +67,6 @@ fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Re
     let (out, softmax_lse) = attend(Inputs { q: q?, k: k?, ..inputs.share() }, &scaled, launcher)?;
     cast.restore_lse(&softmax_lse)?;
     // values are columns of the keys, and have their exponents
-    let exponents = if is_packed { cast.of_k()?.f_view([1_i64, 1, 1, 1].as_slice())? } else { cast.of_k()? };
+    let exponents = if is_packed { cast.k_exponents()?.f_view([1_i64, 1, 1, 1].as_slice())? } else { cast.k_exponents()? };
     Ok((scaled::unscaled(&out, exponents, kind, a)?, softmax_lse))
 }

@@ -50,7 +50,7 @@ fn forward_over_selection(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let Prepared { target, a, .. } = prepare(inputs, validate)?;
     let inputs = match target {
         Target::Kernels(launcher) if has_room(&a) => kernels::append(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share()),
-        _ => gather::appended(inputs, &a)?,
+        _ => gather::append_and_rotate(inputs, &a)?,
     };
     attend_to_selection(&inputs, &a, &forward_over_all)
 }
@@ -63,8 +63,8 @@ pub(crate) fn forward_mla(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     }
     let mut inputs = inputs.share();
     let o = &mut inputs.options;
-    let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
-    (o.v_scale, o.v_descale) = (own(&o.k_scale), own(&o.k_descale));
+    let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+    (o.v_scale, o.v_descale) = (shared(&o.k_scale), shared(&o.k_descale));
     inputs.v = inputs.k.f_narrow(-1, 0, LATENT_HEADDIMS[0])?;
     match target {
         _ if a.has_no_output() => gather::no_output(&inputs, &a),

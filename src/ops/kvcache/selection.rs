@@ -64,12 +64,12 @@ fn queries(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let (sequence, number) = owners(a, &s.q_start, a.total_q().is_some(), count)?;
     let of = |t: &Tensor| t.f_index_select(0, &sequence);
     let (end, seqlen_q) = (of(&s.end)?, of(&s.seqlen_q)?);
-    let possible = all([of(&s.possible)?, number.f_ge(0)?, number.f_lt_tensor(&seqlen_q)?])?;
+    let valid = all([of(&s.valid)?, number.f_ge(0)?, number.f_lt_tensor(&seqlen_q)?])?;
     let limit = match a.window.right {
         Some(_) => end.f_sub(&seqlen_q)?.f_add(&number)?.f_add_scalar(1)?.f_clamp_min(0)?,
         None => end,
     };
-    Ok((sequence.shallow_clone(), limit.f_masked_fill(&possible.f_logical_not()?, -1)?))
+    Ok((sequence.shallow_clone(), limit.f_masked_fill(&valid.f_logical_not()?, -1)?))
 }
 
 /// Sorts lists of blocks, (queries, topk), as [`Selection`] has them. The first negative number ends a list. Leaves out repetitions, and
@@ -119,6 +119,7 @@ impl SmallPages {
         (are_alike && count <= MAX_SEQLEN).then_some(SmallPages { tokens, distance, count })
     }
 
+    /// Views a tensor of the cache, (pages or entries, rows, ...), as small pages.
     fn view(&self, t: &Tensor) -> Result<Tensor> {
         let (mut sizes, mut strides) = (t.size(), t.stride());
         (sizes[0], sizes[1]) = (self.count, self.tokens);
@@ -135,7 +136,7 @@ fn gcd(a: i64, b: i64) -> i64 {
     }
 }
 
-/// Computes the op for calls with `kv_indices`, after the append: (out, softmax_lse). `attend` computes a call without them.
+/// Computes the operator for calls with `kv_indices`, after the append: (out, softmax_lse). `attend` computes a call without them.
 pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: &dyn Fn(&Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
     let o = &inputs.options;
     let count = a.total_q().unwrap_or(a.batch * a.seqlen_q);
@@ -173,10 +174,10 @@ fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs>
     let o = &inputs.options;
     let of_tokens = |t: &Option<Tensor>| t.as_ref().map(|t| part(t, 2, 1)).transpose();
     let of_sequences = |t: &Option<Tensor>| t.as_ref().map(|t| part(t, t.dim() as i64 - 1, 1)).transpose();
-    let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+    let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
     let options = Options {
-        block_table: own(&o.block_table),
-        cache_batch_idx: own(&o.cache_batch_idx),
+        block_table: shared(&o.block_table),
+        cache_batch_idx: shared(&o.cache_batch_idx),
         k_scale: of_tokens(&o.k_scale)?,
         v_scale: of_tokens(&o.v_scale)?,
         k_zero_point: of_tokens(&o.k_zero_point)?,
@@ -191,15 +192,7 @@ fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs>
         ..o.of_scores(Tensor::shallow_clone)
     };
     let q = inputs.q.f_reshape([-1, 1, a.nheads, a.headdim])?;
-    Ok(Inputs {
-        q: part(&q, 2, group)?,
-        k: part(&inputs.k, 2, 1)?,
-        v: part(&inputs.v, 2, 1)?,
-        appended: None,
-        rng_state: None,
-        options,
-        stream: inputs.stream,
-    })
+    Ok(Inputs::new([part(&q, 2, group)?, part(&inputs.k, 2, 1)?, part(&inputs.v, 2, 1)?], options, inputs.stream))
 }
 
 /// Computes out (queries, heads, headdim_v) and softmax_lse (queries, heads), some queries at a time.

@@ -15,6 +15,7 @@ pub struct ChosenTokens {
     pub lengths: Option<Tensor>,
 }
 
+/// Arguments of a call.
 pub struct Call {
     /// (total_q, nheads, headdim)
     pub q: Tensor,
@@ -35,10 +36,12 @@ pub struct Call {
 pub type Found = [Tensor; 3];
 
 impl ChosenTokens {
+    /// Returns the tensors.
     pub fn parts(&self) -> impl Iterator<Item = &Tensor> {
         [&self.cache, &self.indices].into_iter().chain(&self.lengths)
     }
 
+    /// Returns the choices of `count` queries from query `first` on.
     pub fn narrow(&self, first: i64, count: i64) -> Result<ChosenTokens> {
         Ok(ChosenTokens {
             cache: self.cache.shallow_clone(),

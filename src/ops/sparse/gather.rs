@@ -103,11 +103,7 @@ fn dequantized(
 /// Attends from q (queries, nheads, headdim) to tokens (queries, tokens, headdim), except those that `missing` (queries, tokens) marks.
 fn attend(q: &Tensor, tokens: &Tensor, missing: &Tensor, call: &Call, a: &Attention) -> Result<Found> {
     let kind = compute_kind(call.q.kind());
-    let product = |x: &Tensor, y: &Tensor| -> Result<Tensor> {
-        let sizes = [x.size()[0], x.size()[1], y.size()[2]];
-        Ok(x.f_bmm_out(&Tensor::f_empty(sizes, (kind, x.device()))?, y)?)
-    };
-    let scores = product(&q.f_to_kind(kind)?.f_contiguous()?, &tokens.f_transpose(1, 2)?)?.f_mul_scalar(a.softmax_scale)?;
+    let scores = q.f_to_kind(kind)?.f_contiguous()?.f_bmm(&tokens.f_transpose(1, 2)?)?.f_mul_scalar(a.softmax_scale)?;
     let scores = scores.f_masked_fill(&missing.f_unsqueeze(1)?, f64::NEG_INFINITY)?;
     let max_logits = scores.f_amax([-1_i64].as_slice(), true)?;
     let reference = max_logits.f_masked_fill(&max_logits.f_eq(f64::NEG_INFINITY)?, 0.0)?;
@@ -118,7 +114,7 @@ fn attend(q: &Tensor, tokens: &Tensor, missing: &Tensor, call: &Call, a: &Attent
     if let Some(sinks) = &call.sinks {
         whole = whole.f_add(&sinks.f_to_kind(kind)?.f_view([1, -1, 1])?.f_sub(&reference)?.f_exp()?)?;
     }
-    let values = product(&p, &tokens.f_narrow(-1, 0, a.headdim_v)?)?;
+    let values = p.f_bmm(&tokens.f_narrow(-1, 0, a.headdim_v)?)?;
     let out = values.f_div(&whole)?.f_masked_fill(&is_empty, 0.0)?.f_to_kind(q.kind())?;
     let lse = copied(&sum, kind)?.f_log_()?.f_add(&reference)?.f_masked_fill(&is_empty, f64::INFINITY)?;
     let of_row = |t: &Tensor| -> Result<Tensor> { Ok(t.f_squeeze_dim(-1)?.f_to_kind(Kind::Float)?) };
