@@ -3,7 +3,8 @@
 // queries), step rows the others. It visits S::kStep of them at a time (S: a Shape, shape.cuh). by_chunks and by_rows
 // (fragments.cuh) are lane addresses of four 8x8 matrices, 16 rows by two chunks of eight columns: the first two have eight rows,
 // or one chunk. An Accumulator is a lane's part of a tile of 16 own rows by 8 step rows or columns, OperandA of 16 own rows by 8
-// columns or step rows; mma() multiplies by b, the 8x8 operand B (turing/mma.cuh).
+// columns or step rows; mma() multiplies by b, the 8x8 operand B (turing/mma.cuh). Of a tile of scores, M counts 16 own rows (m), N
+// 8 step rows (n); of a gradient, Tiles counts 8 columns. kRowBytes: bytes of a row of Q, K, V or dO.
 #pragma once
 
 #include "backward/probabilities.cuh"

@@ -1,6 +1,7 @@
 // Score modifiers of the single-role main kernel (single_role.cuh), where one warp has both S^T and dP^T of its keys. Computes P^T,
-// which goes to shared memory, and dS^T, with one score feature: a score function (softcap), ALiBi, bias or dropout. run() is for
-// kernels that require one feature; begin() and Addends serve kernels without features too.
+// which goes to shared memory, and dS^T, with one score feature: a score function (softcap), ALiBi, bias or dropout. RowStats is
+// the layout of -lse/scale (kNegLseAt) and -delta (kNegDeltaAt), kRowFloats a query. run() is for kernels that require one feature
+// (kHas...: which, features.cuh); begin() and Addends serve kernels without features too.
 //
 // Registers cannot be indexed dynamically. So a rolled loop over 16x16 tiles works on the first tile, x of S^T and dx of dP^T, and
 // next_tile moves the others down by one. dS takes the registers of dP's tiles, packed, as they become free.
@@ -131,7 +132,7 @@ private:
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
     }
     // Adds the bias, in log2 units, to the scores x of a tile. Unlike add_bias of backward/modifiers.cuh it has one branch on the
-    // dtype around all of it, and takes four registers fewer for fp32.
+    // dtype around all of it, and takes four registers fewer for fp32. FP32: the bias is fp32, else fp16.
     template <bool FP32>
     static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Coord& coord) {
         ScoreOptions options = p.score_options;

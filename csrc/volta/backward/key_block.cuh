@@ -12,7 +12,7 @@ namespace volta {
 // remat_* functions read blockIdx from its special register again, so that it holds no register in between. BatchAxis has batch(),
 // the batch entry.
 struct KeyBlock : BatchAxis {
-    static constexpr bool kStreamK = false;
+    static constexpr bool kStreamK = false;  // a block visits all queries of its keys
     // The planner (src/plan) chooses the order of the axes; the kernel infers it from the grid's size. With as many KV heads as
     // blocks of keys, both orders cover the same (block of keys, KV head) pairs.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }

@@ -13,8 +13,9 @@
 
 namespace volta {
 
-// The grid's first axis is KV heads of all batch entries, its second `params.splits`, the splits of a head. All members read
-// blockIdx from its special register again (remat_*), so that they hold no register in between.
+// `params.splits` holds, for each split of a head, its key block (`tile`), steps `first` to end - 1, and `part`, 256 times its
+// number among the key block's splits plus their number. The grid's first axis is KV heads of all batch entries, its second the
+// splits of a head. All members read blockIdx from its special register again (remat_*), so that they hold no register in between.
 class StreamKKeyBlock {
     const BwdSplits& params_;
 
@@ -55,7 +56,7 @@ class StreamKKeyBlock {
     static constexpr int kChunks = (0 + ... + sizeof(Gradients)) / 16;
 
 public:
-    static constexpr bool kStreamK = true;
+    static constexpr bool kStreamK = true;  // a block visits the steps of its split (clip())
     __device__ __forceinline__ explicit StreamKKeyBlock(const BwdSplits& params) : params_(params) {}
 
     // Key block, batch entry and KV head of this thread block. All blocks add dq to one accumulator, by atomics.
