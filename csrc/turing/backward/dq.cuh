@@ -18,6 +18,7 @@
 //   keys              iterator over listed steps: first() is the step's first key, after(n) that of the step n later
 //   remat_*()         reads special registers again, to hold no register in between (ptx.cuh)
 //   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 

@@ -28,6 +28,7 @@
 //   InitialScores     what S^T begins with, terms of ALiBi or of a bias (one_feature.cuh)
 //   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
 //   kVarlen, kHas..., kGeneric  what this kernel is compiled for (features.cuh); kGeneric: parameters choose the score features
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 

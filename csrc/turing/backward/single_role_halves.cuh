@@ -22,6 +22,7 @@
 //                     -delta / 2^12 (step_loads.cuh)
 //   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
 //   kVarlen           this kernel reads sequence lengths from memory (features.cuh)
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 

@@ -15,7 +15,7 @@ namespace turing {
 // sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, 32 in a step: columns of
 // TermColumns, rows of TermRows and OtherTermRows, which are shapes of tiles in shared memory (backward/staged_tiles.cuh).
 struct StoredFamily {
-    using RowStats = turing::RowStats;
+    using RowStats = turing::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
 
     // ---- scores -----------------------------------------------------------------------------------
     // A tile is two accumulators, one after the other. Rows are keys and columns are queries, both in the order of KeysLayout<1>:

@@ -24,7 +24,7 @@ enum PreparePhase : int {
 template <int Headdim, int BlockKeys, int Threads>
 struct FastPrepare {
     static constexpr int kChunks = Headdim / kChunk;  // of 8 elements, one for each lane of a row
-    static constexpr int kRowsAtOnce = 32 / kChunks;  // of a warp
+    static constexpr int kRowsAtOnce = 32 / kChunks;  // rows of K that a warp loads at once
     static constexpr int kLoads = kScaleKeys / kScales / kRowsAtOnce;  // of a lane for the 16 keys that share a scale
     static constexpr int kSamplesAtOnce = Threads / kChunks;  // rows that the block loads at once
     static_assert(kSamplesAtOnce * Headdim * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");

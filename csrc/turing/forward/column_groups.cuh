@@ -21,6 +21,7 @@
 //   at, Place         the thread's coordinates and shared addresses, computed again at each use
 //   remat_*()         read a special register again where it is used (ptx.cuh)
 //   kVarlen, kPaged, kGeneric, kHas..., kBatchInvariant  what this kernel is compiled for (features.cuh, batch_invariant.cuh)
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM_V, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of V, keys of a step; threads and shared
 //                     memory of a block
 #pragma once

@@ -29,6 +29,7 @@
 //   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
 //   bits              under a block mask, which single scores exist
 //   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh)
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and K, and of V;
 //                     query rows, keys of a step, threads and shared memory of a block
 #pragma once

@@ -18,6 +18,7 @@
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
 //   remat_*()         reads special registers again (ptx.cuh)
 //   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 

@@ -22,7 +22,7 @@ struct KeyBlock : BatchAxis {
     // Blocks of keys of a head in this launch.
     __device__ __forceinline__ static int count(const BwdParams& p) { return heads_first(p) ? gridDim.y : gridDim.x; }
     // The fp32 accumulator that the block adds dq to: the only one if the stride is 0, else one that no other block of keys of this
-    // launch adds to, which makes dq deterministic.
+    // launch adds to, which makes dq deterministic. The stride counts floats.
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {
         return p.dq_accum + in_launch(p) * p.dq_accum_split_stride;
     }

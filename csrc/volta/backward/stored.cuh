@@ -22,7 +22,7 @@ namespace volta {
 // kLoadParts. Terms are a step's 32 values of the summed index k: columns of tiles TermColumns, rows of TermRows and OtherTermRows
 // (backward/staged_tiles.cuh).
 struct StoredFamily {
-    using RowStats = volta::RowStats;
+    using RowStats = volta::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
 
     // ---- S^T = K Q^T and dP^T = V dO^T ------------------------------------------------------------
     using Layout = KeysLayout;

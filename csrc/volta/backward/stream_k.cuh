@@ -17,6 +17,8 @@ namespace volta {
 // number among the key block's splits plus their number. The grid's first axis is KV heads of all batch entries, its second the
 // splits of a head. All members read blockIdx from its special register again (remat_*), so that they hold no register in between.
 class StreamKKeyBlock {
+    // The splits; scratch memory `partials`, fp32, max_splits splits for each key block that is split, and a semaphore for each.
+    // launch_id is unique to a call: one_arrived() and is_last_block() count blocks of this launch alone (semaphore.cuh).
     const BwdSplits& params_;
 
     __device__ __forceinline__ const StreamKSplit& split() const { return params_.splits[remat_block_y()]; }

@@ -25,6 +25,7 @@
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
 //   remat_*()         computes a value again at its use; keep_in_register(x) computes x once (ptx.cuh)
 //   kHas..., kGeneric score features that this kernel is compiled for; kGeneric: parameters choose among them (features.cuh)
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 //   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS in words of two elements, whose sign bits are 0x8000 and 0x80000000
 #pragma once

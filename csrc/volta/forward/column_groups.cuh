@@ -21,6 +21,7 @@
 //   named_sync(), named_arrive()  bar.sync and bar.arrive of a named barrier, for this many threads
 //   remat_*()         read a special register again, so that it holds no register; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh); kGeneric: score features by parameters
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM_V, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of V, keys of a step; threads and shared
 //                     memory of a block
 #pragma once
@@ -316,8 +317,9 @@ struct ForwardColumnGroups {
         using Tiles = KOrVTiles<kPaged, kChunks, kStep, kThreads, Grid::template Stream>;
         Tiles tiles(thread, p, block, sequence.k_offset(), key, key_end);
         using Stream = TileStream<kChunks, kStep, kThreads / 2>;
-        // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
-        UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);  // steps without a mask
+        // Steps that begin at keys unmasked.first to first + span need no mask. A warp of padding rows counts as one at the last
+        // row, so that a tile past the last key is masked in all warps.
+        UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);
         // apply_score_mod leaves the scores of generic kernels in log2 units
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 

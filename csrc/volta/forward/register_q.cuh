@@ -16,6 +16,7 @@
 //   features.*()      what the kernel's required score features need at that point (score_feature.cuh)
 //   remat_*()         reads a special register again, to hold none in between; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kRequiresBias, kBatchInvariant  what this kernel is compiled for (features.cuh, batch_invariant.cuh)
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   BLOCK_ROWS, STEP, SHARED_BYTES  query rows, keys of a step and shared memory of a block: the kernel's row in src/kernels
 #pragma once
 
@@ -173,7 +174,7 @@ struct ForwardRegisterQ {
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
-        UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);  // steps without a mask
+        UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);  // steps that begin at keys first to first + span need no mask
         // Shared memory after the ring, where bias and dropout keep what has no register: areas as large as a tile of K, one for
         // each chunk of a thread, which is where the thread's chunk of K would be.
         const LaneScratch memory{loader.k_store + kRingBytes, kStep * kPitch};

@@ -18,6 +18,7 @@
 //   swizzled()        permutes a row's chunks against bank conflicts (tile.cuh)
 //   remat_*()         compute a value again at its use, so that it holds no register; keep_in_register() forbids that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kRequires...  what this kernel is compiled for (features.cuh); kRequiresTwo: two of the features
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, BLOCKS_PER_SM, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and
 //                     K, and of V; query rows, keys of a tile (of all key groups), threads and shared memory of a block
 #pragma once
@@ -189,8 +190,9 @@ struct ForwardSharedQ {
             keep_in_register(base + kOffsetK + swizzled<kChunks>(StreamK::row_of(thread), StreamK::chunk_of(thread)));
         const u32 v_store =
             keep_in_register(base + kOffsetV + swizzled<kChunksV>(StreamV::row_of(thread), StreamV::chunk_of(thread)));
-        // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
-        UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);  // steps without a mask
+        // Steps that begin at keys unmasked.first to first + span need no mask. A warp of padding rows counts as one at the last
+        // row, so that a tile past the last key is masked in all warps.
+        UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         static_assert(!kRequiredFeatures || KeyGroups == 1, "features with state along the keys need steps in order");
         Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, LaneScratch(), row, key);
         if (!kRequiresBias) {  // a bias leaves no registers for the range
