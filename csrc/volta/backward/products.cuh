@@ -4,7 +4,7 @@
 // m counts tiles of 16 own rows, n of 16 step rows, j blocks of 32 columns.
 //
 //   kScoreChunks, kScoreRowBytes  a row of a tile of P^T or dS^T: 4 chunks of eight step rows, and its bytes
-//   chunk_after(x, n)  the address n chunks after x in a row of a swizzled tile (tile.cuh)
+//   chunk_after(x, n) the address n chunks after x in a row of a swizzled tile (tile.cuh)
 //   row_swizzle(n)    by how many chunks the swizzle moves a chunk from a row to the row n further
 //   kHasScoreFeatures the kernel has code for softcap, ALiBi, bias or dropout (features.cuh)
 //   remat_*()         reads special registers again (ptx.cuh)

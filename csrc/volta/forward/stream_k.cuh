@@ -23,7 +23,7 @@ namespace volta {
 template <int BlockRows>
 class StreamKGrid {
     // Scratch memory `partials`, max_splits splits for each split row tile, and a semaphore for each. launch_id is unique to a
-    // launch: is_last_block() counts blocks of this launch alone, and returns true in the last of a row tile's blocks
+    // call: is_last_block() counts blocks of this launch alone, and returns true in the last of a row tile's blocks
     // (semaphore.cuh).
     const StreamKParams& params_;
 
