@@ -11,8 +11,7 @@ struct DqAccumulator {
     static constexpr int kTileFloats = 128, kElementFloats = 32;  // of a tile; from an element of a lane to the next
 
     // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first element. headdim: columns of
-    // a row; unnamed in column(), which needs it on volta alone. Integer: int or a wider type, because offsets inside a tile fit an
-    // int.
+    // a row; unnamed in column(), which needs it on volta alone. Integer: long long in postprocess.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         return row / 16 * 16 * headdim + row / 8 % 2 * (2 * kElementFloats) + row % 8 * 4;

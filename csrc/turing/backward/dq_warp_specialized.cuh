@@ -92,8 +92,7 @@ struct BackwardDqWarpSpecialized {
     // instruction cache. Registers have no index, so each iteration takes tile s[0][0] and appends its P to x; next_tile() moves
     // the other scores down by one. P's sign bit, else free, says that P was rounded down, by which the second role corrects it
     // (residual_signs.cuh); with dropout, that P is dropped. The score function's derivative goes to the partner at `slopes`.
-    // Position terms are ALiBi and the bias. `row`: the warp's first query. `key`: the step's first. `masked`: some scores are
-    // hidden.
+    // Position terms are ALiBi and the bias. `row`: the warp's first query. `key`: the step's first. `masked`: it needs the mask.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
                                                                  const BwdParams& p, int row, int key, bool masked,
                                                                  const Bits& bits, u32 slopes) {

@@ -42,9 +42,8 @@ __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32);
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// True if dropout is the kernel's one score feature. A lane then draws random numbers for itself alone (one_feature.cuh): with 32
-// keys it has all eight scores of a Philox call, two queries 4 apart by four keys. Without it, lanes draw for each other
-// (draw_kept_tile).
+// True if dropout is the one score feature. A lane then draws random numbers for itself alone (one_feature.cuh): with 32 keys it
+// has all eight scores of a Philox call, two queries 4 apart by four keys. Else lanes draw for each other (draw_kept_tile).
 constexpr bool kOneCallPerLane = kRequiresDropout;
 
 // S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. Element v of a lane is query

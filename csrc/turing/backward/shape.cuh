@@ -45,9 +45,8 @@ struct Shape {
     static __device__ __forceinline__ u32 score_slot(int row) { return kScoreSlots == 2 ? row / kStep % 2 : 0; }
 };
 
-// Loads the block's K to shared memory once, in the order of keys of Layout (row_of_key(), fragments.cuh), padded with zeros in
-// rows and columns. `origin`: the sequence's first key in the tensor. first_key: the block's, in the sequence. `keys`: of the
-// sequence.
+// Loads the block's K to shared memory once, in the order of Layout::row_of_key() (fragments.cuh), padded with zeros in rows and
+// columns. `origin`: the sequence's first key in the tensor. first_key: the block's, in the sequence. `keys`: of the sequence.
 template <class S, class Layout>
 __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
@@ -82,8 +81,7 @@ struct VisitedQueries : QueryRange<S::kRows, S::kStep> {
 // compiler would move what does not change out of the loop, and then spill it.
 struct HeadRows {
     int head;
-    int origin_;  // the sequence's first row in the tensors; 0 without packed sequences, and in generic kernels, which read it
-                  // again
+    int origin_;  // the sequence's first row in the tensors; 0 without packed sequences, and where origin() reads it again
     unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
 
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)

@@ -121,8 +121,7 @@ struct BackwardSingleRoleHalves {
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
                                        remat_block_x() * S::kRows + thread / 32 * 32);
                 }
-                // -lse / scale becomes -lse in log2 units plus 12, so P has the factor kProbabilityUnit, 2^12; -delta is divided by
-                // it.
+                // -lse / scale becomes -lse in log2 units plus 12, so P has the factor 2^12 (kProbabilityUnit), and -delta 2^-12.
                 stats.scale(p.problem.scale_log2);
 
 #pragma unroll

@@ -49,8 +49,7 @@ struct FastForward {
     static constexpr u32 kOffsetV = kSpan * kCodePitch, kSlotBytes = kSpan * (kCodePitch + kPitch);
     static constexpr int kSlots = 4, kAhead = 2;
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
-    // After the ring: rows' state (kQuadBytes a quad) and the block's sources (state.cuh), unused without kSharedState; V's
-    // exponent.
+    // After the ring: rows' state (kQuadBytes a quad) and Sources (state.cuh), unused without kSharedState; then V's exponent.
     static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kQuadBytes + 2 * kChunkBytes;
     // Then whether units may exceed 1 ("coarse"): the same for all warps, but a byte for each, so that it needs no barrier.
     static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;

@@ -23,8 +23,7 @@ class BlockMaskGrid {
 
 public:
     static constexpr bool kListed = true;
-    // Whether the kernel loops over listed key blocks, and in these over steps. Generic kernels have one loop: two spill at headdim
-    // 256.
+    // Whether the kernel loops over listed key blocks, and in these over steps. Generic kernels have one: two spill at headdim 256.
     static constexpr bool kBlockLoop = !kHasScoreFeatures;
     // Iterator over the steps, of Step keys, of a list. ListedSteps looks a block ahead (kListedColumns, 64, keys), because the
     // kernel's loads run up to four steps ahead (kAhead + 1, pipelined_parts.cuh).

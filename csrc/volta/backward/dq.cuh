@@ -126,8 +126,7 @@ struct BackwardDq {
         const int warp = threadIdx.x / 32;
         const int group = warp / kGroupWarps, group_warp = warp % kGroupWarps;
         const int first_row = blocks.template first_row<S::kRows>(p);
-        // The warp's first row (from the block's) and key (from the step's) in S and dP; its first row, and block of 32 columns, in
-        // dQ.
+        // The warp's first row (in the block) and key (in the step) of S and dP; its first row, and block of 32 columns, of dQ.
         const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (group_warp / kKeyWarps) : 0);
         const int score_key = 16 * kScoreKeyTiles * (group_warp % kKeyWarps);
         const int gradient_row = 32 * group + (kQueryHalves ? 16 * (group_warp / kColumnWarps) : 0);

@@ -74,8 +74,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int query_slot(int v) { return query(0, v); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return key(0, v); }
 
-    // A lane has kRows queries, each with kKeys keys that are kKeyStride apart. Lane ^ 4 has the queries 4 before or after: it is
-    // of the other qm.
+    // A lane has kRows queries, each with kKeys keys. Lane ^ 4, of the other qm, has the queries 4 before or after.
     static constexpr bool kKeyRows = false;
     static constexpr int kRows = 2, kKeys = 4, kKeyStride = 1, kQueryPartnerMask = 4;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v / 2 % 2; }

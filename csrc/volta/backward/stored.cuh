@@ -7,8 +7,7 @@
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh). Here
 // quad is lane % 4, and half is lane / 16. chunk_after() steps along a row of a swizzled tile, row_swizzle(4) is what four rows
-// further change in the swizzle (tile.cuh). kScoreRowBytes (64): a row of 32 terms. kLoadParts: parts in which blocks load a step's
-// tiles.
+// further change in the swizzle (tile.cuh). kStagedTerms: 32, the terms of a step. kScoreRowBytes: bytes of a row of them, 64.
 #pragma once
 
 #include "backward/staged_tiles.cuh"

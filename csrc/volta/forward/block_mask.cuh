@@ -28,8 +28,7 @@ public:
     __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
     __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }  // for Steps and Bits
 
-    // First row, head and batch entry, from the list's header. kEitherOrder: heads may be on the grid's first axis
-    // (forward/block.cuh).
+    // First row, head and batch entry. kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
     template <int BlockRows>
     struct Block : ListedBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ListedBlock<BlockRows, ForwardLayout::kEitherOrder>;

@@ -18,8 +18,7 @@ namespace volta {
 // computed again, without registers.
 enum class DropoutKeeps { kAll, kSeed, kNothing };
 
-// Dropout of packed probabilities: fp16 pairs before the second product, O += P V. RowTiles: tiles of 16 query rows of the warp
-// (mt). Rolled: rounds in a rolled loop.
+// Dropout of packed probabilities: fp16 pairs before the second product. RowTiles: tiles of 16 rows (mt). Rolled: rounds in a loop.
 template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
 class DropoutFeature {
     static_assert(RowTiles <= 2, "row + 16 must be row ^ 16, so that rows of both tiles differ in one term");

@@ -23,8 +23,7 @@ namespace volta {
 template <int BlockRows>
 class StreamKGrid {
     // Scratch memory `partials`, max_splits splits for each split row tile, and a semaphore for each. launch_id is unique to a
-    // call: is_last_block() counts blocks of this launch alone, and returns true in the last of a row tile's blocks
-    // (semaphore.cuh).
+    // call: is_last_block() counts blocks of this launch alone (semaphore.cuh).
     const StreamKParams& params_;
 
     using TileCoord = ::TileCoord<BlockRows>;
