@@ -13,9 +13,10 @@ namespace turing {
 // of a row call its functions together.
 template <int Headdim>
 struct QueryRow {
-    static constexpr int kColumns = 16, kCount = Headdim / kColumns;
+    static constexpr int kColumns = 16, kCount = Headdim / kColumns;  // columns of one product; such groups of a row
     uint2 data[kCount];  // four fp16 or bf16 each
 
+    // The lane's first column of group c.
     __device__ __forceinline__ static int column(int c) { return c * kColumns + 4 * (threadIdx.x & 3); }
 
     __device__ __forceinline__ void load(const FastParams& p, const unsigned short* row, bool exists) {

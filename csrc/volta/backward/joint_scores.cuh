@@ -1,10 +1,16 @@
 // Score modifiers of the single-role main kernel (single_role.cuh), where one warp has both S^T and dP^T of its keys. Computes P^T,
-// which goes to shared memory, and dS^T, with one score feature: a score function (softcap), ALiBi, bias or dropout. RowStats is
-// the layout of -lse/scale (kNegLseAt) and -delta (kNegDeltaAt), kRowFloats a query. run() is for kernels that require one feature
-// (kHas...: which, features.cuh); begin() and Addends serve kernels without features too.
+// which goes to shared memory, and dS^T, with one score feature: a score function (softcap), ALiBi, bias or dropout. run() is for
+// kernels that require one feature; begin() and Addends serve kernels without features too.
 //
 // Registers cannot be indexed dynamically. So a rolled loop over 16x16 tiles works on the first tile, x of S^T and dx of dP^T, and
 // next_tile moves the others down by one. dS takes the registers of dP's tiles, packed, as they become free.
+//
+//   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
+//   KeysLayout        of a tile a lane has kRows (4) queries r, each with two keys j; element(r, j) is theirs (fragments.cuh)
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory, kRowFloats a query
+//   PackedTile        a lane's eight elements of a tile as fp16: four words of two, x[i] (backward/packed_tile.cuh)
+//   remat_*()         reads special registers again, to hold none; keep_in_register() stops that (ptx.cuh)
+//   kHas...           whether the kernel is compiled for the feature (features.cuh)
 #pragma once
 
 #include "backward/modifiers.cuh"
