@@ -1,6 +1,7 @@
 // Products q . k of DeepSeek V3.2's lightning indexer, which scores keys for sparse attention, on Turing: 32 query rows by 16 keys
 // at a time, by mma.m16n8k8, with operands by ldmatrix. It is the Products argument of indexer::Kernel (indexer/indexer.cuh), which
-// has the formula and uses all members. A chunk is 8 columns (16 bytes) of a row. A lane's group is lane / 4, its quad lane % 4.
+// has the formula and uses all members. The rows are kRowTiles (2) row tiles of 16. A row of Q or K has 128 fp16 columns: kChunks
+// (16) chunks of 8, kChunkBytes (16) each. A lane's group is lane / 4, its quad lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "indexer/indexer.cuh"
@@ -9,7 +10,7 @@
 namespace turing {
 
 struct IndexerProducts {
-    using Queries = u32[indexer::kRowTiles][indexer::kChunks][2];
+    using Queries = u32[indexer::kRowTiles][indexer::kChunks][2];  // the lane's operand A of each row tile and chunk
     struct Scores {
         Accumulator tile[indexer::kRowTiles][2];  // two tiles of eight keys
         __device__ __forceinline__ float at(int mt, int v) const { return tile[mt][v >> 2][v & 3]; }

@@ -7,7 +7,8 @@
 //   B             k = 2*t + v                             n = g
 //   C, fp32       m = g + 8*(v>>1)                        n = 2*t + (v&1)
 //
-// So a tile of C, packed to fp16, is operand A of a product over its columns, without any exchange between lanes.
+// So a tile of C, packed to fp16, is operand A of a product over its columns, without any exchange between lanes: P of P V, from
+// the accumulators of S.
 #pragma once
 
 namespace turing {

@@ -1,6 +1,7 @@
 // Products q . k of DeepSeek V3.2's lightning indexer on Volta: IndexerProducts is the template argument Products of
-// indexer::Kernel (indexer/indexer.cuh). A warp multiplies 32 query rows (heads of a query), in registers, by tiles of 16 keys, in
-// shared memory, both with 128 fp16 columns: kChunks chunks of eight. Rows of shared memory are kPitch bytes apart.
+// indexer::Kernel, which calls it (indexer/indexer.cuh). A warp multiplies 32 query rows (heads of a query), in registers, by tiles
+// of 16 keys, in shared memory. The rows are kRowTiles (2) row tiles of 16. A row has 128 fp16 columns: kChunks (16) chunks of
+// eight, kChunkBytes (16) each. Rows of shared memory are kPitch bytes apart.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh). Rows
 // and keys are assigned so that shared loads have no bank conflicts (as in volta/forward/layout.cuh).
@@ -13,7 +14,7 @@ namespace volta {
 
 struct IndexerProducts {
     using Queries = uint4[indexer::kRowTiles][indexer::kChunks];  // the lane's operands: two row tiles of 16
-    // Scores of the two row tiles and 16 keys. at(mt, v): element v (0 to 7) of the lane in row tile mt.
+    // Scores of the two row tiles and 16 keys. at(mt, v): element v (0 to 7) of the lane in row tile mt. [1]: for clear_tiles().
     struct Scores {
         Accumulator tile[1][indexer::kRowTiles];
         __device__ __forceinline__ float at(int mt, int v) const { return tile[0][mt][v]; }

@@ -1,6 +1,6 @@
 // Block-sparse masks in the turing backward kernels. A list names the blocks of 64 columns that 128 rows have scores in; a partial
 // block has a tile of bits, one for each score (block_lists.cuh). In main kernels rows are keys and columns queries, in dq kernels
-// the reverse.
+// the reverse. Used by warp_specialized.cuh, dq.cuh and dq_warp_specialized.cuh, as their template argument Blocks.
 #pragma once
 
 #include "backward/block_mask.cuh"
@@ -10,7 +10,8 @@ namespace turing {
 
 // Bits of a warp's Rows rows (of the product, and of the list) in a step of at most 32 columns. A lane holds those of one row, bit
 // 0 for the first column. Loads run one step ahead to hide their latency, and leave the word as it is: shifting it would wait.
-// Layout (fragments.cuh): a lane's element v of a score tile is at its first row and column plus the slots of v.
+// Layout (fragments.cuh): tiles of scores have kTileQueries queries by kTileKeys keys. A lane has kElements elements of a tile;
+// element v is at its first row and column plus the slots of v. kListedRows (128): rows of a list.
 //
 // Steps (ListedSteps, listed_steps.cuh) iterates over the list's steps. For the step n later, has_bits_after(n) tells whether its
 // block is partial, tile_after(n) the number of its bit tile, column_in_tile(n) its first column (0 to 63) there.

@@ -11,7 +11,7 @@ struct DqAccumulator {
     static constexpr int kTileFloats = 128, kElementFloats = 32;  // of a tile; from an element of a lane to the next
 
     // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first element. headdim: columns of
-    // a row; unnamed in column(), which needs it on volta alone.
+    // a row; unnamed in column(), which needs it on volta alone. Integer: long long in postprocess.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         return row / 16 * 16 * headdim + row / 8 % 2 * (2 * kElementFloats) + row % 8 * 4;
@@ -19,7 +19,7 @@ struct DqAccumulator {
     static __device__ __forceinline__ int column(int column, int) {
         return column / 8 * kTileFloats + column % 2 * kElementFloats + column % 8 / 2;
     }
-    // Loads eight neighboring columns, from the element of the first, whose column is a multiple of 8.
+    // Loads eight neighboring columns of a row into a and b, from the element of the first, whose column is a multiple of 8.
     static __device__ __forceinline__ void load8(const float* from, float4& a, float4& b) {
         const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + kElementFloats);
         a = make_float4(even.x, odd.x, even.y, odd.y), b = make_float4(even.z, odd.z, even.w, odd.w);

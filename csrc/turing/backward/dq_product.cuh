@@ -1,6 +1,8 @@
 // dQ += dS K in the main kernels of turing, which own keys: the product that all warps of a block share. The result is added to
 // dq's fp32 accumulator by atomics, or stored as dq by the fused kernel, whose block has all keys. A Shape S (shape.cuh) gives
-// sizes. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// sizes: kRows keys of the block, kStep queries of a step, kChunks chunks (8 columns) of a row of K, kRowBytes bytes, kScoreChunks
+// and kScoreRowBytes of a row of dS^T. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh). remat_*() reads a
+// special register again (ptx.cuh). kTileFloats, kElementFloats: of a tile of the accumulator, and between a lane's elements.
 #pragma once
 
 #include "turing/backward/dq_accumulator.cuh"

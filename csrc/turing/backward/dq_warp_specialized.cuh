@@ -3,11 +3,20 @@
 // keys that they see, a step of 16 at a time: S = Q K^T, P = exp(scale * S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K.
 //
 // 8 warps in two roles of four. Two partner warps have the same queries. One computes S and P, the other dP and dS; each computes
-// half of dQ's columns. P goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later. A Shape
-// S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot (K, and
-// kStepTile after it V). SHARED_BYTES, of a block, comes from the kernel's row in src/kernels. remat_*() compute again, from
-// special registers, what would hold a register. m counts tiles of 16 queries, n of 8 keys; h is a lane's row (of two) in tile m.
-// keys_by_rows() and keys_by_chunks() give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks after x.
+// half of dQ's columns. P goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
+// csrc/entry.cu calls run().
+//
+//   S (Shape)         sizes (shape.cuh): kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row, kSlotBytes of
+//                     a slot (K, and kStepTile after it V)
+//   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
+//   keys_by_rows(), keys_by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x
+//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dQ (products.cuh)
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
+//   keys              iterator over listed steps: first() is the step's first key, after(n) that of the step n later
+//   remat_*()         reads special registers again, to hold no register in between (ptx.cuh)
+//   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -83,8 +92,7 @@ struct BackwardDqWarpSpecialized {
     // instruction cache. Registers have no index, so each iteration takes tile s[0][0] and appends its P to x; next_tile() moves
     // the other scores down by one. P's sign bit, else free, says that P was rounded down, by which the second role corrects it
     // (residual_signs.cuh); with dropout, that P is dropped. The score function's derivative goes to the partner at `slopes`.
-    // Position terms are ALiBi and the bias. `row`: the warp's first query. `key`: the step's first. `masked`: some scores are
-    // hidden.
+    // Position terms are ALiBi and the bias. `row`: the warp's first query. `key`: the step's first. `masked`: it needs the mask.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
                                                                  const BwdParams& p, int row, int key, bool masked,
                                                                  const Bits& bits, u32 slopes) {

@@ -21,7 +21,8 @@
 // Elsewhere it is an own row or a step row.
 //
 // Names of a Shape S (shape.cuh): kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Of a lane,
-// group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// group is lane / 4, and quad is lane % 4 (turing/mma.cuh). kRequiresDropout: all problems of the kernel use dropout, and no other
+// score feature (features.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -41,8 +42,8 @@ __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32);
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// True if dropout is the one feature. A lane then draws random numbers for itself alone (one_feature.cuh): with 32 keys it has all
-// eight scores of a Philox call, two queries 4 apart by four keys. Without it, lanes draw for each other (draw_kept_tile).
+// True if dropout is the one score feature. A lane then draws random numbers for itself alone (one_feature.cuh): with 32 keys it
+// has all eight scores of a Philox call, two queries 4 apart by four keys. Else lanes draw for each other (draw_kept_tile).
 constexpr bool kOneCallPerLane = kRequiresDropout;
 
 // S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. Element v of a lane is query
@@ -200,8 +201,9 @@ __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return addr
 
 // ---- output ---------------------------------------------------------------------------------------
 
-// Stores a warp's rows of a gradient: rows `row` + row_of_lane, of `rows` that exist. Of the pairs of column tiles the warp has
-// every PairStep-th, from first_pair on. `base`: row 0, of the output's dtype.
+// Stores a warp's rows of a gradient, c[m][j]: M tiles of 16 rows by Tiles tiles of 8 columns, times `factor`. Its rows are `row` +
+// row_of_lane(lane, m, h), of `rows` that exist. Of the pairs of column tiles the warp has every PairStep-th, from first_pair on.
+// `base`: row 0, of the output's dtype.
 template <int PairStep, int M, int Tiles, class Element, class RowOfLane>
 __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, Element* base, float factor,
                                                   int row, int rows, int headdim, RowOfLane row_of_lane, int first_pair) {

@@ -1,8 +1,13 @@
 // ALiBi, bias and dropout in main kernels of the backward pass that are compiled for exactly one feature. ALiBi and an fp16 bias
 // are the initial accumulators of S^T = K Q^T, divided by the softmax scale, so no instruction adds them later. The forward kernels
 // (turing/forward/one_feature.cuh) do the same, so scores round alike; -lse must not be there, because scores would round at its
-// size (probabilities.cuh). An fp32 bias is added after the product. Used by single_role.cuh and warp_specialized.cuh. N: column
-// tiles of a step, eight queries each.
+// size (probabilities.cuh). An fp32 bias is added after the product. Used by single_role.cuh and warp_specialized.cuh.
+//
+//   N, n              column tiles of a step, eight queries each; one of them
+//   Layout            KeysLayout (fragments.cuh): of a column tile a lane has kRows (2) queries r, each with kKeys (4) neighboring
+//                     keys j; element(r, j) is theirs among its kElements (8)
+//   ScoreCoord        query and key of a lane's elements: query(0) and key(0) are the first
+//   remat_*()         reads a special register again (ptx.cuh)
 #pragma once
 
 #include "backward/modifiers.cuh"

@@ -1,9 +1,12 @@
 // Products and element-wise steps of the turing backward kernels: scores (S^T, dP^T), gradients of own rows (dK, dV, or dQ in the
-// dq kernels), packed P and dS, and the mask on the dq kernels' scores. Own rows are those of the thread block (keys, in dq kernels
-// queries), step rows the others. It visits S::kStep of them at a time (S: a Shape, shape.cuh). by_chunks and by_rows
-// (fragments.cuh) are lane addresses of four 8x8 matrices, 16 rows by two chunks of eight columns: the first two have eight rows,
-// or one chunk. An Accumulator is a lane's part of a tile of 16 own rows by 8 step rows or columns, OperandA of 16 own rows by 8
-// columns or step rows; mma() multiplies by b, the 8x8 operand B (turing/mma.cuh).
+// dq kernels), packed P and dS, and the mask on the dq kernels' scores.
+//
+//   own rows, step rows  rows of the thread block (keys, in dq kernels queries); rows that it visits, S::kStep at a time
+//   S (Shape)         sizes (shape.cuh); kRowBytes: bytes of a row of Q, K, V or dO
+//   M, N, Tiles       tiles of 16 own rows (m); of 8 step rows (n); of 8 columns of a gradient
+//   Accumulator, OperandA  a lane's part of C, 16 own rows by 8 step rows or columns; and of A, 16 own rows by 8 (turing/mma.cuh)
+//   by_chunks, by_rows  a lane's address for ldmatrix of four 8x8 matrices, 16 rows by two chunks of eight columns: the first two
+//                     matrices are eight rows, or one chunk (fragments.cuh)
 #pragma once
 
 #include "backward/probabilities.cuh"

@@ -13,16 +13,17 @@ namespace turing {
 
 // Layout of the statistics; argument of the kernels in backward/.
 struct RowStats {
-    // Sizes from `Scratch` in src/kernels/turing/family.rs: the library allocates the buffer by them.
-    static constexpr int kGroupRows = STATS_GROUP_ROWS;
-    static constexpr int kGroupFloats = STATS_GROUP_FLOATS;
+    // -D definitions from `Scratch` in src/kernels/turing/family.rs: the library allocates the buffer by them.
+    static constexpr int kGroupRows = STATS_GROUP_ROWS;  // 16: queries of a group
+    static constexpr int kGroupFloats = STATS_GROUP_FLOATS;  // 32: two statistics of each
     static constexpr int kNegLseAt = 0, kNegDeltaAt = kGroupRows;  // offset in a group of -lse/scale, and of -delta
-    static constexpr int kRowRounding = ROW_ROUNDING;  // each sequence has a multiple of this, so no step reaches past it
+    static constexpr int kRowRounding = ROW_ROUNDING;  // rows of a sequence are rounded up to it, so no step reaches past them
 
-    static constexpr int kRowFloats = kGroupFloats / kGroupRows;  // on average
+    static constexpr int kRowFloats = kGroupFloats / kGroupRows;  // of a query, on average
     // A statistic lies here once. volta's accumulators need two copies (volta/backward/row_stats.cuh).
     static constexpr int kCopies = 1, kCopyDistance = 0;
 
+    // Offset, in floats, of a row's statistic from row 0's.
     static __device__ __forceinline__ constexpr int offset(int row) { return row / kGroupRows * kGroupFloats + row % kGroupRows; }
 };
 static_assert(RowStats::kGroupRows == 16 && RowStats::kGroupFloats == 32, "a warp loads a group");

@@ -22,7 +22,8 @@ namespace turing {
 
 // Sizes. Rows: rows that a block owns, as far as they lie in shared memory. Step: rows of a step. Slots: tiles of Q and dO (dq
 // kernels: K and V); with two, a step needs one barrier of the block. PartnerTiles: tiles of P^T, which go from warp to warp.
-// ScoreSlots: tiles of dS. With two, a warp may still read the previous step's dS while others store this step's.
+// Headdim, Step and Threads come from the kernel's row in src/kernels. ScoreSlots: tiles of dS. With two, a warp may still read the
+// previous step's dS while others store this step's.
 template <int Headdim, int Rows, int Step, int Threads, int Slots, int PartnerTiles, int ScoreSlots = Slots>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kSlots = Slots;
@@ -44,8 +45,8 @@ struct Shape {
     static __device__ __forceinline__ u32 score_slot(int row) { return kScoreSlots == 2 ? row / kStep % 2 : 0; }
 };
 
-// Loads the block's K to shared memory once, in the layout's order of keys, padded with zeros in rows and columns. `origin`: the
-// sequence's first key in the tensor. `keys`: of the sequence.
+// Loads the block's K to shared memory once, in the order of Layout::row_of_key() (fragments.cuh), padded with zeros in rows and
+// columns. `origin`: the sequence's first key in the tensor. first_key: the block's, in the sequence. `keys`: of the sequence.
 template <class S, class Layout>
 __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
@@ -73,14 +74,14 @@ struct VisitedQueries : QueryRange<S::kRows, S::kStep> {
     }
 };
 
-// Where the rows of one query head lie, in the tensors and in scratch memory. Each step computes its addresses again from these few
-// numbers (and shared addresses from the thread index), because pointers would take more registers than there are.
-// keep_in_register() and remat_*(), which read special registers again, are volatile: otherwise the compiler would move what does
-// not change out of the loop, and then spill it.
+// Where the rows of one query head lie, in the tensors and in scratch memory. kVarlen: the kernel reads lengths from memory, so
+// packed sequences are possible; kHasScoreFeatures: it has code for softcap, ALiBi, bias or dropout (features.cuh). Each step
+// computes its addresses again from these few numbers (and shared addresses from the thread index), because pointers would take
+// more registers than there are. keep_in_register() and remat_*(), which read special registers again, are volatile: otherwise the
+// compiler would move what does not change out of the loop, and then spill it.
 struct HeadRows {
     int head;
-    int origin_;  // the sequence's first row in the tensors; 0 without packed sequences, and in generic kernels, which read it
-                  // again
+    int origin_;  // the sequence's first row in the tensors; 0 without packed sequences, and where origin() reads it again
     unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
 
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)

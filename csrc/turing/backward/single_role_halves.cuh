@@ -1,6 +1,5 @@
 // Main kernel of the turing backward pass (dK and dV of a block of keys) for headdim 64, plain and varlen, with dq by atomics: the
-// algorithm of single_role.cuh, with steps of 32 queries instead of 16. remat_* reads a special register again, so that the value
-// holds no register in between.
+// algorithm of single_role.cuh, with steps of 32 queries instead of 16.
 //
 // A warp has 32 keys: S^T = K Q^T, P^T = exp(scale * S^T - lse), dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dV += P^T dO, dK +=
 // dS^T Q. All warps compute dQ += dS K of the step before. A fragment of K serves 32 queries of S, and a fragment of dS two pairs
@@ -8,13 +7,23 @@
 // dS of 32 queries would take too many registers. So each half of a step, 16 queries, goes from dP through dV and dK alone. Shared
 // memory has K, and one tile of Q, dO and dS: 32 KB, so two blocks fit an SM. One tile of each costs a second barrier per step.
 //
-// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
-// offsets in shared memory are kOwn (K), kStepTiles (Q, and dO kStepTile after it) and kScores (dS^T). SHARED_BYTES, of a block,
-// comes from the kernel's row in src/kernels. VisitedQueries: the query rows that see the block's keys, first() to end, how many of
-// them loads may read (rows()), and steps that need no mask (unmasked). HeadRows: the sequence's first row in the tensors
-// (origin()), and offsets, in floats, of a query head's rows in scratch memory (scratch_offset()). by_rows() and by_chunks() give
-// lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks after x. multiply_pair() adds the products of two
-// chunks, 16 columns, to S or dP; accumulate_pair() adds to 16 columns of dV or dK.
+//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
+//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (Q, and dO kStepTile after it),
+//                     kScores (dS^T); kStepTile, kScoreTile: bytes of a tile
+//   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
+//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
+//   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
+//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
+//   VisitedQueries    first() to `end`: query rows that see the block's keys; `unmasked`: steps that need no mask; rows():
+//                     rows that loads may read
+//   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
+//                     the head's rows in scratch memory
+//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
+//                     -delta / 2^12 (step_loads.cuh)
+//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
+//   kVarlen           this kernel reads sequence lengths from memory (features.cuh)
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -26,7 +35,7 @@
 
 namespace turing {
 
-// The kernel. BlockRows: keys of a block. Step: queries of a step.
+// The kernel; csrc/entry.cu calls run(). BlockRows: keys of a block. Step: queries of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardSingleRoleHalves {
     // One slot of Q, dO and dS; no tiles of P^T between warps.
@@ -112,8 +121,7 @@ struct BackwardSingleRoleHalves {
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
                                        remat_block_x() * S::kRows + thread / 32 * 32);
                 }
-                // -lse / scale becomes -lse in log2 units plus 12, so P has the factor kProbabilityUnit, 2^12; -delta is divided by
-                // it.
+                // -lse / scale becomes -lse in log2 units plus 12, so P has the factor 2^12 (kProbabilityUnit), and -delta 2^-12.
                 stats.scale(p.problem.scale_log2);
 
 #pragma unroll

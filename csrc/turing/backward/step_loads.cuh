@@ -1,6 +1,9 @@
 // Loads of each step in the turing backward kernels: statistics of the queries that a main kernel visits (StepStats), and the tiles
-// of Q and dO, or in dq kernels of K and V (StepTileLoader). A Shape S (shape.cuh) gives sizes. A chunk is 8 columns of a row, 16
-// bytes. remat_* functions compute a value again at each use, so it holds no register.
+// of Q and dO, or in dq kernels of K and V (StepTileLoader). A Shape S (shape.cuh) gives sizes: kStep rows of a step, kChunks
+// chunks of a row, kRowBytes bytes, kStepTile bytes of a tile, kThreads threads of a block. A chunk is 8 columns of a row, 16
+// bytes. remat_* functions compute a value again at each use, so it holds no register. RowStats is the layout of the statistics:
+// groups of 16 queries, first their -lse/scale (kNegLseAt), then their -delta (kNegDeltaAt), kRowFloats a query (row_stats.cuh).
+// HeadRows says where the rows of a query head lie in scratch memory (shape.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"

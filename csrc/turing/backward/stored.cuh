@@ -1,7 +1,9 @@
 // The turing Family, a template argument, of the backward kernels that store P and dS in memory: for large headdims and fp32
 // tensors. backward/store_scores.cuh computes P and dS, backward/stored_gradients.cuh dV, dK and dQ from them. Here are a warp's
-// products, 64 by 64 elements, and the lane layout. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
-// by_rows() and by_chunks() give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks (16 elements) after x.
+// products, 64 by 64 elements, and the lane layout. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh). by_rows()
+// and by_chunks() give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks (16 elements) after x.
+// remat_swizzled() is the offset of a chunk in a swizzled tile (tile.cuh). kChunks, kRowBytes: of a row of a tile. kStagedTerms
+// (32): terms of a step.
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -13,7 +15,7 @@ namespace turing {
 // sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, 32 in a step: columns of
 // TermColumns, rows of TermRows and OtherTermRows, which are shapes of tiles in shared memory (backward/staged_tiles.cuh).
 struct StoredFamily {
-    using RowStats = turing::RowStats;
+    using RowStats = turing::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
 
     // ---- scores -----------------------------------------------------------------------------------
     // A tile is two accumulators, one after the other. Rows are keys and columns are queries, both in the order of KeysLayout<1>:
@@ -107,7 +109,8 @@ struct StoredFamily {
                     for (int v = 0; v < 8; v++) c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v / 4][v % 4];
             }
     }
-    // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/family.rs).
+    // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/family.rs). Unnamed:
+    // dS of a tile, its head, first query and first key.
     static __device__ __forceinline__ bool store_bias_gradient(const float (&)[8], const BwdParams&, int, int, int) {
         return false;
     }

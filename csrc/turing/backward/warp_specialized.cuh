@@ -15,12 +15,23 @@
 //      step (staggered)
 // With one slot of tiles, and without staggering, dQ += dS K of the step itself follows, with a second barrier.
 //
-// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
-// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q), kScores (dS^T), and
-// kPartner (P^T between warps). SHARED_BYTES, of a block, comes from the kernel's row in src/kernels. by_rows() and by_chunks()
-// give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks after x (fragments.cuh). score_offset() and
-// score_chunk() place dS^T: rows are keys, in chunks of eight queries. StepStats (step_loads.cuh) has the queries' -lse /
-// scale and -delta, delta = rowsum(dO * O). Its scale() turns these into -lse in log2 units plus a shift, and -delta / 2^12.
+//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
+//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes
+//                     each, dO kStepTile after Q), kScores (slots of dS^T, kScoreTile each), kPartner (P^T between warps)
+//   m, n, h, v, c     16 keys of the warp; 8 queries; one of a lane's two keys in tile m; its element of all m; a pair of chunks
+//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
+//   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
+//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
+//   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
+//                     rows(): rows that loads may read
+//   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
+//                     the head's rows in scratch memory
+//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
+//                     -delta / 2^12 (step_loads.cuh)
+//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
+//   kVarlen, kHas..., kRequires...  what this kernel is compiled for (features.cuh); without kRequires..., parameters choose
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -35,9 +46,9 @@
 
 namespace turing {
 
-// The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, 1 or 2. Blocks:
-// DenseBlocks (backward/dense_blocks.cuh), or ListedBlocks (turing/backward/block_mask.cuh) under a block-sparse mask. With
-// kListed, lists name the queries that a block of keys visits, and their bits say which scores exist.
+// The kernel; csrc/entry.cu calls run(). BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared
+// memory, 1 or 2. Blocks: DenseBlocks (backward/dense_blocks.cuh), or ListedBlocks (turing/backward/block_mask.cuh) under a
+// block-sparse mask. With kListed, lists name the queries that a block of keys visits, and their bits say which scores exist.
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode, class Blocks = DenseBlocks>
 struct BackwardWarpSpecialized {
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
@@ -71,7 +82,6 @@ struct BackwardWarpSpecialized {
     // but the end of the loop over heads does not.
     static constexpr bool kOneSlotStaggered = kStaggered && Slots == 1;
     static constexpr int kDqPairs = kStaggered ? Dq::kPairs : 1;
-    // [n][m]: n counts tiles of 8 queries, m of 16 keys; below, h is a lane's key (of two) in tile m, v its element of all tiles m.
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];

@@ -2,26 +2,26 @@
 // K's int8 codes (codes.cuh) before. GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies codes, and a span of
 // keys sums P V in fp16 before it is added to the fp32 output. Scores of a few tiles (8 keys) become probabilities, for a span.
 //
-// Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V of 15.6 KB. The L0
-// instruction cache has 16 KB. All code that a block executes stays below 46 KB, the L1.5 instruction cache: so queries and output
-// have rolled loops, and rare code is behind branches.
+// Instructions: masked and unmasked spans, which run at the same time, share one P V of 15.6 KB (L0 instruction cache: 16 KB). A
+// block's code stays below 46 KB (L1.5): so queries and output have rolled loops, and rare code is behind branches.
 //
-// Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15, so fp16 sums stay below
-// 2^15 (1 + 2^-11)^(kSpan / 8), which fp16 can hold. A row's reference, which is subtracted from scores before exp2, is tested
-// after a span's probabilities exist. If their sum is too large, it moves, and the span's scores are computed again from K in
-// shared memory.
+// Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15. So fp16 sums stay below
+// 2^15 (1 + 2^-11)^(kSpan / 8). A row's reference, which is subtracted from scores before exp2, is tested after a span's
+// probabilities exist. If their sum is too large, it moves, and the span's scores are computed again from K in shared memory.
 //
 // K and V move through a ring of four slots of a span: step j stores the span of step j + 2. The second half of the warps runs half
 // a step behind the first: it meets a barrier after its scores and before its P V, the first half after its P V. So a scheduler,
 // which has a warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has finished step
-// j, the second step j - 1 and the scores of step j. So the span of step j + 1 is stored, and no warp still reads the slot of step
-// j - 1.
+// j, the second step j - 1 and the scores of step j. So the span of step j + 1 is stored, and the slot of step j - 1 is free.
 //
-// Words: a span is Span keys, and a step computes one. A unit is what 1 in an integer product is worth as a score, log2 units: q's
-// scale times k's. Of 64 keys (kScaleKeys) those of lanes with the same lane % 4 share one of four scales (kScales). A piece is a
-// chunk of 16 bytes that a thread moves: 8 columns of V (kChunk) or 16 codes. remat_* functions compute a value again, so that it
-// holds no register in between; keep_in_register stops the compiler from that. state.cuh has rows' scales and references, and the
-// addresses of K and V. The kernel's row in src/kernels gives BLOCK_ROWS (query rows) and SHARED_BYTES, of a block.
+//   unit              what 1 in an integer product is worth as a score, log2 units: q's scale times k's
+//   kScaleKeys        64 keys, of which those of lanes with the same lane % 4 share one of kScales (four) scales
+//   span, piece       Span keys, which a step computes; 16 bytes that a thread moves: a chunk (8 columns, kChunk) of V or 16 codes
+//   r, mt, t          one of a lane's rows, 8 apart; a tile of 16 rows, two of these; a tile of 8 keys
+//   State, Sources    rows' scales and references; addresses of K and V: in registers or in shared memory (state.cuh)
+//   remat_*()         compute a value again, so that it holds no register in between; keep_in_register() stops that (ptx.cuh)
+//   kVarlen, kHasMask what this kernel is compiled for: lengths from memory, a boolean mask
+//   BLOCK_ROWS, SHARED_BYTES  query rows and shared memory of a block: the kernel's row in src/kernels
 #pragma once
 
 #include "conditional.cuh"
@@ -49,8 +49,7 @@ struct FastForward {
     static constexpr u32 kOffsetV = kSpan * kCodePitch, kSlotBytes = kSpan * (kCodePitch + kPitch);
     static constexpr int kSlots = 4, kAhead = 2;
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
-    // After the ring: the state of rows (kQuadBytes of each quad) and the block's sources (state.cuh), unused without kSharedState.
-    // Then V's exponent.
+    // After the ring: rows' state (kQuadBytes a quad) and Sources (state.cuh), unused without kSharedState; then V's exponent.
     static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kQuadBytes + 2 * kChunkBytes;
     // Then whether units may exceed 1 ("coarse"): the same for all warps, but a byte for each, so that it needs no barrier.
     static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;
@@ -528,7 +527,7 @@ struct FastForward {
         }
     }
 
-    // Writes the lane's first row, multiplied by a and b: for bf16 their product may leave fp32's range.
+    // Writes the lane's first row, times a (bf16: and b, whose product may leave fp32's range). MayOverflow: fp16's range.
     template <bool IsBf16, bool MayOverflow>
     __device__ __forceinline__ static void write_row(unsigned short* to, const FastParams& p, const Output& o, float a, float b) {
 #pragma unroll

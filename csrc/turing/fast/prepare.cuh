@@ -1,6 +1,7 @@
 // Prepares K and V for the fast forward kernel (forward.cuh, `volta_fa::fwd_fast`). A thread block takes BlockKeys keys of one
-// sequence and KV head (grid: blocks of keys, KV heads, batch entries). BlockKeys and SHARED_BYTES come from the kernel's row in
-// src/kernels. Codes come in blocks of kScaleKeys (64) keys with kScales (4) scales, one for each 16 keys. A chunk is 8 columns.
+// sequence and KV head (grid: blocks of keys, KV heads, batch entries). BlockKeys, Threads and SHARED_BYTES (of a block) come from
+// the kernel's row in src/kernels; src/ops/fast.rs launches it. Codes come in blocks of kScaleKeys (64) keys with kScales (4)
+// scales, one for each 16 keys. A chunk is 8 columns.
 //
 // Computes K less its mean, as int8 codes (codes.cuh), the largest finite |V|, and a bit for each element of a boolean mask. A
 // second launch scales bf16 V to fp16, finite values below 1 (PreparePhase). To smooth K (subtract its mean, so that codes have a
@@ -23,7 +24,7 @@ enum PreparePhase : int {
 template <int Headdim, int BlockKeys, int Threads>
 struct FastPrepare {
     static constexpr int kChunks = Headdim / kChunk;  // of 8 elements, one for each lane of a row
-    static constexpr int kRowsAtOnce = 32 / kChunks;  // of a warp
+    static constexpr int kRowsAtOnce = 32 / kChunks;  // rows of K that a warp loads at once
     static constexpr int kLoads = kScaleKeys / kScales / kRowsAtOnce;  // of a lane for the 16 keys that share a scale
     static constexpr int kSamplesAtOnce = Threads / kChunks;  // rows that the block loads at once
     static_assert(kSamplesAtOnce * Headdim * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");

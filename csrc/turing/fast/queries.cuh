@@ -13,9 +13,10 @@ namespace turing {
 // of a row call its functions together.
 template <int Headdim>
 struct QueryRow {
-    static constexpr int kColumns = 16, kCount = Headdim / kColumns;
+    static constexpr int kColumns = 16, kCount = Headdim / kColumns;  // columns of one product; such groups of a row
     uint2 data[kCount];  // four fp16 or bf16 each
 
+    // The lane's first column of group c.
     __device__ __forceinline__ static int column(int c) { return c * kColumns + 4 * (threadIdx.x & 3); }
 
     __device__ __forceinline__ void load(const FastParams& p, const unsigned short* row, bool exists) {
@@ -82,9 +83,9 @@ struct QueryRow {
     }
 };
 
-// Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than the
-// moves of codes to their registers. `rows`: row 0 of the head; warp_row: the warp's first. `state` gets the rows' scales
-// (state.cuh), `lse` their mean_score.
+// Loads the warp's queries as codes q, of Rows rows of a lane, one row at a time: unrolled code costs more time in the instruction
+// cache than the moves of codes to their registers. `rows`: row 0 of the head; warp_row: the warp's first. `state` gets the rows'
+// scales (state.cuh), `lse` their mean_score. CodeChunks: words of codes of a lane's row, one for each 16 columns.
 template <int Headdim, int Rows, int CodeChunks, class State>
 __device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& state, const FastParams& p,
                                              const unsigned short* rows, int warp_row, int seqlen_q, const float* mean,

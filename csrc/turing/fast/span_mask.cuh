@@ -1,5 +1,6 @@
 // Mask of the fast forward kernel (forward.cuh): lengths, causal mask, window and a boolean mask, as bits of a span's keys. A span
-// is the kSpan keys of a step. The kernel is the template argument, and calls it in steps that need a mask.
+// is the kSpan keys of a step. The kernel is the template argument. In steps that need a mask, it calls apply() for a few tiles at
+// a time.
 #pragma once
 
 #include "features.cuh"

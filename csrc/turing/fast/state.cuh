@@ -1,7 +1,8 @@
 // State of the fast forward kernel (forward.cuh) beside operands and sums: where the block's K and V lie (Sources), and what the
 // softmax has of each of a lane's two or four rows (Rows). Each is in registers or, where these are too few, in shared memory; both
-// forms have the same functions. A scale is the factor of a row's int8 codes of Q. A reference is what is subtracted from a row's
-// scores before exp2, log2 units. The four lanes of a quad have the same rows, so shared memory has them once.
+// forms have the same functions. A scale is the factor of a row's int8 codes of Q, times |softmax_scale| * log2(e). A reference is
+// what is subtracted from a row's scores before exp2, log2 units. The four lanes of a quad have the same rows, so shared memory has
+// them once. Rows: of a lane. Threads: of the block.
 #pragma once
 
 #include "tile.cuh"
@@ -30,7 +31,8 @@ __device__ __forceinline__ const T* load_pointer(u32 address) {
     return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
 }
 
-// Store and load one float for each of the lane's rows, two or four, in shared memory.
+// Store and load one float for each of the lane's rows, two or four, in shared memory. load_shared() loads four, load_shared2()
+// two.
 template <int Rows>
 __device__ __forceinline__ void store_rows(u32 address, const float (&x)[Rows]) {
 #pragma unroll

@@ -25,18 +25,18 @@ public:
     static constexpr bool kListed = true;
     // Whether the kernel loops over listed key blocks, and in these over steps. Generic kernels have one: two spill at headdim 256.
     static constexpr bool kBlockLoop = !kHasScoreFeatures;
-    // Iterator over the steps of a list. ListedSteps looks a block ahead, because the kernel's loads run up to four steps ahead
-    // (kAhead + 1, pipelined_parts.cuh).
+    // Iterator over the steps, of Step keys, of a list. ListedSteps looks a block ahead (kListedColumns, 64, keys), because the
+    // kernel's loads run up to four steps ahead (kAhead + 1, pipelined_parts.cuh).
     template <int Step>
     using Steps = typename Conditional<
         kBlockLoop, ListedBlockSteps<Step, Compact>,
         typename Conditional<Compact, CompactListedSteps<Step>, ListedSteps<Step, kListedColumns / Step>>::Type>::Type;
-    // Loads a warp's bits of partial blocks, a word a lane, and hides the scores that do not exist.
+    // Loads the bits of partial blocks for a warp's Rows rows, a word a lane, and hides the scores that do not exist.
     template <int Rows, int Step>
     using Bits = MaskBits<Rows, Step>;
 
     __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
-    __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }
+    __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }  // for Steps and Bits
 
     // First row, head, batch entry and list of a thread block. kEitherOrder: the grid may have heads on its first axis
     // (forward/block.cuh).
@@ -48,7 +48,7 @@ public:
 
     // Loads rows of Q, from `row` on, of `rows` that exist (`base`: row 0), as operand A, as load_queries() (layout.cuh) does, but
     // in two parts: this one issues all loads, end_load_queries() flips signs for a negative softmax_scale. load_queries() waits
-    // for groups of loads, which short lists do not hide.
+    // for groups of loads, which short lists do not hide. RowTiles: tiles of 16 rows. Chunks: chunks of 8 columns.
     template <int RowTiles, int Chunks>
     __device__ __forceinline__ static void begin_load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from,
                                                               const unsigned short* base, int row, int rows, int headdim) {

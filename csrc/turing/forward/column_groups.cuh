@@ -15,8 +15,15 @@
 // warps. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 //
 // A chunk is eight columns (16 bytes) of a row. In shared memory the chunks of a row are swizzled: permuted in groups of eight, so
-// that ldmatrix has no bank conflicts (tile.cuh). remat_* functions read a special register again where it is used (ptx.cuh). The
-// kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
+// that ldmatrix has no bank conflicts (tile.cuh).
+//
+//   mt, r             one of the warp's two tiles of 16 rows; one of a lane's two rows in it
+//   at, Place         the thread's coordinates and shared addresses, computed again at each use
+//   remat_*()         read a special register again where it is used (ptx.cuh)
+//   kVarlen, kPaged, kGeneric, kHas..., kBatchInvariant  what this kernel is compiled for (features.cuh, batch_invariant.cuh)
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
+//   HEADDIM_V, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of V, keys of a step; threads and shared
+//                     memory of a block
 #pragma once
 
 #include "batch_invariant.cuh"

@@ -1,5 +1,7 @@
 // Lane layout of the turing forward kernels: which lane holds which score, operand and output element; loads of Q, and the
 // epilogue. Included by all turing forward kernels but the fast one (turing/fast). A lane's group is lane / 4, its quad lane % 4.
+// BlockSeqlenInfo has the lengths and the first row of a batch entry's sequence (seqlen_info.cuh). remat_lane() reads the lane's
+// number again, so that it holds no register in between.
 #pragma once
 
 #include "forward/output.cuh"
@@ -13,7 +15,8 @@ namespace turing {
 // and 8 keys; the output is C of one with 8 columns of V. A step of the main loop has 16 keys, two tiles. Rows of K in shared
 // memory may be any permutation of the keys, if V has the same. Where scores are modified, a lane has four neighboring keys in the
 // two tiles, for one load of a bias and one call of dropout's generator (Philox). kHas...: the kernel has code for the feature;
-// kRequires...: all of its problems use it.
+// kRequires...: all of its problems use it (features.cuh). kHasScoreFeatures: for softcap, ALiBi, bias or dropout. kHasFp32Output:
+// for an fp32 out.
 struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
@@ -30,7 +33,7 @@ struct ForwardLayout {
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return (kFourKeys ? 4 : 2) * l.quad; }
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return (v & 1) * (kEverySecondKey ? 2 : 1); }
-    // Distance of a lane's keys in the second tile of a step from those in the first.
+    // Distance, in keys, of a lane's keys in the second tile of a step from those in the first.
     static constexpr int kNextTile = kEverySecondKey ? 1 : kFourKeys ? 2 : kTileKeys;
     // The key, of a step's 16, in row `row` of K and V.
     __device__ __forceinline__ static constexpr int key_of_row(int row) {
@@ -63,8 +66,9 @@ static_assert(covers_step() && has_rows<ForwardLayout>(), "each score of a tile 
 // Operand A of a tile of 16 rows, for columns 8 * chunk to 8 * chunk + 7.
 using OperandA = u32[2];
 
-// Loads rows of Q as operand A, from the warp's first row `row` on; zeros for rows and columns that do not exist. `base`: address
-// of row 0; `rows`: rows that exist. sign_flip: 0x80008000 for a negative softmax_scale, else 0.
+// Loads RowTiles tiles of 16 rows of Q as operand A, Chunks chunks (8 columns) each, from the warp's first row `row` on; zeros for
+// rows and columns that do not exist. `base`: address of row 0; `rows`: rows that exist; `headdim`: columns. sign_flip: 0x80008000
+// for a negative softmax_scale, else 0.
 template <int RowTiles, int Chunks>
 __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from, const unsigned short* base,
                                              int row, int rows, int headdim, u32 sign_flip) {

@@ -2,10 +2,14 @@
 // function, needs nothing here.) Called by the forward kernel, pipelined.cuh and pipelined_parts.cuh. ALiBi and bias are the
 // initial accumulators of Q K^T, which is not scaled yet: they are divided by |softmax_scale| (Problem::scale; a negative scale
 // flips the signs of Q). So nothing comes between product and softmax. Dropout masks packed probabilities; generic kernels use that
-// too. A step is 16 keys. A lane has four neighbors of them: two in tile `half` 0 of the step, two in tile 1. (With dropout alone,
-// kEverySecondKey: keys 0 and 2, then 1 and 3.) In a tile a lane has two rows r. A warp has RowTiles row tiles mt of 16 rows.
-// remat_*() compute a value again at its use, so that it holds no register in between; kEitherOrder: heads may be on the grid's
-// first axis.
+// too.
+//
+//   half              tile of 8 keys of a step of 16, 0 or 1. A lane has four neighboring keys of a step, two in each tile. (With
+//                     dropout alone, kEverySecondKey: keys 0 and 2, then 1 and 3.)
+//   mt, r, v          one of the warp's RowTiles tiles of 16 rows; one of a lane's two rows in it; a lane's element (0 to 3)
+//   ForwardLayout     where a lane's elements are: query first_query() + query_slot(v), key first_key() + key_slot(v) (layout.cuh)
+//   kEitherOrder      heads may be on the grid's first axis
+//   remat_*()         compute a value again at its use, so that it holds no register in between
 #pragma once
 
 #include "turing/forward/layout.cuh"
@@ -47,7 +51,7 @@ struct InitialBias {
     uint2 next[RowTiles][2];  // [row tile][row]: bias of the next step's four keys
     u32 second[RowTiles][2];  // bias of the current step's second tile
     const char* base;  // row 0 of the bias, at the lane's first key
-    unsigned row_bytes;
+    unsigned row_bytes;  // from one row of the bias to the next
     int row;  // the lane's first row
     float inverse_scale;  // 1 / |softmax_scale|
 

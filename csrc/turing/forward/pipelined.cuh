@@ -23,8 +23,15 @@
 // schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
 // tile), tile (one tile of the pipeline), step (two of them), and the loops over steps. StreamK and StreamV copy K and V
 // (RowStream, row_stream.cuh; not stream-K). A group is four chunks, which one ldmatrix loads. remat_* functions compute a value
-// again, so that it holds no register in between; keep_in_register stops the compiler from that. The kernel's row gives BLOCK_ROWS
-// (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
+// again, so that it holds no register in between; keep_in_register stops the compiler from that.
+//
+//   mt, r, c          a tile of 16 query rows of the warp; one of a lane's two rows in it; a group of four chunks
+//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
+//   bits              under a block mask, which single scores exist
+//   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh)
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
+//   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and K, and of V;
+//                     query rows, keys of a step, threads and shared memory of a block
 #pragma once
 
 #include "turing/forward/pipelined_parts.cuh"

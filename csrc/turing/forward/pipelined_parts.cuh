@@ -1,11 +1,16 @@
 // What the turing forward kernel (pipelined.cuh) is made of: its sizes, the choices that keep all kernels within 255 registers, and
-// the softmax of a tile. A chunk is 8 columns of a row, 16 bytes. A tile is kTileKeys keys, a step two tiles. The ring is Slots
-// slots of shared memory, each with a step's rows of K and V. While a tile's probabilities are computed, the kernel multiplies the
-// next tile's K and the last tile's V. A stream (RowStream) is a thread's part of the copies of K or V to the ring. Keys are listed
-// where a block mask names the key blocks (BlockMaskGrid). remat_* functions compute or load again what would otherwise hold a
-// register. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a
-// block). kRequiredFeatures: score features that all problems of the kernel use, so it applies them without a test.
-// ForwardLayout::kRows: query rows of a tile that a lane has scores of, two.
+// the softmax of a tile. While a tile's probabilities are computed, the kernel multiplies the next tile's K and the last tile's V.
+//
+//   chunk, tile, step 8 columns of a row (16 bytes); 8 keys (kTileKeys); two tiles
+//   ring, slot        Slots slots of shared memory, each with a step's rows of K and V
+//   stream            a thread's part of the copies of K or V to the ring (RowStream, row_stream.cuh)
+//   listed            where a block mask names the blocks of 64 keys (BlockMaskGrid)
+//   mt, r, half       a tile of 16 query rows of the warp; one of a lane's two rows in it (kRows); tile 0 or 1 of a step
+//   ...V, ...K        of V and the output, or of K; without a letter of Q and K
+//   remat_*()         compute or load again what would otherwise hold a register; keep_in_register() stops that (ptx.cuh)
+//   kVarlen, kPaged, kHas..., kRequires..., kGeneric  what this kernel is compiled for (features.cuh). kRequires...: all problems
+//                     use the feature, so no test. kGeneric: parameters say which score features a problem uses
+//   BLOCK_ROWS, STEP, SHARED_BYTES  query rows, keys of a step and shared memory of a block: the kernel's row in src/kernels
 #pragma once
 
 #include "batch_invariant.cuh"

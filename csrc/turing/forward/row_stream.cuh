@@ -1,6 +1,7 @@
 // Loads of K and V for the turing forward kernel (pipelined.cuh): from global memory to registers, and from there to the slots of a
 // ring in shared memory, without branches or predicates on rows. A slot holds a step, the keys of an iteration. Kernels with a
-// paged cache load by themselves, from addresses in pages. They take only the thread's place and store() from here.
+// paged cache load by themselves, from addresses in pages. They take only the thread's place and store() from here. "Stream" here
+// is a stream of loads: nothing of stream-K.
 #pragma once
 
 #include "tile.cuh"
@@ -10,7 +11,8 @@ namespace turing {
 // Streams steps of Step rows of K or V. A thread moves one chunk (8 columns, 16 bytes) of a row in each pass. Past the last row it
 // loads the last row again: those scores are masked, and 0 times an existing row adds no new NaN. If a step has fewer chunks than
 // threads, the last threads take none. Row r in shared memory is the step's key number Layout::key_of_row(r), a permutation that
-// the layout of the scores requires. So a thread's keys may differ from its rows in shared memory. Chunks: of a row.
+// the layout of the scores requires. So a thread's keys may differ from its rows in shared memory. Chunks: of a row. Threads: of
+// the block.
 template <class Layout, int Chunks, int Step, int Threads>
 struct RowStream {
     static constexpr int kPasses = (Step * Chunks + Threads - 1) / Threads;

@@ -4,7 +4,8 @@
 //
 // split::Forward holds both parts of a step of 16 keys in shared memory: multiply() and add_output(). split::WideForward, for
 // headdims above 128, has room for one part at a time: the functions for high and low. `pitch`: bytes between rows in shared
-// memory. A chunk is 8 columns. Of a lane, quad is lane % 4 (turing/mma.cuh).
+// memory. A chunk is 8 columns (kChunk), kChunkBytes (16) bytes. Of a lane, quad is lane % 4 (turing/mma.cuh). s[i].tile[0][0] has
+// the lane's scores of tile i of a step, for the warp's one row tile; o[0][j] its output in 8 columns.
 #pragma once
 
 #include "forward/split.cuh"
@@ -91,7 +92,7 @@ struct Split {
         __device__ __forceinline__ void multiply_low(Scores<Layout, 1, 1> (&small)[kTiles], u32 tile, int pitch) const {
             each_fragment(tile, pitch, [&](int c, int i, u32 k) { mma(small[i].tile[0][0], q[0][c], k); });
         }
-        // Calls f(chunk, tile of keys, operand B) for each operand.
+        // Calls f(chunk, tile of keys, operand B) for each operand of K.
         template <class F>
         __device__ __forceinline__ static void each_fragment(u32 tile, int pitch, F f) {
             const u32 from = fragment_of_part(tile, pitch);
@@ -106,7 +107,7 @@ struct Split {
         }
     };
 
-    // A step's probabilities, split into high and low parts.
+    // A step's probabilities, times 2^8, split into high and low parts: operand A of each tile of keys.
     struct Probabilities {
         OperandA high[kTiles], low[kTiles];
 

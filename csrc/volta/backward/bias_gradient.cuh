@@ -1,5 +1,6 @@
 // The gradient of a bias without broadcast dimensions. Each element belongs to one score, so it is dS, stored once as fp16. (A
-// broadcast bias sums its gradient by fp32 atomics: backward/modifiers.cuh.) Used by the main kernels and by stored.cuh.
+// broadcast bias sums its gradient by fp32 atomics: backward/modifiers.cuh.) Used by the main kernels and by stored.cuh. remat_*()
+// reads a special register again, so that it holds no register in between (ptx.cuh).
 #pragma once
 
 #include "volta/backward/fragments.cuh"
@@ -7,9 +8,10 @@
 
 namespace volta {
 
-// Stores a 16x16 tile of dS as dbias. `coord`: query and key of the lane's elements. A lane has four queries of two keys two apart,
-// and its neighbor (lane ^ 1) the keys between. They exchange halves, so that each lane has two queries of four keys, and a 4-byte
-// store two keys. Both keys exist or neither: dbias is fp16 only if seqlen_k is even (dbias_is_fp16, src/params/backward.rs).
+// Stores a 16x16 tile of dS as dbias, for query head `head`. `coord`: query and key of the lane's elements; coord.query(0) and
+// coord.key(0) are the lane's first, in the sequence. A lane has four queries of two keys two apart, and its neighbor (lane ^ 1)
+// the keys between. They exchange halves, so that each lane has two queries of four keys, and a 4-byte store two keys. Both keys
+// exist or neither: dbias is fp16 only if seqlen_k is even (dbias_is_fp16, src/params/backward.rs).
 __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const BwdParams& p, int head,
                                                     const ScoreCoord<KeysLayout>& coord) {
     const int odd = coord.key(0) & 1;

@@ -7,11 +7,19 @@
 // with lse = softmax_lse and delta = rowsum(dO * O), which the preprocess kernel has computed. So S and dP are computed twice, and
 // dQ is a sum in a fixed order: deterministic. The products are those of the main kernel with queries in the place of keys. A group
 // of kGroupWarps warps shares 32 queries. Each warp computes some 16x16 tiles of S and dP, stores dS to shared memory, and computes
-// some columns of dQ from all of the group's dS.
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block. A Shape S (shape.cuh) has sizes: kRows own rows (queries), kStep
-// step rows (keys), kChunks chunks of eight columns, kRowBytes of a row. Its offsets in shared memory are kOwnS and kOwnDp (Q and
-// dO), kStepS and kStepDp (K and V), and kScores (dS).
-// chunk_after() steps along a row of a swizzled tile (tile.cuh). remat_*() reads special registers again (ptx.cuh).
+// some columns of dQ from all of the group's dS. csrc/entry.cu calls run().
+//
+//   S (Shape)         sizes (shape.cuh): kRows own rows (queries), kStep step rows (keys), kChunks chunks of eight columns,
+//                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V),
+//                     kScores (dS); kOwnTile, kStepTile, kScoreTile: bytes of a tile
+//   m, n, v           tile of 16 queries of the warp; tile of 16 keys; a lane's element (0 to 7) of a 16x16 tile
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
+//   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
+//   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
+//   remat_*()         reads special registers again (ptx.cuh)
+//   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -118,8 +126,7 @@ struct BackwardDq {
         const int warp = threadIdx.x / 32;
         const int group = warp / kGroupWarps, group_warp = warp % kGroupWarps;
         const int first_row = blocks.template first_row<S::kRows>(p);
-        // The warp's first row (from the block's) and key (from the step's) in S and dP; its first row, and block of 32 columns, in
-        // dQ.
+        // The warp's first row (in the block) and key (in the step) of S and dP; its first row, and block of 32 columns, of dQ.
         const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (group_warp / kKeyWarps) : 0);
         const int score_key = 16 * kScoreKeyTiles * (group_warp % kKeyWarps);
         const int gradient_row = 32 * group + (kQueryHalves ? 16 * (group_warp / kColumnWarps) : 0);

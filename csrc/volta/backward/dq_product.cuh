@@ -1,10 +1,14 @@
 // dQ += dS K in the main kernels of volta, whose blocks own keys: the product that all warps of a block share. The result is added
 // to the fp32 accumulator by atomics (add_to), or stored as dq by the fused kernel, whose block has all keys (store).
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh).
-// A chunk is eight fp16 elements (16 bytes) of a row. chunk_after() steps along a row of a swizzled tile (tile.cuh). remat_*()
-// reads special registers again (ptx.cuh). A row of dS^T has kScoreChunks chunks, kScoreRowBytes bytes; its first S::kStep elements
-// count.
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh). A
+// chunk is eight fp16 elements (16 bytes) of a row.
+//
+//   kScoreChunks, kScoreRowBytes  chunks and bytes of a row of dS^T, of which the first S::kStep elements count
+//   kTileFloats, kLineFloats  floats of a tile of the accumulator, and of one of its eight lines, one for each v (DqAccumulator)
+//   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
+//   u, v              number of the warp's unit of columns; a lane's element (0 to 7) of its 8x8 product
+//   remat_*()         reads special registers again (ptx.cuh)
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -22,7 +26,7 @@ namespace volta {
 // unit's columns. In the end two lanes add their halves of the keys by a shuffle, one tile each. A lane keeps tile number qn: c[0];
 // the other tile is c[1].
 //
-// Compact: half of the code, for kernels that exceed the instruction cache.
+// Compact: half of the code, for kernels that exceed the instruction cache, as those with score features (kHasScoreFeatures) do.
 template <class S, bool Compact = kHasScoreFeatures>
 struct DqProduct {
     static constexpr bool kShortSteps = S::kStep == 16;

@@ -9,7 +9,8 @@
 // 4*bit1(n) + 2*bit2(n) + bit0(n) of 16: a lane's four accumulators of one key are then four consecutive queries, 8 bytes of fp16.
 //
 // "Own rows" are the rows that a block owns: keys in the main kernels, queries in the dq kernel. "Step rows" are those that it
-// visits. m counts tiles of 16 own rows, n of 16 step rows, v (0 to 7) a lane's elements in a 16x16 tile.
+// visits. m counts tiles of 16 own rows, n of 16 step rows, v (0 to 7) a lane's elements in a 16x16 tile. A chunk is 16 bytes,
+// eight fp16. S in templates is the kernel's Shape (shape.cuh): kChunks chunks of a row of Q, K, V or dO, kRowBytes bytes.
 #pragma once
 
 #include "backward/packed_tile.cuh"
@@ -73,7 +74,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int query_slot(int v) { return query(0, v); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return key(0, v); }
 
-    // lane ^ 4 has the queries 4 before or after: it is of the other qm
+    // A lane has kRows queries, each with kKeys keys. Lane ^ 4, of the other qm, has the queries 4 before or after.
     static constexpr bool kKeyRows = false;
     static constexpr int kRows = 2, kKeys = 4, kKeyStride = 1, kQueryPartnerMask = 4;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v / 2 % 2; }

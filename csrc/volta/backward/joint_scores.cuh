@@ -4,6 +4,13 @@
 //
 // Registers cannot be indexed dynamically. So a rolled loop over 16x16 tiles works on the first tile, x of S^T and dx of dP^T, and
 // next_tile moves the others down by one. dS takes the registers of dP's tiles, packed, as they become free.
+//
+//   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
+//   KeysLayout        of a tile a lane has kRows (4) queries r, each with two keys j; element(r, j) is theirs (fragments.cuh)
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory, kRowFloats a query
+//   PackedTile        a lane's eight elements of a tile as fp16: four words of two, x[i] (backward/packed_tile.cuh)
+//   remat_*()         reads special registers again, to hold none; keep_in_register() stops that (ptx.cuh)
+//   kHas...           whether the kernel is compiled for the feature (features.cuh)
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -131,7 +138,7 @@ private:
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
     }
     // Adds the bias, in log2 units, to the scores x of a tile. Unlike add_bias of backward/modifiers.cuh it has one branch on the
-    // dtype around all of it, and takes four registers fewer for fp32.
+    // dtype around all of it, and takes four registers fewer for fp32. FP32: the bias is fp32, else fp16.
     template <bool FP32>
     static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Coord& coord) {
         ScoreOptions options = p.score_options;

@@ -12,7 +12,7 @@ namespace volta {
 // remat_* functions read blockIdx from its special register again, so that it holds no register in between. BatchAxis has batch(),
 // the batch entry.
 struct KeyBlock : BatchAxis {
-    static constexpr bool kStreamK = false;
+    static constexpr bool kStreamK = false;  // a block visits all queries of its keys
     // The planner (src/plan) chooses the order of the axes; the kernel infers it from the grid's size. With as many KV heads as
     // blocks of keys, both orders cover the same (block of keys, KV head) pairs.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
@@ -22,7 +22,7 @@ struct KeyBlock : BatchAxis {
     // Blocks of keys of a head in this launch.
     __device__ __forceinline__ static int count(const BwdParams& p) { return heads_first(p) ? gridDim.y : gridDim.x; }
     // The fp32 accumulator that the block adds dq to: the only one if the stride is 0, else one that no other block of keys of this
-    // launch adds to, which makes dq deterministic.
+    // launch adds to, which makes dq deterministic. The stride counts floats.
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {
         return p.dq_accum + in_launch(p) * p.dq_accum_split_stride;
     }

@@ -2,9 +2,12 @@
 // rows (dK and dV in main kernels, dQ in dq.cuh). Own rows are those that a block owns (keys, in dq.cuh queries), step rows those
 // that it visits, S::kStep at a time. A Shape S (shape.cuh) has the sizes: kChunks chunks of eight columns, kRowBytes of a row.
 // m counts tiles of 16 own rows, n of 16 step rows, j blocks of 32 columns.
-// Tiles of P^T and dS^T have rows of kScoreChunks (4) chunks of eight step rows, kScoreRowBytes long.
-// chunk_after() steps along a row of a swizzled tile (tile.cuh). row_swizzle(n): by how many chunks the swizzle moves a chunk
-// from a row to the row n further. remat_*() reads special registers again (ptx.cuh).
+//
+//   kScoreChunks, kScoreRowBytes  a row of a tile of P^T or dS^T: 4 chunks of eight step rows, and its bytes
+//   chunk_after(x, n) the address n chunks after x in a row of a swizzled tile (tile.cuh)
+//   row_swizzle(n)    by how many chunks the swizzle moves a chunk from a row to the row n further
+//   kHasScoreFeatures the kernel has code for softcap, ALiBi, bias or dropout (features.cuh)
+//   remat_*()         reads special registers again (ptx.cuh)
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -112,7 +115,7 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
 }
 
 // Calls f(row, column, x, y) for each two neighbors of a row in a warp's gradient, times `factor`. first_row, block: its first row
-// and its first block of 32 columns; score_own() and column_in_block() (fragments.cuh) place a lane's elements.
+// and its first block of 32 columns, of which it has every BlockStep-th. score_own() and column_in_block() place a lane's elements.
 template <int BlockStep, int M, int J, class F>
 __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float factor, int first_row, int block, F f) {
     const Lane lane(remat_thread_index() & 31);  // else the lane is kept, or spilled, from the kernel's first use on
@@ -137,7 +140,8 @@ __device__ __forceinline__ void to_shared(const Gradient<M, J>& c, float factor,
 }
 
 // Stores a warp's gradient as fp32 to the output `out` of `head`. The sequence begins at row `origin` of out, and the block at row
-// first_row of the sequence, which has all_rows rows; the warp's first row is warp_row rows further.
+// first_row of the sequence, which has all_rows rows; the warp's first row is warp_row rows further. `block`: its first block of 32
+// columns. Grid gives the batch entry (key_block.cuh).
 template <int BlockStep, int M, int J, class Grid = BatchAxis>
 __device__ __forceinline__ void to_fp32_output(const Gradient<M, J>& c, float factor, int warp_row, int block, const BwdParams& p,
                                                const Output& out, int head, int origin, int first_row, int all_rows, int headdim,

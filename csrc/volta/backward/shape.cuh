@@ -22,7 +22,7 @@ namespace volta {
 constexpr int kScoreChunks = 4, kScoreRowBytes = kScoreChunks * kChunkBytes;
 
 // A block owns kRows rows (keys, or queries in dq.cuh), and visits the other rows in steps of kStep. ScoreTiles: how many tiles of
-// P^T and dS^T shared memory has (in dq.cuh of dS).
+// P^T and dS^T shared memory has (in dq.cuh of dS). Headdim, Rows, Step and Threads come from the kernel's row in src/kernels.
 template <int Headdim, int Rows, int Step, int Threads, int ScoreTiles>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kWarps = kThreads / 32;

@@ -6,8 +6,8 @@
 // for_each_pair() calls f(row, column, x, y) for sums x, y of neighboring columns. Row and column count from the warp's first.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh). Here
-// quad is lane % 4, and half is lane / 16.
-// chunk_after() steps along a row of a swizzled tile, row_swizzle(4) is what four rows further change in the swizzle (tile.cuh).
+// quad is lane % 4, and half is lane / 16. chunk_after() steps along a row of a swizzled tile, row_swizzle(4) is what four rows
+// further change in the swizzle (tile.cuh). kStagedTerms: 32, the terms of a step. kScoreRowBytes: bytes of a row of them, 64.
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -21,7 +21,7 @@ namespace volta {
 // kLoadParts. Terms are a step's 32 values of the summed index k: columns of tiles TermColumns, rows of TermRows and OtherTermRows
 // (backward/staged_tiles.cuh).
 struct StoredFamily {
-    using RowStats = volta::RowStats;
+    using RowStats = volta::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
 
     // ---- S^T = K Q^T and dP^T = V dO^T ------------------------------------------------------------
     using Layout = KeysLayout;

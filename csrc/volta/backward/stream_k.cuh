@@ -13,9 +13,12 @@
 
 namespace volta {
 
-// The grid's first axis is KV heads of all batch entries, its second `params.splits`, the splits of a head. All members read
-// blockIdx from its special register again (remat_*), so that they hold no register in between.
+// `params.splits` holds, for each split of a head, its key block (`tile`), steps `first` to end - 1, and `part`, 256 times its
+// number among the key block's splits plus their number. The grid's first axis is KV heads of all batch entries, its second the
+// splits of a head. All members read blockIdx from its special register again (remat_*), so that they hold no register in between.
 class StreamKKeyBlock {
+    // The splits; scratch memory `partials`, fp32, max_splits splits for each key block that is split, and a semaphore for each.
+    // launch_id is unique to a call: one_arrived() and is_last_block() count blocks of this launch alone (semaphore.cuh).
     const BwdSplits& params_;
 
     __device__ __forceinline__ const StreamKSplit& split() const { return params_.splits[remat_block_y()]; }
@@ -55,7 +58,7 @@ class StreamKKeyBlock {
     static constexpr int kChunks = (0 + ... + sizeof(Gradients)) / 16;
 
 public:
-    static constexpr bool kStreamK = true;
+    static constexpr bool kStreamK = true;  // a block visits the steps of its split (clip())
     __device__ __forceinline__ explicit StreamKKeyBlock(const BwdSplits& params) : params_(params) {}
 
     // Key block, batch entry and KV head of this thread block. All blocks add dq to one accumulator, by atomics.

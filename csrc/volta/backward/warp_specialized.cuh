@@ -2,6 +2,7 @@
 // features chosen by parameters): 8 warps in two roles of four (warp specialization). Warps 0 to 3 compute S^T, P and dV, warps 4
 // to 7 dP^T, dS and dK: dV and dK together do not fit one warp's registers. P goes to the second role through shared memory. All
 // warps compute dQ, which is added up by atomics, left to dq.cuh, or stored (Mode, dq_mode.cuh). shape.cuh has the products.
+// csrc/entry.cu calls run().
 //
 // With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of its gradient. With 64 keys (headdim
 // above 128, and small grids) two warps share 32 keys. Of the scores each has half the queries (or half the keys, in steps of
@@ -14,15 +15,20 @@
 //   3. loads of the next tiles begin; dV    3. the same; dK
 //   4. block barrier; stores the next tiles; dQ; block barrier
 //
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block. A Shape S (shape.cuh) has sizes: kRows own rows (keys), kStep
-// step rows (queries), kChunks chunks of eight columns, kRowBytes of a row. Its offsets in shared memory are kOwnS and kOwnDp (K
-// and V), kStepS and kStepDp (Q and dO), and kScores (P^T and dS^T).
-// chunk_after() steps along a swizzled row (tile.cuh). An AddressPair is two shared addresses in one register. keep_in_register(x):
-// x is computed once; remat_*(): again (ptx.cuh).
-//
-// RowStats (row_stats.cuh) is the layout of row statistics in global memory: groups of queries with their -lse/scale at kNegLseAt
-// and -delta at kNegDeltaAt, kRowFloats a query. delta is rowsum(dO * O). Packed tiles have fp16 P * kProbabilityUnit (2^12) or
-// dS in words of two elements, whose sign bits are 0x8000 and 0x80000000.
+//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
+//                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO),
+//                     kScores (P^T and dS^T); kOwnTile, kStepTile, kScoreTile: bytes of a tile
+//   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
+//                     kRowFloats a query (row_stats.cuh)
+//   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
+//                     rows that loads may read (backward/iteration_range.cuh)
+//   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
+//   remat_*()         computes a value again at its use; keep_in_register(x) computes x once (ptx.cuh)
+//   kHas..., kGeneric score features that this kernel is compiled for; kGeneric: parameters choose among them (features.cuh)
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
+//   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS in words of two elements, whose sign bits are 0x8000 and 0x80000000
 #pragma once
 
 #include "backward/dense_blocks.cuh"

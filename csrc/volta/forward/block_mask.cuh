@@ -14,9 +14,10 @@ class BlockMaskGrid : public DataParallelGrid {
     const FwdBlockParams& params_;
 
 public:
-    // Iterator over the steps of keys, bits that hide scores, loader of tiles of K and V. The base class, one block per row tile,
-    // has the rest of the policy: combine_splits(), remat_*(), kHasHeadAndBatchAxes. The second argument of ListedSteps is how
-    // many steps loads run ahead: three in register_q.cuh (16 keys a step), else one.
+    // Iterator over the steps of Step keys, bits that hide scores of a warp's Rows rows, loader of tiles of K and V (Rows keys by
+    // Chunks chunks of eight columns, by Threads threads). The base class, one block per row tile, has the rest of the policy:
+    // combine_splits(), remat_*(), kHasHeadAndBatchAxes. The second argument of ListedSteps is how many steps loads run ahead:
+    // three in register_q.cuh (16 keys a step), else one.
     template <int Step>
     using Steps = ListedSteps<Step, Step == 16 ? 3 : 1>;
     template <int Rows, int Step>
@@ -25,9 +26,9 @@ public:
     using Stream = ListedTileStream<Chunks, Rows, Threads>;
 
     __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
-    __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }
+    __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }  // for Steps and Bits
 
-    // kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
+    // First row, head and batch entry. kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
     template <int BlockRows>
     struct Block : ListedBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ListedBlock<BlockRows, ForwardLayout::kEitherOrder>;

@@ -14,9 +14,16 @@
 // For sums, mask and softmax each warp has a part: eight of the group's rows with all 16 keys. So a row's state is one warp's.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
-// Names: mt is a row tile of 16, r one of a lane's two rows in it, j an output tile of 16 columns. In O += P V, w is 0 for the keys
-// of the lane's quad-pair column and 1 for the others, u which four of these. remat_*() read a special register again.
-// The kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
+//
+//   mt, r, j          a row tile of 16; one of a lane's two rows in it; an output tile of 16 columns
+//   w, u              in O += P V: w is 0 for the keys of the lane's quad-pair column, 1 for the others, u which four of these
+//   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
+//   named_sync(), named_arrive()  bar.sync and bar.arrive of a named barrier, for this many threads
+//   remat_*()         read a special register again, so that it holds no register; keep_in_register() stops that (ptx.cuh)
+//   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh); kGeneric: score features by parameters
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
+//   HEADDIM_V, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of V, keys of a step; threads and shared
+//                     memory of a block
 #pragma once
 
 #include "forward/block.cuh"
@@ -46,6 +53,7 @@ struct ColumnGroupsLayout {
 };
 static_assert(has_rows<ColumnGroupsLayout>(), "rows and elements agree");
 
+// Clears a thread's registers for a tile of K or V: `Passes` rows of ChunksPerRow chunks (tile.cuh).
 template <int Passes, int ChunksPerRow>
 __device__ __forceinline__ void clear(uint4 (&staging)[Passes][ChunksPerRow]) {
 #pragma unroll
@@ -59,7 +67,7 @@ __device__ __forceinline__ void clear(uint4 (&staging)[Passes][ChunksPerRow]) {
 template <bool Paged, int Chunks, int Rows, int Threads, template <int, int, int> class Stream>
 struct KOrVTiles {
     Stream<Chunks, Rows, Threads / 2> tile;
-    unsigned stride;
+    unsigned stride;  // of rows, in elements
 
     __device__ __forceinline__ static bool loads_k(int thread) { return thread >= Threads / 2; }
 
@@ -77,13 +85,14 @@ struct KOrVTiles {
         tile.load(data, stride, key);
     }
 };
+// `Unused`: the loader for tensors without pages. kPageGroup (16): tokens that always lie in one page.
 template <int Chunks, int Rows, int Threads, template <int, int, int> class Unused>
 struct KOrVTiles<true, Chunks, Rows, Threads, Unused> {
     using Stream = PagedTileStream<Chunks, Rows, Threads / 2>;
     static_assert(Rows == kPageGroup, "a step is one group");
     Stream tile;
     typename Stream::Pages pages;
-    int last;
+    int last;  // one past the last key
 
     __device__ __forceinline__ static bool loads_k(int thread) { return thread >= Threads / 2; }
     __device__ __forceinline__ static const Operand& operand(const FwdParams& p, int thread) {
@@ -308,8 +317,9 @@ struct ForwardColumnGroups {
         using Tiles = KOrVTiles<kPaged, kChunks, kStep, kThreads, Grid::template Stream>;
         Tiles tiles(thread, p, block, sequence.k_offset(), key, key_end);
         using Stream = TileStream<kChunks, kStep, kThreads / 2>;
-        // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
-        UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);  // steps without a mask
+        // Steps that begin at keys unmasked.first to first + span need no mask. A warp of padding rows counts as one at the last
+        // row, so that a tile past the last key is masked in all warps.
+        UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);
         // apply_score_mod leaves the scores of generic kernels in log2 units
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 

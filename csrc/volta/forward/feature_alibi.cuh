@@ -13,9 +13,10 @@ namespace volta {
 //
 // AfterFunction: products begin with 0, because the function takes them alone; the number is added to its value, log2 units.
 //
-// Grid is the kernel's grid policy, which has a block's head and batch entry. mask.low and mask.high: row i sees keys i + low to
-// i + high. ForwardLayout (layout.cuh): of each 16x16 tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and kKeys
-// (4) consecutive keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
+// RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys a step (nt). r is one of a lane's two rows of a tile.
+// Grid is the kernel's grid policy, which has a block's head and batch entry. mask.low and mask.high: row i sees keys i + low to i
+// + high. ForwardLayout (layout.cuh): of each 16x16 tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and kKeys (4)
+// consecutive keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
 template <int RowTiles, int KeyTiles, bool AfterFunction, class Grid>
 class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
@@ -175,6 +176,7 @@ public:
     }
 };
 
+// kFeature...: bits of the set of required features.
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureAlibi, Grid> : public AlibiFeature<RowTiles, KeyTiles, false, Grid> {
 public:

@@ -1,5 +1,5 @@
 // fp16 attn_bias, alone or with dropout (feature_dropout.cuh), in volta forward kernels of one or two features: overrides functions
-// of ScoreFeature (score_feature.cuh).
+// of ScoreFeature. The main loops (register_q.cuh, shared_q.cuh) call them; score_feature.cuh has their order and what each is for.
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
@@ -11,21 +11,24 @@ namespace volta {
 //
 // ForwardLayout (layout.cuh): of each 16x16 tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and four consecutive
 // keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
+//
+// RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys a step (nt). r is one of a lane's two rows of a tile.
+// Grid: the kernel's grid policy, which has a block's head and batch entry.
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
-    static constexpr bool kStarts = KeyTiles == 1;  // the bias is the initial accumulator
+    static constexpr bool kStarts = KeyTiles == 1;  // products start with the bias as initial accumulator
 
     // Where the lane's bias lies.
     struct BiasAddress {
-        const unsigned short* base;  // of the lane's first row
-        int rows_left, first_key;  // rows after that one; the lane's first key
+        const unsigned short* base;  // key 0 of the lane's first row
+        int rows_left, first_key;  // rows after that one; the lane's first key in a tile
     };
     BiasAddress address_;  // with one tile of keys in memory_
     LaneScratch memory_;
     uint2 loaded_[RowTiles][KeyTiles][ForwardLayout::kRows];  // four fp16 of each row
 
-    // Calls f(row tile, key tile, element, bias) for each score of the lane.
+    // Calls f(row tile, key tile, element, bias) for each score of the lane, with the loaded bias as float.
     template <class F>
     __device__ __forceinline__ void each(F f) const {
 #pragma unroll

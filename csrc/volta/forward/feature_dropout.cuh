@@ -1,9 +1,11 @@
-// Dropout, alone or with a bias, in volta forward kernels of one or two features: overrides functions of ScoreFeature
-// (score_feature.cuh). Random numbers are Philox4x32 (philox.cuh), which multiplies and XORs a counter (column / 4, row, head,
-// offset) with a key in each of seven rounds. So a lane's calls share the products of head, of column and of row in rounds 0 and 1.
-// Each product has a low and a high word. In round 0, of_head and of_column are those of the counter. In round 1, of_row is that of
-// word x, which head and row decide, and of_both that of word z, which column, offset and key decide. after_round_1() XORs their
-// words to the counter after round 1. K is the key of round 1. One call gives a lane the numbers of four keys of two rows.
+// Dropout, alone or with a bias, in volta forward kernels of one or two features: overrides draw() and drop() of ScoreFeature
+// (score_feature.cuh), which the main loops call (register_q.cuh, shared_q.cuh). Random numbers are Philox4x32 (philox.cuh). It
+// multiplies and XORs a counter (column / 4, row, head, offset) with a key, the seed, in each of seven rounds (kPhiloxRounds). So a
+// lane's calls share the products of head, of column and of row in rounds 0 and 1. Each product has a low and a high word.
+//
+// In round 0, of_head and of_column are those of the counter. In round 1, of_row is that of word x, which head and row decide, and
+// of_both that of word z, which column, offset and key decide. after_round_1() XORs their words to the counter after round 1. K is
+// the key of round 1. One call gives a lane the numbers of four keys of two rows.
 #pragma once
 
 #include "volta/forward/feature_bias.cuh"
@@ -16,7 +18,7 @@ namespace volta {
 // computed again, without registers.
 enum class DropoutKeeps { kAll, kSeed, kNothing };
 
-// Dropout of packed probabilities: fp16 pairs before the second product. Rolled: rounds in a rolled loop.
+// Dropout of packed probabilities: fp16 pairs before the second product. RowTiles: tiles of 16 rows (mt). Rolled: rounds in a loop.
 template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
 class DropoutFeature {
     static_assert(RowTiles <= 2, "row + 16 must be row ^ 16, so that rows of both tiles differ in one term");
@@ -126,7 +128,7 @@ public:
     }
 };
 
-// Adds dropout to another feature.
+// Adds dropout to another feature, Other. KeyTiles: tiles of 16 keys a step. Grid: the kernel's grid policy (layout.cuh).
 template <int RowTiles, int KeyTiles, class Grid, class Other, DropoutKeeps Keeps, bool Rolled = false>
 class WithDropout : public Other {
     static_assert(Grid::kHasHeadAndBatchAxes, "the grid has axes for head and batch");

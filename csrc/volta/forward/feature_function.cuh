@@ -1,4 +1,6 @@
-// A score function (softcap) in volta forward kernels of one feature: overrides functions of ScoreFeature (score_feature.cuh).
+// A score function (softcap) in volta forward kernels of one feature: overrides functions of ScoreFeature. The main loops
+// (register_q.cuh, shared_q.cuh) call them; score_feature.cuh has their order and what each is for. RowTiles, KeyTiles: the warp's
+// tiles of 16 query rows, and of 16 keys a step. Grid: the kernel's grid policy.
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
@@ -13,7 +15,7 @@ template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, ScoreFunction::kFeature, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
     ScoreFunction function_;
-    ScoreFunction::TileKind kind_ = ScoreFunction::kPlain;
+    ScoreFunction::TileKind kind_ = ScoreFunction::kPlain;  // of this tile: kMaskable if it has masked products (set_masked())
 
 public:
     using typename Base::Tile;

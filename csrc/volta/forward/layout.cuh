@@ -1,6 +1,6 @@
-// Lane layout of all volta forward kernels (register_q.cuh, shared_q.cuh, ...): which lane holds which score, operand and output;
-// partial results; the default grid policy. Grid, a template argument of the kernels, tells a block its rows, its steps of keys
-// and how it loads them.
+// Lane layout of all volta forward kernels (register_q.cuh, shared_q.cuh, column_groups.cuh, split.cuh): which lane holds which
+// score, operand and output; the epilogue; partial results; the default grid policy. Grid, a template argument of the kernels,
+// tells a block its rows, its steps of keys and how it loads them.
 //
 // A warp owns 16 * RowTiles query rows and takes keys in tiles of 16. An mma.m8n8k4 is four 8x8x4 products, one for each quad-pair
 // of the warp. A lane has number t, 0 to 7, in its quad-pair; quad is t % 4, half is t / 4. The four quad-pairs form a 2x2 over a
@@ -17,6 +17,8 @@
 //
 // Names: mt is a row tile (16 rows), j an output tile (16 columns), v a lane's element (0 to 7) of an Accumulator. A chunk is eight
 // fp16 columns, 16 bytes. remat_*() read a special register again, so that the value holds no register in between (ptx.cuh).
+// BlockSeqlenInfo has the lengths and the first row of a batch entry's sequence (seqlen_info.cuh). kHasFp32Output: this kernel has
+// code for an fp32 out (features.cuh).
 #pragma once
 
 #include "dense_steps.cuh"
@@ -61,6 +63,7 @@ struct ForwardLayout {
 };
 static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "each score of a tile has one place (score_layout.cuh)");
 
+// row[mt][r] has the lazy maximum (row_max, log2 units), the sum and the limit of the lane's row r of row tile mt (softmax.cuh).
 template <int RowTiles>
 using SoftmaxState = SoftmaxRows<ForwardLayout, RowTiles>;
 
@@ -82,7 +85,7 @@ template <int RowTiles>
 struct Probabilities {
     RowPair part[RowTiles][2][2];  // [row tile][own, other][u]
 
-    // Packs elements 4u to 4u + 3 of the probabilities.
+    // Packs elements 4u to 4u + 3 of the probabilities, times 2^8 to use the upper end of fp16's range (softmax.cuh).
     __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p) {
         pack_own(lane, mt, u, p, [](u32&, u32&) {});
     }
@@ -218,13 +221,14 @@ __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax,
 struct DataParallelGrid {
     // The grid has an axis for heads and one for batch entries, which some code reads directly.
     static constexpr bool kHasHeadAndBatchAxes = true;
-    // Iterator over the steps of keys, bits that hide scores (none), and loader of tiles of K and V.
+    // Iterator over the steps of Step keys; bits that hide scores (none); loader of tiles of K and V, of Rows keys.
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
     using Bits = NoMaskBits;
     template <int Chunks, int Rows, int Threads>
     using Stream = TileStream<Chunks, Rows, Threads>;
+    // A block's first row, head, KV head and batch entry, from blockIdx (forward/block.cuh).
     template <int BlockRows>
     struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>;
@@ -239,7 +243,7 @@ struct DataParallelGrid {
             return mask.key_end(Base::row, BlockRows);
         }
     };
-    // Combines partial results of the tile. Returns whether this block writes the output: always here.
+    // Combines partial results of the row tile. Returns whether this block writes the output: always here, as its only block.
     template <int Threads, int RowTiles, int OutputTiles>
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>&, Accumulator (&)[RowTiles][OutputTiles]) const {
         return true;

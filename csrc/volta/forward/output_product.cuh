@@ -17,7 +17,8 @@ __device__ __forceinline__ void accumulate_columns(Accumulator (&o)[RowTiles][Ou
     constexpr int kChunksV = 2 * OutputTiles;
     constexpr int kGroups = kChunksV / 4;  // of four chunks, one for each (qn, half)
     constexpr int kLoads = Columns * 2 * kGroups;  // number i is (w, u, group j), j fastest
-    constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // loads that are issued together, ahead of their use
+    // Loads that are issued together, ahead of their use. 3 where it divides kLoads, because 4 may not.
+    constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;
     const auto load = [&](int i) {
         const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
         // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk. (Not where a row's chunks

@@ -7,11 +7,17 @@
 // the output is rescaled, only if a score exceeds a limit (softmax.cuh). The test runs beside the second product (O += P V).
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
-// Names: mt is one of the warp's two row tiles of 16, c a chunk (eight columns) of Q and K, j four chunks of V. In O += P V, w is 0
-// for the eight keys of the lane's quad-pair column and 1 for the other eight; u (0 or 1) is which four of these.
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a block).
-// remat_*() reads a special register again, to hold none in between; keep_in_register(x) stops the compiler from that (ptx.cuh).
-// features.*() do what the kernel's required score features need at that point (score_feature.cuh).
+//
+//   mt, c, j          one of the warp's two row tiles of 16; a chunk (eight columns) of Q and K; four chunks of V
+//   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the other eight; u (0 or 1) says
+//                     which four of these. In the softmax, w is a lane's element (0 to 7) of a row tile, u its half
+//   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
+//   bits              under a block mask, which single scores exist; else calls compile to nothing
+//   features.*()      what the kernel's required score features need at that point (score_feature.cuh)
+//   remat_*()         reads a special register again, to hold none in between; keep_in_register() stops that (ptx.cuh)
+//   kVarlen, kPaged, kRequiresBias, kBatchInvariant  what this kernel is compiled for (features.cuh, batch_invariant.cuh)
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
+//   BLOCK_ROWS, STEP, SHARED_BYTES  query rows, keys of a step and shared memory of a block: the kernel's row in src/kernels
 #pragma once
 
 #include "conditional.cuh"
@@ -168,14 +174,14 @@ struct ForwardRegisterQ {
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
-        UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);  // steps without a mask
+        UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);  // steps that begin at keys first to first + span need no mask
         // Shared memory after the ring, where bias and dropout keep what has no register: areas as large as a tile of K, one for
         // each chunk of a thread, which is where the thread's chunk of K would be.
         const LaneScratch memory{loader.k_store + kRingBytes, kStep * kPitch};
         KernelFeature features(p, grid, mask, unmasked, memory, row, key);
         unmasked.first = keep_in_register(unmasked.first);
         unmasked.span = keep_in_register(unmasked.span);
-        const float scale = features.scale(p), inverse_scale = 1.f / scale;
+        const float scale = features.scale(p), inverse_scale = 1.f / scale;  // `scale` turns what the softmax takes to log2 units
 
         SoftmaxState<kRowTiles> softmax;
         features.init_row_max(softmax, p, mask, q_base, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);

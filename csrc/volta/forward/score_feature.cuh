@@ -3,9 +3,10 @@
 //
 // A score function (softcap) maps a product to a state, and score = factor * state + constant. So the softmax can take states.
 //
+// The main loops of register_q.cuh and shared_q.cuh call the functions of ScoreFeature at fixed points; a feature overrides some.
 // Generic kernels test parameters in every step (Scores::apply_score_mod). Here the features are known: terms that are added to
 // scores become initial accumulators of the first product, and lanes keep from one tile of keys to the next what they would
-// otherwise compute again. Main loops call the functions of ScoreFeature at fixed points; a feature overrides some.
+// otherwise compute again. kVarlen, kPaged, kGeneric, kHas... and kRequires... are what the kernel is compiled for (features.cuh).
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -25,18 +26,19 @@ struct LaneScratch {
     __device__ __forceinline__ uint4 load(int i) const { return load_shared(first + i * between); }
 };
 
-// The interface, in the order of calls. This primary template, without a feature, does what plain kernels need. Arguments
-// `int, int` are row and key, the first of the warp's tile of scores (init_row_max: row; draw: its 16 keys' first; drop: row tile
-// and u). Each comment says which features override the function, and what theirs does. Feature: kFeature* bits (features.cuh).
-// Grid: the kernel's grid policy (layout.cuh), which has a block's head and batch entry.
+// The interface, in the order of calls. This primary template, without a feature, does what plain kernels need. Arguments `int,
+// int` are row and key, the first of the warp's tile of scores (init_row_max: row; draw: its 16 keys' first; drop: row tile and u).
+// Each comment says which features override the function, and what theirs does. Feature: kFeature* bits (features.cuh). Grid: the
+// kernel's grid policy (layout.cuh), which has a block's head and batch entry. RowTiles, KeyTiles: the warp's tiles of 16 query
+// rows, and of 16 keys a step.
 template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class ScoreFeature {
     static_assert(Feature == 0, "no code for this combination of features");
 
 public:
-    using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;
-    using Unmasked = UnmaskedKeys<16 * KeyTiles>;
-    struct Numbers {};
+    using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;  // a lane's scores of a step (forward/scores.cuh)
+    using Unmasked = UnmaskedKeys<16 * KeyTiles>;  // the range of tiles that need no mask (mask.cuh)
+    struct Numbers {};  // random numbers of 16 keys, for dropout
     static constexpr int kLaneScratchChunks = 0;  // chunks of LaneScratch that it needs (bias, dropout: with one tile of keys)
 
     // May shorten the range of tiles that need no mask. ALiBi: ends it at the diagonal, where its terms change their sign.
@@ -58,8 +60,8 @@ public:
     // Corrects a tile that needs a mask, before the mask. ALiBi: the sign of terms after the diagonal.
     __device__ __forceinline__ void correct_masked_tile(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&,
                                                         int, int) {}
-    // Raises row maxima and rescales the output. kMovedRows: all rows, in batch-invariant kernels those above their limit. Score
-    // function: converts maxima of products to those of states.
+    // Raises row maxima and calls rescale(row tile, row, factor), which rescales the output. kMovedRows: all rows, in
+    // batch-invariant kernels those above their limit. Score function: converts maxima of products to those of states.
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {

@@ -9,12 +9,18 @@
 //
 // Score features are softcap, ALiBi, bias and dropout. A kernel with required features always applies them: features.*() do what
 // they need at that point (score_feature.cuh). A generic kernel (kGeneric) has all of them, and tests its parameters for each one.
-// Names: mt is a row tile of 16 of the warp, nt a tile of 16 keys; u (0 or 1) is which four of eight keys a product O += P V takes.
-// In accumulate(), w is a quad-pair column: 0 for the lane's own, 1 for the other. In the softmax it is a lane's element (0 to 7).
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a tile, for all key groups), THREADS and
-// SHARED_BYTES (of a block), and BLOCKS_PER_SM.
-// swizzled() permutes a row's chunks against bank conflicts (tile.cuh). keep_in_register() forbids computing a value again; remat_*
-// functions compute one again at its use, so that it holds no register in between.
+//
+//   mt, nt            a row tile of 16 of the warp; a tile of 16 keys
+//   w, u              in accumulate(), w is a quad-pair column, 0 for the lane's own and 1 for the other; in the softmax, a lane's
+//                     element (0 to 7). u (0 or 1): which four of eight keys a product O += P V takes
+//   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
+//   bits              under a block mask, which single scores exist; else calls compile to nothing
+//   swizzled()        permutes a row's chunks against bank conflicts (tile.cuh)
+//   remat_*()         compute a value again at its use, so that it holds no register; keep_in_register() forbids that (ptx.cuh)
+//   kVarlen, kPaged, kHas..., kRequires...  what this kernel is compiled for (features.cuh); kRequiresTwo: two of the features
+//   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
+//   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, BLOCKS_PER_SM, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and
+//                     K, and of V; query rows, keys of a tile (of all key groups), threads and shared memory of a block
 #pragma once
 
 #include "forward/block.cuh"
@@ -184,8 +190,9 @@ struct ForwardSharedQ {
             keep_in_register(base + kOffsetK + swizzled<kChunks>(StreamK::row_of(thread), StreamK::chunk_of(thread)));
         const u32 v_store =
             keep_in_register(base + kOffsetV + swizzled<kChunksV>(StreamV::row_of(thread), StreamV::chunk_of(thread)));
-        // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
-        UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);  // steps without a mask
+        // Steps that begin at keys unmasked.first to first + span need no mask. A warp of padding rows counts as one at the last
+        // row, so that a tile past the last key is masked in all warps.
+        UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         static_assert(!kRequiredFeatures || KeyGroups == 1, "features with state along the keys need steps in order");
         Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, LaneScratch(), row, key);
         if (!kRequiresBias) {  // a bias leaves no registers for the range
@@ -193,7 +200,7 @@ struct ForwardSharedQ {
             unmasked.span = keep_in_register(unmasked.span);
         }
 
-        const float scale = features.scale(p), inverse_scale = 1.f / scale;
+        const float scale = features.scale(p), inverse_scale = 1.f / scale;  // `scale` turns what the softmax takes to log2 units
         SoftmaxState<RowTiles> softmax;
         // with ALiBi, row maxima begin at the score of each row's nearest visible key; else this does nothing
         features.init_row_max(softmax, p, mask, rows_of(p.q, block.batch, block.head, sequence.q_offset()),
@@ -289,7 +296,7 @@ struct ForwardSharedQ {
     }
 };
 
-// The kernel of a row in src/kernels. Blocks of fewer than 128 rows have two groups of warps, which split the keys.
+// The kernel as rows in src/kernels name it. Blocks of fewer than 128 rows have two groups of warps, which split the keys.
 constexpr int kKeyGroups = BLOCK_ROWS < 128 ? 2 : 1;
 template <class Grid>
 using SharedQ = ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS * kKeyGroups / (THREADS / 32) / 16, STEP / kKeyGroups,

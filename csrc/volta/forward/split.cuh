@@ -6,7 +6,8 @@
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
 // ForwardLane's q_row(), k_row() and v_row() are its rows of the operands. A chunk (kChunk, kChunkBytes) is eight fp16 columns, 16
-// bytes. s[0].tile[0][0] has the lane's eight scores of the step. remat_*() read a special register again (ptx.cuh).
+// bytes. s[0].tile[0][0] has the lane's eight scores of the step: one tile [0] of one row tile and one key tile. In o[0][j], j is a
+// tile of 16 columns. remat_*() read a special register again (ptx.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -102,8 +103,8 @@ struct Split {
         }
     };
 
-    // Probabilities as operand A, in two parts. Each is a volta::Probabilities, whose part[0][w][u] are the lane's four numbers of
-    // one product; add_output() explains w and u. exchange() gets those of w = 1 from the neighboring quad-pair.
+    // Probabilities times 2^8 as operand A, in two parts. Each is a volta::Probabilities, whose part[0][w][u] are the lane's four
+    // numbers of one product; add_output() explains w and u. exchange() gets those of w = 1 from the neighboring quad-pair.
     struct Probabilities {
         volta::Probabilities<1> high, low;
 

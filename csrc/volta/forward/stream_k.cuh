@@ -19,9 +19,11 @@ namespace volta {
 // names its iterator over steps of Step keys (Steps), its block mask's bits (here none: calls compile to nothing) and its loader of
 // K and V (Stream). A block's TileSplit says which row tile it takes, and which of the tile's splits: `split.first` to `split.end`
 // in steps, in paged kernels in parts; no end if the tile is not split. mask.key_first(row) and key_end(row, rows) are the range of
-// keys that rows see.
+// keys that rows see. kPaged, kVarlen and kGeneric (parameters say which score features): what the kernel is compiled for.
 template <int BlockRows>
 class StreamKGrid {
+    // Scratch memory `partials`, max_splits splits for each split row tile, and a semaphore for each. launch_id is unique to a
+    // call: is_last_block() counts blocks of this launch alone (semaphore.cuh).
     const StreamKParams& params_;
 
     using TileCoord = ::TileCoord<BlockRows>;
@@ -32,7 +34,7 @@ class StreamKGrid {
     }
 
 public:
-    static constexpr bool kHasHeadAndBatchAxes = false;
+    static constexpr bool kHasHeadAndBatchAxes = false;  // of the grid, for code that reads them directly
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
@@ -71,12 +73,13 @@ public:
         }
     };
 
-    // Stores this split. Returns true for the last block of the row tile, after it has combined all splits.
+    // Stores this split's softmax state and unscaled output `o`. Returns true for the last block of the row tile, after it has
+    // combined all splits in them: that block writes out and lse.
     template <int Threads, int RowTiles, int OutputTiles>
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles]) const {
         const TileSplit split(params_, remat_block_x());
         if (split.splits == 1) return true;
-        // 16-byte chunks of a split: chunk i of all threads, then chunk i + 1
+        // 16-byte chunks of a split: chunk i of all threads, then chunk i + 1. __stcg and __ldcg take L2, which all SMs share.
         constexpr int kSplitChunks = kPartialChunks<RowTiles, OutputTiles> * Threads;
         const int first_split = split.stream_k_tile * params_.max_splits;
         uint4* first =
