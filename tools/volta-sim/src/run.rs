@@ -20,10 +20,10 @@ pub fn run_cta(env: &Env, id: [u32; 3], quantum: u32, acc: &mut Access) -> SimRe
     let mut insts = 0u64;
     while !cta.done() {
         let mut progress = false;
-        for wi in 0..cta.warps.len() {
+        for warp_index in 0..cta.warps.len() {
             let mut left = quantum;
-            while left > 0 && cta.warps[wi].select().is_some() {
-                cta.step(wi, env, insts, acc)?;
+            while left > 0 && cta.warps[warp_index].select().is_some() {
+                cta.step(warp_index, env, insts, acc)?;
                 insts += 1;
                 left -= 1;
                 progress = true;

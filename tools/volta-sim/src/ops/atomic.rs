@@ -60,18 +60,18 @@ impl Class for Atomic {
             // CAS compares with src[0] and stores src[1]
             (s.int64(0)?, s.int64(1)?)
         } else {
-            (s.raw(0)?.each(|x| x as u64), s.raw(1)?.each(|x| x as u64))
+            (s.bits(0)?.each(|x| x as u64), s.bits(1)?.each(|x| x as u64))
         };
         let env = s.env;
         // ATOM's predicate asks the code that follows it to do the operation on shared memory
-        let elsewhere = if self.generic { s.m & in_shared_window(s) } else { 0 };
+        let elsewhere = if self.generic { s.active & in_shared_window(s) } else { 0 };
         let _guard = (env.lock_atomics && self.space == Space::Global).then(|| env.mem.lock_atomics());
         let mut old = [0u64; 32];
         for l in 0..32 {
-            if (s.m & !elsewhere) >> l & 1 == 0 {
+            if (s.active & !elsewhere) >> l & 1 == 0 {
                 continue;
             }
-            let a = s.acc.addr[l];
+            let a = s.access.addr[l];
             let p = if self.space == Space::Shared {
                 if a + n > s.shared.len() as u64 {
                     return Err(s.fault(l, "shared atomic out of bounds", a, n, ""));
@@ -79,7 +79,7 @@ impl Class for Atomic {
                 // SAFETY: the offset is inside the CTA's memory.
                 unsafe { s.shared.as_mut_ptr().add(a as usize) }
             } else {
-                env.mem.find(a, n, true, &mut s.w.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
+                env.mem.find(a, n, true, &mut s.warp.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
             };
             if a & (n - 1) != 0 {
                 return Err(s.fault(l, "misaligned atomic", a, n, ""));
@@ -99,12 +99,12 @@ impl Class for Atomic {
         }
         if self.ret {
             if wide {
-                s.wr64(&old);
+                s.write64(&old);
             } else {
-                s.wr(&old.each(|x| x as u32));
+                s.write(&old.each(|x| x as u32));
             }
             // the first predicate: the lane's operation is done
-            s.setp(0, !elsewhere);
+            s.set_predicate(0, !elsewhere);
         }
         Ok(())
     }

@@ -48,20 +48,20 @@ impl Class for Float {
             Float::Fadd { ftz, sat, rnd } => {
                 let (a, b) = (source(s, 0, ftz)?, source(s, 1, ftz)?);
                 let r = rounded(rnd, |l| a[l] + b[l], |l| a[l] as f64 + b[l] as f64);
-                s.wr(&result(r, ftz, sat));
+                s.write(&result(r, ftz, sat));
             }
             Float::Fmul { ftz, sat, rnd } => {
                 let (a, b) = (source(s, 0, ftz)?, source(s, 1, ftz)?);
                 let r = rounded(rnd, |l| a[l] * b[l], |l| a[l] as f64 * b[l] as f64);
-                s.wr(&result(r, ftz, sat));
+                s.write(&result(r, ftz, sat));
             }
             Float::Ffma { ftz, sat, rnd } => {
                 let (a, b, c) = (source(s, 0, ftz)?, source(s, 1, ftz)?, source(s, 2, ftz)?);
                 let r = rounded(rnd, |l| a[l].mul_add(b[l], c[l]), |l| a[l] as f64 * b[l] as f64 + c[l] as f64);
-                s.wr(&result(r, ftz, sat));
+                s.write(&result(r, ftz, sat));
             }
             Float::Fmnmx { ftz } => {
-                let (a, b, p) = (source(s, 0, ftz)?, source(s, 1, ftz)?, s.p(0));
+                let (a, b, p) = (source(s, 0, ftz)?, source(s, 1, ftz)?, s.predicate(0));
                 let r: [f32; 32] = lanes(|l| {
                     let (x, y) = (a[l], b[l]);
                     if x.is_nan() {
@@ -78,22 +78,22 @@ impl Class for Float {
                         y
                     }
                 });
-                s.wr(&r.each(f32::to_bits));
+                s.write(&r.each(f32::to_bits));
             }
             Float::Fsetp { cmp, bop, ftz } => {
-                s.setp_two(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), bop);
+                s.set_predicates(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), bop);
             }
             Float::Fset { cmp, bop, ftz, bf } => {
-                let r = combine(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), s.p(0), bop);
+                let r = combine(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), s.predicate(0), bop);
                 let one = if bf { 0x3f80_0000 } else { !0 };
-                s.wr(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
+                s.write(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
             }
             Float::Fchk => {
                 // true where a / b by a reciprocal could overflow or lose bits: the compiler's code then takes a slow path. Conservative
                 let exponents = |x: f32| (x.to_bits() >> 23 & 255) as i32;
-                let (a, b) = (s.flt(0)?.each(exponents), s.flt(1)?.each(exponents));
+                let (a, b) = (s.f32(0)?.each(exponents), s.f32(1)?.each(exponents));
                 let is_extreme = |a, b| a == 255 || b == 255 || a <= 25 || b <= 1 || b >= 252 || a - b >= 125 || a - b <= -124;
-                s.setp(0, mask_of(|l| is_extreme(a[l], b[l])));
+                s.set_predicate(0, mask_of(|l| is_extreme(a[l], b[l])));
             }
         }
         Ok(())
@@ -103,7 +103,7 @@ impl Class for Float {
 /// Returns source `i`, with subnormals flushed if `ftz`.
 #[inline(always)]
 fn source(s: &Step, i: usize, ftz: bool) -> SimResult<[f32; 32]> {
-    Ok(s.flt(i)?.each(|x| fz(x, ftz)))
+    Ok(s.f32(i)?.each(|x| fz(x, ftz)))
 }
 
 /// Returns `near`, the results rounded to nearest, or with another rounding the exact ones rounded so.
@@ -152,20 +152,20 @@ impl Class for Double {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             Double::Dadd => {
-                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
-                s.wr64(&lanes(|l| (a[l] + b[l]).to_bits()));
+                let (a, b) = (s.f64(0)?, s.f64(1)?);
+                s.write64(&lanes(|l| (a[l] + b[l]).to_bits()));
             }
             Double::Dmul => {
-                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
-                s.wr64(&lanes(|l| (a[l] * b[l]).to_bits()));
+                let (a, b) = (s.f64(0)?, s.f64(1)?);
+                s.write64(&lanes(|l| (a[l] * b[l]).to_bits()));
             }
             Double::Dfma => {
-                let (a, b, c) = (s.dbl(0)?, s.dbl(1)?, s.dbl(2)?);
-                s.wr64(&lanes(|l| a[l].mul_add(b[l], c[l]).to_bits()));
+                let (a, b, c) = (s.f64(0)?, s.f64(1)?, s.f64(2)?);
+                s.write64(&lanes(|l| a[l].mul_add(b[l], c[l]).to_bits()));
             }
             Double::Dsetp { cmp, bop } => {
-                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
-                s.setp_two(compare(cmp, &a, &b), bop);
+                let (a, b) = (s.f64(0)?, s.f64(1)?);
+                s.set_predicates(compare(cmp, &a, &b), bop);
             }
         }
         Ok(())
@@ -199,8 +199,8 @@ impl Class for SpecialFunction {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         if matches!(self, SpecialFunction::Rcp64h | SpecialFunction::Rsq64h) {
-            let a = s.raw(0)?;
-            s.wr(&a.each(|x| {
+            let a = s.bits(0)?;
+            s.write(&a.each(|x| {
                 let d = f64::from_bits((x as u64) << 32);
                 let v = if self == SpecialFunction::Rcp64h { 1.0 / d } else { 1.0 / d.sqrt() };
                 (v.to_bits() >> 32) as u32
@@ -208,16 +208,16 @@ impl Class for SpecialFunction {
             return Ok(());
         }
         if self == SpecialFunction::Ex2Half {
-            let (lo, hi) = s.hlf(0)?;
+            let (lo, hi) = s.halves(0)?;
             let x = if matches!(s.inst.src[0].sel, Sel::H(1) | Sel::H1H1) { hi } else { lo };
-            s.wr(&x.each(|x| f2h(x.exp2()) as u32));
+            s.write(&x.each(|x| f2h(x.exp2()) as u32));
             return Ok(());
         }
-        let a = s.flt(0)?;
+        let a = s.f32(0)?;
         // inputs and outputs of the special-function unit flush subnormals
         let mut r = [0u32; 32];
         for l in 0..32 {
-            if s.m >> l & 1 != 0 {
+            if s.active >> l & 1 != 0 {
                 let x = fz(a[l], true);
                 let v = match self {
                     SpecialFunction::Rcp => 1.0 / x,
@@ -234,7 +234,7 @@ impl Class for SpecialFunction {
                 r[l] = fz(v, true).to_bits();
             }
         }
-        s.wr(&r);
+        s.write(&r);
         Ok(())
     }
 }

@@ -58,15 +58,15 @@ impl Class for SpecialRegister {
         match self {
             SpecialRegister::S2r(sreg) => {
                 let v = value(sreg, s);
-                s.wr(&v);
+                s.write(&v);
             }
             // `wide`: of 64 bits, a register pair
             SpecialRegister::Cs2r { sreg, wide } => {
                 let v = value(sreg, s);
-                s.wr(&v);
+                s.write(&v);
                 if wide && s.inst.dst != RZ {
                     let hi = if sreg == SReg::Clock { [(s.now >> 32) as u32; 32] } else { [0; 32] };
-                    s.w.wr(s.inst.dst + 1, &hi, s.m);
+                    s.warp.write(s.inst.dst + 1, &hi, s.active);
                 }
             }
         }
@@ -76,7 +76,7 @@ impl Class for SpecialRegister {
 
 #[inline(always)]
 fn value(sreg: SReg, s: &Step) -> V {
-    let tid = |l: usize| s.w.index * 32 + l as u32;
+    let tid = |l: usize| s.warp.index * 32 + l as u32;
     let (bx, by) = (s.env.block[0], s.env.block[1]);
     match sreg {
         SReg::Tid(0) => lanes(|l| tid(l) % bx),
@@ -85,7 +85,7 @@ fn value(sreg: SReg, s: &Step) -> V {
         SReg::Ctaid(i) => [s.cta[i as usize]; 32],
         SReg::NCtaId(i) => [s.env.grid[i as usize]; 32],
         SReg::LaneId => lanes(|l| l as u32),
-        SReg::WarpId => [s.w.index; 32],
+        SReg::WarpId => [s.warp.index; 32],
         // the timer has no unit of its own here: it counts cycles
         SReg::Clock | SReg::GlobalTimer => [s.now as u32; 32],
         SReg::ClockHi => [(s.now >> 32) as u32; 32],

@@ -45,10 +45,10 @@ impl Class for WarpWide {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         // VOTEU writes for all lanes, but only the threads that execute it vote
-        let m = s.m & s.together;
+        let m = s.active & s.group_mask;
         match self {
             WarpWide::Shfl(mode) => {
-                let (a, b, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
+                let (a, b, c) = (s.bits(0)?, s.bits(1)?, s.bits(2)?);
                 let mut r = [0u32; 32];
                 let mut ok = 0u32;
                 for l in 0..32u32 {
@@ -70,11 +70,11 @@ impl Class for WarpWide {
                     ok |= (p as u32) << l;
                     r[l as usize] = a[j as usize];
                 }
-                s.wr(&r);
-                s.setp(0, ok);
+                s.write(&r);
+                s.set_predicate(0, ok);
             }
             WarpWide::Vote { all, eq } => {
-                let ballot = s.p(0) & m;
+                let ballot = s.predicate(0) & m;
                 let p = if eq {
                     ballot == m || ballot == 0
                 } else if all {
@@ -82,8 +82,8 @@ impl Class for WarpWide {
                 } else {
                     ballot != 0
                 };
-                s.wr(&[ballot; 32]);
-                s.setp(0, (p as u32).wrapping_neg());
+                s.write(&[ballot; 32]);
+                s.set_predicate(0, (p as u32).wrapping_neg());
             }
             WarpWide::Movm => {
                 if m == 0 {
@@ -92,22 +92,22 @@ impl Class for WarpWide {
                 if m != !0 {
                     return Err(s.refuse(&format!("MOVM with a partial warp (mask {m:#x})")));
                 }
-                let a = s.raw(0)?;
+                let a = s.bits(0)?;
                 let element = |row: usize, column: usize| a[4 * row + column / 2] >> (16 * (column & 1)) & 0xffff;
-                s.wr(&lanes(|l| element(2 * (l & 3), l >> 2) | element(2 * (l & 3) + 1, l >> 2) << 16));
+                s.write(&lanes(|l| element(2 * (l & 3), l >> 2) | element(2 * (l & 3) + 1, l >> 2) << 16));
             }
             WarpWide::Match { all } => {
-                let a = s.raw(0)?;
+                let a = s.bits(0)?;
                 let mut r = [0u32; 32];
                 for l in 0..32 {
                     r[l] = mask_of(|k| m >> k & 1 != 0 && a[k] == a[l]);
                 }
                 if all {
                     let same = (0..32).all(|l| m >> l & 1 == 0 || r[l] == m);
-                    s.wr(&[if same { m } else { 0 }; 32]);
-                    s.setp(0, (same as u32).wrapping_neg());
+                    s.write(&[if same { m } else { 0 }; 32]);
+                    s.set_predicate(0, (same as u32).wrapping_neg());
                 } else {
-                    s.wr(&r);
+                    s.write(&r);
                 }
             }
         }

@@ -6,12 +6,12 @@ use std::collections::VecDeque;
 
 /// What a warp waits for, as in [`Stalls`]. Sb: a scoreboard, which an earlier instruction holds until its result is there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Why {
+pub(super) enum WaitReason {
     StallCount,
-    ShortSb,
-    LongSb,
-    XuSb,
-    TensorSb,
+    ShortScoreboard,
+    LongScoreboard,
+    XuScoreboard,
+    TensorScoreboard,
     Barrier,
 }
 
@@ -27,14 +27,14 @@ pub(super) struct Release {
 #[derive(Default, Clone)]
 pub(super) struct Scoreboard {
     pub(super) users: Vec<Release>,
-    pub(super) why: Option<Why>,
+    pub(super) why: Option<WaitReason>,
 }
 
 /// A resident warp as the scheduler sees it.
-pub(super) struct WarpT {
+pub(super) struct WarpTiming {
     /// its CTA in `SmSim::ctas`, and its number there
     pub(super) cta: usize,
-    pub(super) wi: usize,
+    pub(super) warp_index: usize,
     /// number in the order of launches: the lower, the older
     pub(super) age: u64,
     /// earliest issue by stall count / barrier / branch
@@ -42,7 +42,7 @@ pub(super) struct WarpT {
     /// earliest issue including scoreboards
     pub(super) ready: u64,
     /// what it waits for until `ready`
-    pub(super) ready_why: Why,
+    pub(super) ready_reason: WaitReason,
     pub(super) sb: [Scoreboard; 6],
     pub(super) last_issue: u64,
     /// whether it waits at a barrier of its CTA
@@ -55,7 +55,7 @@ pub(super) struct WarpT {
 
 /// A sub-partition of the SM: a scheduler with its pipes.
 #[derive(Default)]
-pub(super) struct Sub {
+pub(super) struct SubPartition {
     pub(super) warps: Vec<usize>,
     /// the warp that issued last, and whether its instruction asked to prefer another
     pub(super) last: Option<usize>,
