@@ -13,24 +13,25 @@ pub struct Arrival {
     pub group: usize,
     /// threads that the barrier waits for; 0: all of the CTA
     pub threads: u32,
+    /// lanes that arrive, and those of them whose predicate holds, a bit each
     pub mask: u32,
-    /// those whose predicate holds
     pub votes: u32,
 }
 
 /// A named barrier, and the reduction (BAR.RED) over the votes of the threads that have arrived.
 #[derive(Default, Clone)]
 pub struct NamedBarrier {
-    /// warps that have arrived, and that it expects; 0: all of the CTA
+    /// number of warps that have arrived, and that it expects (0: all of the CTA)
     pub arrived: u32,
     pub expect: u32,
     /// warps that have arrived and wait: all but those of BAR.ARV
     pub waiting: Vec<usize>,
-    /// threads that voted yes, and whether one voted no
-    pub popc: u32,
+    /// number of threads that voted yes, and whether one voted no
+    pub yes_votes: u32,
     pub has_no: bool,
 }
 
+/// A resident CTA. `id` is its index (x, y, z) in the grid; `barriers` are by number, 0 to 15.
 pub struct Cta {
     pub id: [u32; 3],
     pub shared: Vec<u8>,
@@ -44,22 +45,13 @@ pub struct Cta {
 impl Cta {
     pub fn new(env: &Env, id: [u32; 3]) -> Self {
         let threads = env.block.iter().product::<u32>();
-        let nw = threads.div_ceil(32);
-        let warps = (0..nw)
-            .map(|i| {
-                let n = (threads - i * 32).min(32);
-                Warp::new(i, env.prog.reg_file, if n == 32 { !0 } else { (1 << n) - 1 })
-            })
-            .collect();
+        let live_warps = threads.div_ceil(32);
+        // the last warp may have fewer than 32 threads
+        let live_lanes = |warp: u32| !0 >> (32 - (threads - warp * 32).min(32));
+        let warps = (0..live_warps).map(|i| Warp::new(i, env.prog.reg_file, live_lanes(i))).collect();
         // all bits set are NaN in fp16 and fp32, so that reads of unwritten shared memory show
-        Cta {
-            id,
-            shared: vec![0xff; env.smem_bytes as usize],
-            warps,
-            barriers: vec![NamedBarrier::default(); 16],
-            live_warps: nw,
-            released: vec![],
-        }
+        let shared = vec![0xff; env.smem_bytes as usize];
+        Cta { id, shared, warps, barriers: vec![NamedBarrier::default(); 16], live_warps, released: vec![] }
     }
     pub fn done(&self) -> bool {
         self.live_warps == 0
@@ -68,7 +60,7 @@ impl Cta {
     /// Threads of warp `warp_index` arrive at a barrier. Returns whether the whole warp has arrived. The last warp releases the barrier.
     pub fn arrive(&mut self, warp_index: usize, a: Arrival) -> bool {
         let b = &mut self.barriers[a.id];
-        b.popc += a.votes.count_ones();
+        b.yes_votes += a.votes.count_ones();
         b.has_no |= a.votes != a.mask;
         b.expect = a.threads / 32;
         if a.mode != BarMode::Arv {
@@ -93,9 +85,9 @@ impl Cta {
     fn bar_release(&mut self, id: usize, mode: Option<BarMode>) {
         let b = std::mem::take(&mut self.barriers[id]);
         let val = match mode {
-            Some(BarMode::RedPopc) => b.popc,
+            Some(BarMode::RedPopc) => b.yes_votes,
             Some(BarMode::RedAnd) => (!b.has_no as u32).wrapping_neg(),
-            Some(BarMode::RedOr) => ((b.popc > 0) as u32).wrapping_neg(),
+            Some(BarMode::RedOr) => ((b.yes_votes > 0) as u32).wrapping_neg(),
             _ => 0,
         };
         for warp_index in b.waiting {

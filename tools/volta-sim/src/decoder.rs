@@ -29,9 +29,9 @@ pub fn blank(raw: &RawInst) -> Inst {
         guard: PredOp::TRUE,
         everywhere: 0, // writes in active threads only
         dst: RZ,
-        pdst: [PT; 2],
+        pred_dst: [PT; 2],
         src: [Src::ZERO; 3],
-        psrc: [PredOp::TRUE; 3],
+        pred_src: [PredOp::TRUE; 3],
         mem: MemRef::ZERO,
         bank: 0,                 // constant bank, of instructions that load from one
         target: u32::MAX,        // no branch
@@ -192,25 +192,25 @@ impl<'a> Decoder<'a> {
         Some(p)
     }
     /// Reads up to `most` predicates as destinations.
-    pub fn opt_pdsts(&mut self, most: usize) -> &mut Self {
+    pub fn opt_pred_dsts(&mut self, most: usize) -> &mut Self {
         for n in 0..most {
             let Some(p) = self.opt_pred() else { break };
-            self.inst.pdst[n] = p.idx;
+            self.inst.pred_dst[n] = p.idx;
         }
         self
     }
     /// Reads up to three predicates as sources.
-    pub fn opt_psrcs(&mut self) -> &mut Self {
+    pub fn opt_pred_srcs(&mut self) -> &mut Self {
         for n in 0..3 {
             let Some(p) = self.opt_pred() else { break };
-            self.inst.psrc[n] = p;
+            self.inst.pred_src[n] = p;
         }
         self
     }
     /// Reads up to three predicates as carries into a sum: absent ones are false.
     pub fn opt_carries(&mut self) -> &mut Self {
-        self.inst.psrc = [PredOp::FALSE; 3];
-        self.opt_psrcs()
+        self.inst.pred_src = [PredOp::FALSE; 3];
+        self.opt_pred_srcs()
     }
     /// Reads `[...]`. Modifier .E makes the base a register pair, or the uniform register if there is one; .64 makes the base a pair too.
     pub fn address(&mut self) -> Result<&mut Self, String> {

@@ -216,18 +216,13 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
     Some(Operand::Name(t.to_string()))
 }
 
-fn selector(p: &str) -> Option<Sel> {
-    Some(match p {
-        "H0_H0" => Sel::H0H0,
-        "H1_H1" => Sel::H1H1,
-        "H0" => Sel::H(0),
-        "H1" => Sel::H(1),
-        "B0" => Sel::B(0),
-        "B1" => Sel::B(1),
-        "B2" => Sel::B(2),
-        "B3" => Sel::B(3),
-        "H1_H0" => Sel::None,
-        "F32" => Sel::F32,
-        _ => return None,
-    })
+/// Returns which part of a register its suffix selects: `.H1` the high half, `.B2` byte 2. The registers' own order of halves is `.H1_H0`.
+fn selector(suffix: &str) -> Option<Sel> {
+    use Sel::*;
+    #[rustfmt::skip]
+    let known = [
+        ("H0_H0", H0H0), ("H1_H1", H1H1), ("H1_H0", Sel::None), ("H0", H(0)), ("H1", H(1)),
+        ("B0", B(0)), ("B1", B(1)), ("B2", B(2)), ("B3", B(3)), ("F32", F32),
+    ];
+    known.iter().find(|(name, _)| *name == suffix).map(|&(_, selected)| selected)
 }

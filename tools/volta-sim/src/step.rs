@@ -18,9 +18,10 @@ pub struct Access {
     /// whether a branch or call moved threads
     pub taken: bool,
 }
-/// The error text names the kernel and pc, and mostly the instruction too.
+/// A result of simulated code. The error text names the kernel and pc, and mostly the instruction too.
 pub type SimResult<T> = Result<T, String>;
 
+/// A warp instruction in execution, and all that it may read or write.
 pub struct Step<'a> {
     pub env: &'a Env<'a>,
     pub inst: &'a Inst,
@@ -126,7 +127,7 @@ impl Step<'_> {
     /// Source predicate `i`, a bit per lane.
     #[inline(always)]
     pub fn predicate(&self, i: usize) -> u32 {
-        self.warp.predicate(self.inst.psrc[i])
+        self.warp.predicate(self.inst.pred_src[i])
     }
 
     #[inline(always)]
@@ -149,7 +150,7 @@ impl Step<'_> {
     /// Destination predicate `i`, a bit per lane.
     #[inline(always)]
     pub fn set_predicate(&mut self, i: usize, val: u32) {
-        self.warp.set_predicate(self.inst.pdst[i], val, self.active);
+        self.warp.set_predicate(self.inst.pred_dst[i], val, self.active);
     }
     /// First predicate: `r op p`; second: `!r op p`.
     #[inline(always)]

@@ -39,9 +39,9 @@ pub struct Warp {
     pub local: Vec<u8>,
     /// result of its last barrier with a reduction
     pub bar_result: u32,
-    /// number in its CTA
+    /// its number in its CTA
     pub index: u32,
-    /// buffer of global memory that it accessed last
+    /// index of the buffer of global memory that it accessed last
     pub hint: usize,
     /// instructions that it has executed
     pub insts: u64,
@@ -65,10 +65,12 @@ impl Warp {
             insts: 0,
         }
     }
+    /// Returns a predicate that is read, a bit per lane.
     #[inline(always)]
     pub fn predicate(&self, p: PredOp) -> u32 {
         self.pred[p.idx as usize] ^ (p.neg as u32).wrapping_neg()
     }
+    /// Writes a predicate for the lanes in `mask`. A write to PT has no effect.
     #[inline(always)]
     pub fn set_predicate(&mut self, p: u8, val: u32, mask: u32) {
         if p != PT {
@@ -76,6 +78,7 @@ impl Warp {
             *r = (*r & !mask) | (val & mask);
         }
     }
+    /// Writes a register for the lanes in `mask`. A write to RZ has no effect.
     #[inline(always)]
     pub fn write(&mut self, r: Reg, v: &V, mask: u32) {
         if r == RZ {
@@ -92,6 +95,7 @@ impl Warp {
             }
         }
     }
+    /// Writes the pair of registers `r`, the low word, and `r + 1`.
     #[inline(always)]
     pub fn write64(&mut self, r: Reg, v: &[u64; 32], mask: u32) {
         if r == RZ {
@@ -117,6 +121,7 @@ impl Warp {
         }
         Some(self.current)
     }
+    /// Returns true once all threads have exited.
     pub fn done(&self) -> bool {
         self.groups.is_empty()
     }

@@ -1,4 +1,5 @@
-//! Atomic operations on global and shared memory. Lanes execute in order of their number.
+//! Atomic operations on global and shared memory. Lanes execute in order of their number. `d` decodes an
+//! instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
 
 use super::class::Class;
 use super::memory::{addresses, global_fault, in_shared_window};
@@ -15,31 +16,18 @@ impl Class for Atomic {
         }
         let ret = d.base != "RED";
         if ret {
-            d.opt_pdsts(2).dst()?;
+            d.opt_pred_dsts(2).dst()?;
         }
         d.address()?;
-        let mut op = None;
-        let mut ty = AtomTy::U32;
-        for m in &d.mods {
-            match *m {
-                "ADD" => op = Some(AtomOp::Add),
-                "MIN" => op = Some(AtomOp::Min),
-                "MAX" => op = Some(AtomOp::Max),
-                "AND" => op = Some(AtomOp::And),
-                "OR" => op = Some(AtomOp::Or),
-                "XOR" => op = Some(AtomOp::Xor),
-                "EXCH" => op = Some(AtomOp::Exch),
-                "CAS" | "CAST" => op = Some(AtomOp::Cas),
-                "INC" => op = Some(AtomOp::Inc),
-                "DEC" => op = Some(AtomOp::Dec),
-                "S32" => ty = AtomTy::S32,
-                "64" | "U64" => ty = AtomTy::U64,
-                "S64" => ty = AtomTy::S64,
-                "F32" => ty = AtomTy::F32,
-                "F16x2" => ty = AtomTy::F16x2,
-                "F64" => return Err(d.fail("F64 atomics")),
-                _ => {}
-            }
+        use {AtomOp::*, AtomTy::*};
+        #[rustfmt::skip]
+        let op = d.one_of(&[
+            ("ADD", Add), ("MIN", Min), ("MAX", Max), ("AND", And), ("OR", Or), ("XOR", Xor), ("EXCH", Exch), ("CAS", Cas), ("CAST", Cas),
+            ("INC", Inc), ("DEC", Dec),
+        ]);
+        let ty = d.one_of(&[("S32", S32), ("64", U64), ("U64", U64), ("S64", S64), ("F32", F32), ("F16x2", F16x2)]).unwrap_or(U32);
+        if d.has("F64") {
+            return Err(d.fail("F64 atomics"));
         }
         d.src(0)?;
         if d.src_follows() {

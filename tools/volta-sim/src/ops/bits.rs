@@ -1,4 +1,5 @@
 //! Logic, shifts, and what moves or counts bits.
+//! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -11,9 +12,9 @@ impl Class for Bits {
         let signed = d.signed();
         let op = match d.base {
             "LOP3" => {
-                d.allow(&["LUT", "PAND"])?.opt_pdsts(2).dst()?.srcs(3)?;
+                d.allow(&["LUT", "PAND"])?.opt_pred_dsts(2).dst()?.srcs(3)?;
                 let lut = d.imm()? as u8;
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 Bits::Lop3 { lut, pand: d.has("PAND") }
             }
             "SHF" => {
@@ -31,7 +32,7 @@ impl Class for Bits {
                 Bits::Prmt
             }
             "POPC" | "FLO" | "BREV" => {
-                d.allow(&["U32", "SH"])?.dst()?.opt_pdsts(2).src(0)?.on(Unit::Xu);
+                d.allow(&["U32", "SH"])?.dst()?.opt_pred_dsts(2).src(0)?.on(Unit::Xu);
                 match d.base {
                     "POPC" => Bits::Popc,
                     "FLO" => Bits::Flo { signed, sh: d.has("SH") },
@@ -58,7 +59,7 @@ impl Class for Bits {
                 let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                 let r = lop3(lut, &a, &b, &c);
                 s.write(&r);
-                if s.inst.pdst[0] != PT {
+                if s.inst.pred_dst[0] != PT {
                     let nz = mask_of(|l| r[l] != 0);
                     let p = s.predicate(0);
                     s.set_predicate(0, if pand { nz & p } else { nz | p });

@@ -16,7 +16,7 @@ impl Class for Branch {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "BRA" | "JMP" | "CALL" => {
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 match d.next() {
                     Some(Operand::Label(t)) => d.inst.target = t,
                     _ => return Err(d.fail("branch target")),
@@ -45,7 +45,7 @@ impl Class for Branch {
                 Branch::Ret
             }
             "EXIT" => {
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 Branch::Exit
             }
             _ => return Ok(None),
@@ -135,7 +135,7 @@ impl Class for Convergence {
                 Convergence::Bssy(b)
             }
             "BSYNC" | "BREAK" => {
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 let Some(Operand::B(b)) = d.next() else { return Err(d.fail("barrier register")) };
                 if d.base == "BSYNC" {
                     Convergence::Bsync(b)
@@ -155,7 +155,7 @@ impl Class for Convergence {
                 _ => return Err(d.fail("BMOV operands")),
             },
             "WARPSYNC" => {
-                d.opt_psrcs().src(0)?;
+                d.opt_pred_srcs().src(0)?;
                 Convergence::Warpsync
             }
             "YIELD" => Convergence::Yield,
@@ -264,11 +264,11 @@ impl Class for Barrier {
                 if d.src_follows() {
                     d.src(1)?;
                 }
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 (Barrier::Bar(mode), Unit::Ctl)
             }
             "B2R" => {
-                d.dst()?.opt_pdsts(2);
+                d.dst()?.opt_pred_dsts(2);
                 (Barrier::B2r, Unit::Lsu)
             }
             "MEMBAR" => (Barrier::Membar, Unit::Lsu),

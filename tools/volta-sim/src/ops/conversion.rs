@@ -12,20 +12,13 @@ use crate::lanes::*;
 use crate::step::{SimResult, Step};
 
 fn type_of(modifier: &str) -> Option<NumTy> {
-    Some(match modifier {
-        "U8" => NumTy::U8,
-        "S8" => NumTy::S8,
-        "U16" => NumTy::U16,
-        "S16" => NumTy::S16,
-        "U32" => NumTy::U32,
-        "S32" => NumTy::S32,
-        "U64" => NumTy::U64,
-        "S64" => NumTy::S64,
-        "F16" => NumTy::F16,
-        "F32" => NumTy::F32,
-        "F64" => NumTy::F64,
-        _ => return None,
-    })
+    use NumTy::*;
+    #[rustfmt::skip]
+    let types = [
+        ("U8", U8), ("S8", S8), ("U16", U16), ("S16", S16), ("U32", U32), ("S32", S32), ("U64", U64), ("S64", S64),
+        ("F16", F16), ("F32", F32), ("F64", F64),
+    ];
+    types.iter().find(|(name, _)| *name == modifier).map(|&(_, found)| found)
 }
 
 /// Returns how a conversion rounds to an integer; to nearest even without a modifier.

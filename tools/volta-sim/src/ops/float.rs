@@ -1,4 +1,6 @@
 //! Single- and double-precision arithmetic and comparison, and the special-function unit.
+//!
+//! `d` decodes an instruction and `s` executes it: `s.f32(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -22,19 +24,19 @@ impl Class for Float {
                 }
             }
             "FMNMX" => {
-                d.allow(&["FTZ"])?.dst()?.srcs(2)?.opt_psrcs();
+                d.allow(&["FTZ"])?.dst()?.srcs(2)?.opt_pred_srcs();
                 Float::Fmnmx { ftz }
             }
             "FSETP" => {
-                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
+                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 Float::Fsetp { cmp: d.cmp()?, bop: d.bop(), ftz }
             }
             "FSET" => {
-                d.dst()?.srcs(2)?.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_pred_srcs();
                 Float::Fset { cmp: d.cmp()?, bop: d.bop(), ftz, bf: d.has("BF") }
             }
             "FCHK" => {
-                d.opt_pdsts(2).srcs(2)?.on(Unit::Xu);
+                d.opt_pred_dsts(2).srcs(2)?.on(Unit::Xu);
                 Float::Fchk
             }
             _ => return Ok(None),
@@ -139,7 +141,7 @@ impl Class for Double {
                 op
             }
             "DSETP" => {
-                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
+                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 Double::Dsetp { cmp: d.cmp()?, bop: d.bop() }
             }
             _ => return Ok(None),
@@ -180,20 +182,14 @@ impl Class for SpecialFunction {
             return Ok(None);
         }
         d.dst()?.src(0)?.on(Unit::Xu);
-        Ok(Some(Op::SpecialFunction(match d.mods.first() {
-            Some(&"RCP") => SpecialFunction::Rcp,
-            Some(&"RSQ") => SpecialFunction::Rsq,
-            Some(&"EX2") if d.has("F16") => SpecialFunction::Ex2Half,
-            Some(&"EX2") => SpecialFunction::Ex2,
-            Some(&"TANH") => SpecialFunction::Tanh,
-            Some(&"LG2") => SpecialFunction::Lg2,
-            Some(&"SIN") => SpecialFunction::Sin,
-            Some(&"COS") => SpecialFunction::Cos,
-            Some(&"SQRT") => SpecialFunction::Sqrt,
-            Some(&"RCP64H") => SpecialFunction::Rcp64h,
-            Some(&"RSQ64H") => SpecialFunction::Rsq64h,
-            _ => return Err(d.fail("MUFU function")),
-        })))
+        use SpecialFunction::*;
+        #[rustfmt::skip]
+        let known = [
+            ("RCP", Rcp), ("RSQ", Rsq), ("EX2", Ex2), ("TANH", Tanh), ("LG2", Lg2), ("SIN", Sin), ("COS", Cos), ("SQRT", Sqrt),
+            ("RCP64H", Rcp64h), ("RSQ64H", Rsq64h),
+        ];
+        let function = d.one_of(&known).ok_or_else(|| d.fail("MUFU function"))?;
+        Ok(Some(Op::SpecialFunction(if function == Ex2 && d.has("F16") { Ex2Half } else { function })))
     }
 
     #[inline(always)]

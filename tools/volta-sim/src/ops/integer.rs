@@ -1,4 +1,6 @@
-//! Integer arithmetic and comparison of sources a, b and c. Carries (`.X`) and comparisons of low words (`.EX`) go from pdst to psrc.
+//! Integer arithmetic and comparison of sources a, b and c. Carries (`.X`) and comparisons of low words (`.EX`) go from the
+//! instruction's destination predicates (`pred_dst`) to another's source predicates (`s.predicate(i)`).
+//! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -12,12 +14,12 @@ impl Class for Integer {
         let signed = d.signed();
         let op = match d.base {
             "IADD3" => {
-                d.allow(&["X"])?.dst()?.opt_pdsts(2).srcs(3)?.opt_carries();
+                d.allow(&["X"])?.dst()?.opt_pred_dsts(2).srcs(3)?.opt_carries();
                 Integer::Iadd3 { x: d.has("X") }
             }
             "IMAD" => {
                 // MOV, IADD and SHL only say what the compiler multiplies for
-                d.allow(&["MOV", "IADD", "SHL", "U32", "X", "WIDE", "HI"])?.dst()?.opt_pdsts(2).srcs(3)?.opt_carries();
+                d.allow(&["MOV", "IADD", "SHL", "U32", "X", "WIDE", "HI"])?.dst()?.opt_pred_dsts(2).srcs(3)?.opt_carries();
                 d.inst.unit = Unit::Fma; // not the integer unit
                 if d.has("WIDE") {
                     Integer::ImadWide { signed, x: d.has("X") }
@@ -28,7 +30,7 @@ impl Class for Integer {
                 }
             }
             "LEA" => {
-                d.allow(&["HI", "X", "SX32"])?.dst()?.opt_pdsts(2).srcs(2)?;
+                d.allow(&["HI", "X", "SX32"])?.dst()?.opt_pred_dsts(2).srcs(2)?;
                 // LEA.HI has the high word as third source, except in the SX32 form
                 if d.has("HI") && !d.has("SX32") {
                     d.src(2)?;
@@ -39,13 +41,13 @@ impl Class for Integer {
             }
             "ISETP" => {
                 d.allow(&["F", "LT", "EQ", "LE", "GT", "NE", "GE", "T", "U32", "AND", "OR", "XOR", "EX"])?
-                    .opt_pdsts(2)
+                    .opt_pred_dsts(2)
                     .srcs(2)?
-                    .opt_psrcs();
+                    .opt_pred_srcs();
                 Integer::Isetp { cmp: d.cmp()?, signed, bop: d.bop(), ex: d.has("EX") }
             }
             "IMNMX" => {
-                d.allow(&["U32"])?.dst()?.srcs(2)?.opt_psrcs();
+                d.allow(&["U32"])?.dst()?.srcs(2)?.opt_pred_srcs();
                 Integer::Imnmx { signed }
             }
             "IABS" => {
@@ -65,7 +67,7 @@ impl Class for Integer {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             Integer::Iadd3 { x } => {
-                if s.inst.pdst == [PT; 2] && !x {
+                if s.inst.pred_dst == [PT; 2] && !x {
                     let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                     s.write(&lanes(|l| a[l].wrapping_add(b[l]).wrapping_add(c[l])));
                 } else {
@@ -97,7 +99,7 @@ impl Class for Integer {
             }
             Integer::Imad { x } => {
                 let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
-                if x || s.inst.pdst[0] != PT {
+                if x || s.inst.pred_dst[0] != PT {
                     let cin = if x { s.predicate(0) } else { 0 };
                     let sum: [u64; 32] = lanes(|l| a[l].wrapping_mul(b[l]) as u64 + c[l] as u64 + (cin >> l & 1) as u64);
                     s.write(&sum.each(|v| v as u32));

@@ -1,4 +1,5 @@
 //! Loads and stores. Generic addresses (LD, ST) reach shared memory from [`SHARED_WINDOW`] on, and global memory below.
+//! `d` decodes an instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -32,7 +33,7 @@ impl Class for Memory {
         let bytes = bytes(d);
         let op = match d.base {
             "LDG" | "LD" | "LDS" | "LDL" => {
-                d.opt_pdsts(2).dst()?.address()?;
+                d.opt_pred_dsts(2).dst()?.address()?;
                 Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16"), strong: is_strong(d) }
             }
             "STG" | "ST" | "STS" | "STL" => {
@@ -72,7 +73,7 @@ impl Class for Memory {
             }
             // PTX isspacep: of up to two predicates, the first gets the result
             "QSPC" => {
-                d.opt_pdsts(2);
+                d.opt_pred_dsts(2);
                 let _zero = d.next();
                 d.address()?;
                 Memory::Qspc { shared: d.has("S") }

@@ -1,5 +1,7 @@
-//! Arithmetic and comparison on the two halves of a register: HADD2, HMUL2, HFMA2, HSETP2, HSET2. `halves(i)` returns source i's low halves
-//! and its high halves as f32. `mrg` selects the halves of the destination that are written.
+//! Arithmetic and comparison on the two halves of a register: HADD2, HMUL2, HFMA2, HSETP2, HSET2.
+//!
+//! `d` decodes an instruction and `s` executes it: `s.halves(i)` returns source i's low halves and its high halves as f32, for all lanes.
+//! `mrg` selects the halves of the destination that are written.
 
 use super::class::Class;
 use super::float;
@@ -24,11 +26,11 @@ impl Class for PackedHalf {
                 }
             }
             "HSETP2" => {
-                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
+                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 PackedHalf::Hsetp2 { cmp: d.cmp()?, bop: d.bop(), hand: d.has("H_AND") }
             }
             "HSET2" => {
-                d.dst()?.srcs(2)?.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_pred_srcs();
                 PackedHalf::Hset2 { cmp: d.cmp()?, bop: d.bop(), bf: d.has("BF") }
             }
             _ => return Ok(None),

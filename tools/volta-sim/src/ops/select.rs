@@ -1,4 +1,5 @@
 //! Moves, selection by a predicate, logic on predicates, and predicates as bits of a register (P2R, R2P).
+//! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::bits::lop3;
 use super::class::Class;
@@ -15,7 +16,7 @@ impl Class for Select {
                 Select::Mov
             }
             "SEL" | "FSEL" => {
-                d.dst()?.srcs(2)?.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_pred_srcs();
                 if d.base == "SEL" {
                     Select::Sel
                 } else {
@@ -54,7 +55,7 @@ impl Class for Predicate {
         let first = if d.inst.everywhere != 0 { UP0 } else { 0 }; // uniform instructions use the uniform predicates
         let op = match d.base {
             "PLOP3" => {
-                d.opt_pdsts(2).opt_psrcs();
+                d.opt_pred_dsts(2).opt_pred_srcs();
                 while d.opt_pred().is_some() {} // three are sources, others have no effect here
                 let lut = d.imm()? as u8;
                 let lut2 = d.imm()? as u8;

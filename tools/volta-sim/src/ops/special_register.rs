@@ -1,4 +1,5 @@
-//! Reads of the special registers: indices, masks, clocks.
+//! Reads of the special registers (S2R, CS2R): indices of thread and CTA, lane masks, clocks. `d` decodes an instruction and `s` executes
+//! it: `s.write` writes its result in the active lanes.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -8,30 +9,17 @@ use crate::operand::Operand;
 use crate::step::{SimResult, Step};
 
 fn by_name(n: &str) -> Option<SReg> {
-    Some(match n {
-        "SR_TID.X" => SReg::Tid(0),
-        "SR_TID.Y" => SReg::Tid(1),
-        "SR_TID.Z" => SReg::Tid(2),
-        "SR_CTAID.X" => SReg::Ctaid(0),
-        "SR_CTAID.Y" => SReg::Ctaid(1),
-        "SR_CTAID.Z" => SReg::Ctaid(2),
-        "SR_NCTAID.X" => SReg::NCtaId(0),
-        "SR_NCTAID.Y" => SReg::NCtaId(1),
-        "SR_NCTAID.Z" => SReg::NCtaId(2),
-        "SR_LANEID" => SReg::LaneId,
-        "SR_WARPID" | "SR_VIRTID" => SReg::WarpId,
-        "SR_CLOCKLO" => SReg::Clock,
-        "SR_CLOCKHI" => SReg::ClockHi,
-        "SR_EQMASK" => SReg::EqMask,
-        "SR_LTMASK" => SReg::LtMask,
-        "SR_LEMASK" => SReg::LeMask,
-        "SR_GTMASK" => SReg::GtMask,
-        "SR_GEMASK" => SReg::GeMask,
-        "SR_GLOBALTIMERLO" => SReg::GlobalTimer,
-        "SRZ" => SReg::Zero,
-        "SR_SMID" | "SR_VIRTUALSMID" => SReg::SmId,
-        _ => return None,
-    })
+    use SReg::*;
+    #[rustfmt::skip]
+    let known = [
+        ("SR_TID.X", Tid(0)), ("SR_TID.Y", Tid(1)), ("SR_TID.Z", Tid(2)),
+        ("SR_CTAID.X", Ctaid(0)), ("SR_CTAID.Y", Ctaid(1)), ("SR_CTAID.Z", Ctaid(2)),
+        ("SR_NCTAID.X", NCtaId(0)), ("SR_NCTAID.Y", NCtaId(1)), ("SR_NCTAID.Z", NCtaId(2)),
+        ("SR_LANEID", LaneId), ("SR_WARPID", WarpId), ("SR_VIRTID", WarpId), ("SR_SMID", SmId), ("SR_VIRTUALSMID", SmId), ("SRZ", Zero),
+        ("SR_CLOCKLO", Clock), ("SR_CLOCKHI", ClockHi), ("SR_GLOBALTIMERLO", GlobalTimer),
+        ("SR_EQMASK", EqMask), ("SR_LTMASK", LtMask), ("SR_LEMASK", LeMask), ("SR_GTMASK", GtMask), ("SR_GEMASK", GeMask),
+    ];
+    known.iter().find(|(name, _)| *name == n).map(|&(_, register)| register)
 }
 
 impl Class for SpecialRegister {
@@ -95,6 +83,6 @@ fn value(sreg: SReg, s: &Step) -> V {
         SReg::LeMask => lanes(|l| ((2u64 << l) - 1) as u32),
         SReg::GtMask => lanes(|l| !((2u64 << l) - 1) as u32),
         SReg::GeMask => lanes(|l| !((1u32 << l) - 1)),
-        SReg::Zero | SReg::SmId => [0; 32],
+        SReg::Zero | SReg::SmId => [0; 32], // one SM is simulated
     }
 }

@@ -1,4 +1,5 @@
 //! Exchange between the threads of a warp: SHFL, VOTE, MATCH, MOVM.
+//! `d` decodes an instruction and `s` executes it: `s.bits(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -10,7 +11,7 @@ impl Class for WarpWide {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "SHFL" => {
-                d.opt_pdsts(2).dst()?.srcs(3)?.on(Unit::Lsu);
+                d.opt_pred_dsts(2).dst()?.srcs(3)?.on(Unit::Lsu);
                 let modes = [("IDX", ShflMode::Idx), ("UP", ShflMode::Up), ("DOWN", ShflMode::Down), ("BFLY", ShflMode::Bfly)];
                 WarpWide::Shfl(d.one_of(&modes).ok_or_else(|| d.fail("SHFL mode"))?)
             }
@@ -19,7 +20,7 @@ impl Class for WarpWide {
                     d.dst()?;
                 }
                 // exactly one predicate destination; the next predicate is the source
-                d.opt_pdsts(1).opt_psrcs();
+                d.opt_pred_dsts(1).opt_pred_srcs();
                 WarpWide::Vote { all: d.has("ALL"), eq: d.has("EQ") }
             }
             "MATCH" => {
@@ -27,7 +28,7 @@ impl Class for WarpWide {
                 if d.has("U64") {
                     return Err(d.fail("64-bit MATCH"));
                 }
-                d.opt_pdsts(2).dst()?.opt_pdsts(2).src(0)?.on(Unit::Lsu);
+                d.opt_pred_dsts(2).dst()?.opt_pred_dsts(2).src(0)?.on(Unit::Lsu);
                 WarpWide::Match { all: d.has("ALL") }
             }
             "MOVM" => {

@@ -167,6 +167,13 @@ impl SmSim<'_, '_> {
     pub(super) fn occupy(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
         let m = self.machine;
         let inst = &self.env.prog.code[idx];
+        let (tensor_cycles, tensor_latency) = match inst.op {
+            Op::Tensor(Tensor::Hmma884 { f32: true, .. }) => (m.hmma_f32_cycles, m.hmma_latency),
+            Op::Tensor(Tensor::Hmma1688 { f32: true }) => (m.hmma_1688_f32_cycles, m.hmma_1688_f32_latency),
+            Op::Tensor(Tensor::Hmma1688 { f32: false }) => (m.hmma_1688_f16_cycles, m.hmma_1688_f16_latency),
+            Op::Tensor(Tensor::Imma8816 { .. }) => (m.imma_8816_cycles, m.imma_8816_latency),
+            _ => (m.hmma_f16_cycles, m.hmma_latency), // HMMA.884 with f16 accumulators; other operations do not use it
+        };
         let mut cost = match inst.unit {
             Unit::Fma => match inst.op {
                 Op::Integer(Integer::ImadWide { .. } | Integer::ImadHi { .. }) => m.imad_wide_cycles,
@@ -176,13 +183,7 @@ impl SmSim<'_, '_> {
             Unit::Fp16 => m.fp16_cycles,
             Unit::Fp64 => m.fp64_cycles,
             Unit::Xu => m.xu_cycles,
-            Unit::Tensor => match inst.op {
-                Op::Tensor(Tensor::Hmma884 { f32: true, .. }) => m.hmma_f32_cycles,
-                Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_cycles,
-                Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_cycles,
-                Op::Tensor(Tensor::Imma8816 { .. }) => m.imma_8816_cycles,
-                _ => m.hmma_f16_cycles,
-            },
+            Unit::Tensor => tensor_cycles,
             Unit::Uniform => m.uniform_cycles,
             Unit::Lsu => return self.memory(s, k, idx, now, acc),
             Unit::Ctl => return (now + 2, now + 2, WaitReason::ShortScoreboard),
@@ -205,15 +206,7 @@ impl SmSim<'_, '_> {
         }
         match inst.unit {
             Unit::Xu => (now + m.xu_latency, now + cost, WaitReason::XuScoreboard),
-            Unit::Tensor => {
-                let latency = match inst.op {
-                    Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_latency,
-                    Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_latency,
-                    Op::Tensor(Tensor::Imma8816 { .. }) => m.imma_8816_latency,
-                    _ => m.hmma_latency,
-                };
-                (now + latency, now + cost + 2, WaitReason::TensorScoreboard)
-            }
+            Unit::Tensor => (now + tensor_latency, now + cost + 2, WaitReason::TensorScoreboard),
             Unit::Uniform if matches!(inst.op, Op::Uniform(Uniform::R2ur)) => (now + m.r2ur_latency, now + 2, WaitReason::ShortScoreboard),
             Unit::Fp64 => (now + m.fp64_latency, now + cost, WaitReason::ShortScoreboard),
             _ => (now + 4, now + 2, WaitReason::ShortScoreboard),

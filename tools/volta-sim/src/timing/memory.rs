@@ -64,46 +64,14 @@ impl SmSim<'_, '_> {
             }
             Some(Space::Const) => 1,
             Some(Space::Local) => {
-                // local memory interleaves lanes word by word, here from 2^60 on, above all buffers; warp k has 32 lanes of lb bytes
                 self.counters.local_insts += 1;
-                let lb = self.env.local_bytes as u64;
-                for l in 0..32u64 {
-                    if acc.mask >> l & 1 != 0 {
-                        for j in 0..(bytes / 4).max(1) as u64 {
-                            let a = (1u64 << 60) + k as u64 * lb * 32 + ((acc.addr[l as usize] / 4 + j) * 32 + l) * 4;
-                            sectors.push(a / 32);
-                        }
-                    }
-                }
-                sectors.sort_unstable();
-                sectors.dedup();
+                sectors = local_sectors(acc, bytes, k as u64, self.env.local_bytes as u64);
                 sectors.len().div_ceil(4) as u32
             }
             Some(Space::Global | Space::Generic) => {
-                // lanes of a wavefront: 128 bytes
-                let per = match bytes {
-                    16 => 8,
-                    8 => 16,
-                    _ => 32,
-                };
-                let mut waves = 0;
-                for g in 0..32 / per {
-                    let mut lines: Vec<u64> = vec![];
-                    for l in g * per..(g + 1) * per {
-                        if acc.mask >> l & 1 != 0 {
-                            lines.push(acc.addr[l] / 128);
-                            for b in (0..bytes as u64).step_by(32).chain([bytes as u64 - 1]) {
-                                sectors.push((acc.addr[l] + b) / 32);
-                            }
-                        }
-                    }
-                    lines.sort_unstable();
-                    lines.dedup();
-                    waves += lines.len() as u32;
-                }
-                sectors.sort_unstable();
-                sectors.dedup();
-                waves.max(1)
+                let waves;
+                (waves, sectors) = global_wavefronts(acc, bytes);
+                waves
             }
         };
         // address generation in the sub-partition, then the data stage shared by all four
@@ -210,4 +178,30 @@ impl SmSim<'_, '_> {
         self.dram_budget[i] -= u64::from(pays);
         pays
     }
+}
+
+/// Returns the 32-byte sectors that the active lanes of warp `k` access in local memory. It interleaves lanes word by word, and here begins
+/// at 2^60, above all buffers. A warp has 32 lanes of `lane_bytes`.
+fn local_sectors(acc: &Access, bytes: u32, k: u64, lane_bytes: u64) -> Vec<u64> {
+    let words = (bytes / 4).max(1) as u64;
+    let address = |l: u64, word: u64| (1 << 60) + k * lane_bytes * 32 + ((acc.addr[l as usize] / 4 + word) * 32 + l) * 4;
+    let active = (0..32).filter(|l| acc.mask >> l & 1 != 0);
+    sorted_set(active.flat_map(|l| (0..words).map(move |word| address(l, word) / 32)))
+}
+
+/// Returns the wavefronts of a global access, one for each 128-byte line that a group of lanes touches, and the access's 32-byte sectors.
+/// A group is the lanes of 128 bytes: 32 lanes, 16 with 8 bytes each, or 8 with 16.
+fn global_wavefronts(acc: &Access, bytes: u32) -> (u32, Vec<u64>) {
+    let group = (128 / bytes as usize).min(32);
+    let active = |l: &usize| acc.mask >> l & 1 != 0;
+    let lines = |first: usize| sorted_set((first..first + group).filter(active).map(|l| acc.addr[l] / 128)).len() as u32;
+    let sectors = |l: usize| [acc.addr[l] / 32, (acc.addr[l] + bytes as u64 - 1) / 32]; // a lane has at most 16 bytes
+    ((0..32).step_by(group).map(lines).sum::<u32>().max(1), sorted_set((0..32).filter(active).flat_map(sectors)))
+}
+
+fn sorted_set(values: impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut found: Vec<u64> = values.collect();
+    found.sort_unstable();
+    found.dedup();
+    found
 }

@@ -1,5 +1,5 @@
-//! Timing model of one SM: issue follows the control codes, pipes and memory are resources with a
-//! "free at" time, and instructions execute functionally when they issue.
+//! Timing model of one SM, which `launch` runs: issue follows the control codes, pipes and memory are resources with a "free at" time, and
+//! instructions execute functionally when they issue. Times are cycles. A line of code is 128 bytes, 8 instructions.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -22,10 +22,11 @@ pub struct SmSim<'a, 'e> {
     env: &'a Env<'e>,
     machine: &'a Machine,
     pub counters: Counters,
+    /// by instruction of the code, like the next three: how often a warp executed it
     pub executions: Vec<u64>,
     /// issue-to-issue cycles attributed to waiting before each instruction
     pub wait_cycles: Vec<u64>,
-    /// shared-memory wavefronts, and those beyond the ideal, per instruction
+    /// shared-memory wavefronts, and those beyond the ideal
     pub smem_wavefronts: Vec<u64>,
     pub excess_wavefronts: Vec<u64>,
     /// resident warps, those of CTA slot s from s * (warps of a CTA) on, and CTAs by slot
@@ -60,7 +61,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
         let warps_per_cta = env.block.iter().product::<u32>().div_ceil(32);
         let n = env.prog.code.len();
-        let lines = n.div_ceil(8); // of 8 instructions, 128 bytes
+        let lines = n.div_ceil(8);
         let sharers = m.sms.min(env.grid.iter().product()) as u64; // SMs that have a CTA
         SmSim {
             env,
