@@ -24,17 +24,6 @@ from typing import Any
 import pytest
 
 
-def nothing(*_) -> None: ...
-
-
-def anything(_: dict) -> bool:
-    return True
-
-
-def unchanged(source: str, _) -> str:
-    return source
-
-
 @dataclass(frozen=True)
 class Suite:
     """What the runner has to know of a suite."""
@@ -46,11 +35,11 @@ class Suite:
     #: returns [], if all calls do.
     install: Callable[[Any], Callable[[], list[str]]]
     #: Changes a file's source.
-    adapt: Callable[[str, Any], str] = unchanged
+    adapt: Callable[[str, Any], str] = lambda source, options: source
     #: Changes a file's module at its end.
-    prepare: Callable[[dict, Any], None] = nothing
+    prepare: Callable[[dict, Any], None] = lambda module, options: None
     #: Whether a case of a parameter grid runs.
-    wanted: Callable[[dict], bool] = anything
+    wanted: Callable[[dict], bool] = lambda case: True
     #: A regular expression by the reason that reports show. left_out: ids of tests to skip. known: failures with a known
     #: reason, as `case: message`.
     left_out: dict[str, str] = field(default_factory=dict)
@@ -94,17 +83,17 @@ def adapt_flash_attn(source: str, options) -> str:
 
 
 def adapt_turing(source: str, options) -> str:
-    # it writes tables of failures, if asked
+    # needed only for tables of failures, which the file writes if asked
     return on_device(source.replace("import pandas as pd\n", ""), options)
 
 
 def prepare_flash_attn(module: dict, _) -> None:
-    def normalized(attn_unnorm, q, k, v, query_padding_mask=None, *_, **__):
+    def exact_probabilities(attn_unnorm, q, k, v, query_padding_mask=None, *_, **__):
         """flash-attn returns unnormalized dropout probabilities by tile; here they are exact."""
         hidden = None if query_padding_mask is None else ~query_padding_mask[:, None, :, None]
         return attn_unnorm if hidden is None else attn_unnorm.masked_fill(hidden, 0.0)
 
-    def checked(function):
+    def with_checked_lengths(function):
         @functools.wraps(function)
         def run(*args, **kwargs):
             os.environ["VOLTA_FA_CHECK_LENGTHS"] = "1"
@@ -116,9 +105,9 @@ def prepare_flash_attn(module: dict, _) -> None:
         return run
 
     if "normalize_flash_attn_S" in module:
-        module["normalize_flash_attn_S"] = normalized
+        module["normalize_flash_attn_S"] = exact_probabilities
     # tests that expect errors for lengths in GPU memory
-    module |= {name: checked(function) for name, function in module.items() if fnmatch.fnmatch(name, "test_*_bounds")}
+    module |= {name: with_checked_lengths(function) for name, function in module.items() if fnmatch.fnmatch(name, "test_*_bounds")}
 
 
 def wanted_flash_attn(case: dict) -> bool:

@@ -68,19 +68,9 @@ impl<'a> Decoder<'a> {
         for (i, o) in texts.iter().enumerate() {
             let p = operand::parse(o, raw.enc, labels).ok_or_else(|| failure(raw, &format!("operand `{o}`")))?;
             // nvdisasm prints two half immediates, which are one 32-bit immediate of the encoding: drop the second
-            if base.starts_with('H') && i > 0 {
-                if let (Operand::Src(a, _), Some(Operand::Src(b, _))) = (&p, operands.last()) {
-                    // also +INF and -QNAN
-                    let is_float = |s: &str| {
-                        operand::int(s).is_none()
-                            && s.trim_start_matches(['-', '+']).starts_with(|c: char| c.is_ascii_digit() || c == 'I' || c == 'Q')
-                    };
-                    if a.kind == SrcKind::Imm && b.kind == SrcKind::Imm && is_float(o) && is_float(&texts[i - 1]) {
-                        continue;
-                    }
-                }
+            if !(base.starts_with('H') && i > 0 && operand::is_float(o) && operand::is_float(&texts[i - 1])) {
+                operands.push(p);
             }
-            operands.push(p);
         }
         let inst = Inst { guard, mnemonic: mnemonic.to_string(), ..blank(raw) };
         Ok(Decoder { raw, base, mods: parts.collect(), operands: operands.into_iter().peekable(), inst })
@@ -93,6 +83,7 @@ impl<'a> Decoder<'a> {
 
     // ---- modifiers -------------------------------------------------------------------
 
+    /// Returns whether the mnemonic has this part, without its dot.
     pub fn has(&self, modifier: &str) -> bool {
         self.mods.contains(&modifier)
     }

@@ -38,6 +38,14 @@ pub fn int(s: &str) -> Option<i64> {
     Some(if neg { v.wrapping_neg() } else { v })
 }
 
+/// Returns whether this is a float literal: digits that are no integer, or as `+INF` and `-QNAN`.
+pub fn is_float(s: &str) -> bool {
+    let number = s.trim_start_matches(['-', '+', '|']);
+    let is_special = ["INF", "QNAN", "SNAN"].iter().any(|name| number.starts_with(name));
+    int(s).is_none() && (is_special || number.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+/// Returns the number of a register, as `R12` or `UR4`.
 fn register(s: &str) -> Option<Reg> {
     match s {
         "RZ" | "URZ" => Some(RZ),
@@ -48,7 +56,7 @@ fn register(s: &str) -> Option<Reg> {
     }
 }
 
-/// A predicate without its negation.
+/// Returns the number of a predicate, as `P3` or `UP0`.
 pub fn predicate(s: &str) -> Option<u8> {
     match s {
         "PT" | "UPT" => Some(PT),
@@ -150,10 +158,8 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
     if let Some(v) = int(t) {
         return Some(Operand::Src(Src::immediate(v as u32), false));
     }
-    let first = t.trim_start_matches(['-', '+', '|']);
-    if first.starts_with(|c: char| c.is_ascii_digit()) || first.starts_with("INF") || first.starts_with("QNAN") || first.starts_with("SNAN")
-    {
-        // float literal: take the bits from the encoding
+    if is_float(t) {
+        // the encoding has its bits
         return Some(Operand::Src(Src::immediate((enc >> 32) as u32), false));
     }
     let (mut neg, mut inv, mut abs, mut not) = (false, false, false, false);
