@@ -18,6 +18,7 @@ VOCABULARY = 4096
 LORA_RANK = 8
 #: Tokens that begin and end a text.
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+#: Arguments of transformers' configurations that most models share.
 _LLAMA = {"num_hidden_layers": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False, **_ENDS}
 _SMALL = {"hidden_size": 1024, "intermediate_size": 2048, **_LLAMA}
 #: MLA with latents of DeepSeek's sizes. All four layers are dense (first_k_dense_replace), so no expert is used.
@@ -56,7 +57,7 @@ _GEMMA4 = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512,
     **_WINDOWS, **_SMALL | {"tie_word_embeddings": True},
 }  # fmt: skip
-#: A vision encoder with the headdim of Qwen3-VL's and SigLIP's, 72.
+#: A vision encoder with the headdim of Qwen3-VL's and SigLIP's: 72, with 8 heads.
 _VISION = {"hidden_size": 576, "intermediate_size": 1024}
 #: The first token that stands for an image or its ends, in models with images.
 FIRST_IMAGE_TOKEN = VOCABULARY - 8

@@ -163,7 +163,7 @@ impl Timing {
         Timing {
             sm: share.sm,
             dispatch: share.note.clone(),
-            ctas_of_sm: share.list.len(),
+            ctas_of_sm: share.ctas.len(),
             ctas_simulated: n,
             balance: share.balance,
             cycles: c.cycles,

@@ -4,7 +4,7 @@ use super::cache::ICache;
 use serde::Serialize;
 use std::collections::VecDeque;
 
-/// What a warp waits for, as in [`Stalls`]. Sb: a scoreboard, which an earlier instruction holds until its result is there.
+/// What a warp waits for, as in [`Stalls`]. An earlier instruction holds a scoreboard until its result is there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum WaitReason {
     StallCount,
@@ -37,9 +37,9 @@ pub(super) struct WarpTiming {
     pub(super) warp_index: usize,
     /// number in the order of launches: the lower, the older
     pub(super) age: u64,
-    /// earliest issue by stall count / barrier / branch
+    /// cycle of the earliest issue by stall count, barrier and branch
     pub(super) next: u64,
-    /// earliest issue including scoreboards
+    /// the same, with scoreboards too
     pub(super) ready: u64,
     /// what it waits for until `ready`
     pub(super) ready_reason: WaitReason,
@@ -89,6 +89,19 @@ pub struct Stalls {
     pub pipe_busy: u64,
     /// another warp was chosen
     pub not_selected: u64,
+}
+
+impl Stalls {
+    pub(super) fn of(&mut self, reason: WaitReason) -> &mut u64 {
+        match reason {
+            WaitReason::StallCount => &mut self.fixed_latency,
+            WaitReason::ShortScoreboard => &mut self.short_scoreboard,
+            WaitReason::LongScoreboard => &mut self.long_scoreboard,
+            WaitReason::XuScoreboard => &mut self.xu_scoreboard,
+            WaitReason::TensorScoreboard => &mut self.tensor_scoreboard,
+            WaitReason::Barrier => &mut self.barrier,
+        }
+    }
 }
 
 /// Event counts of the simulated SM. "Busy" counts of pipes are cycles, summed over the four sub-partitions.

@@ -6,17 +6,19 @@ use super::SmSim;
 use crate::isa::*;
 use crate::step::{Access, SimResult};
 
+/// Cycles from the issue of an FMA, ALU, FP16 or uniform instruction to its result, as published. The code's stall counts contain them.
+const FIXED_LATENCY: u64 = 4;
+/// Cycles until an instruction has read its sources, assumed.
+const SOURCES_READ: u64 = 2;
+
 impl SmSim<'_, '_> {
     /// Returns when the instruction's unit can take it. A memory instruction needs a place in the MIO queue.
     pub(super) fn unit_free(&self, s: usize, inst: &Inst) -> u64 {
         let sub = &self.subs[s];
         match inst.unit {
             Unit::Lsu => {
-                if sub.mio.len() >= self.machine.mio_queue {
-                    sub.mio[sub.mio.len() - self.machine.mio_queue]
-                } else {
-                    0
-                }
+                let first = sub.mio.len().checked_sub(self.machine.mio_queue); // None: a place is free
+                first.map_or(0, |i| sub.mio[i])
             }
             Unit::Ctl => 0,
             u => sub.free[u as usize],
@@ -45,31 +47,20 @@ impl SmSim<'_, '_> {
         // --- stall attribution: to `next` the stall count or a barrier, to `ready` a scoreboard, to `now` fetches, pipes and other warps
         {
             let w = self.warps[k].as_mut().unwrap();
-            let st = &mut self.counters.stalls;
-            let gap = now - w.last_issue;
-            self.wait_cycles[idx] += gap.saturating_sub(1);
-            let fixed = w.next.min(now).saturating_sub(w.last_issue + 1);
-            match w.ready_reason {
-                WaitReason::Barrier => st.barrier += fixed,
-                _ => st.fixed_latency += fixed,
-            }
-            let sbw = w.ready.min(now).saturating_sub(w.next.max(w.last_issue + 1));
-            match w.ready_reason {
-                WaitReason::ShortScoreboard => st.short_scoreboard += sbw,
-                WaitReason::LongScoreboard => st.long_scoreboard += sbw,
-                WaitReason::XuScoreboard => st.xu_scoreboard += sbw,
-                WaitReason::TensorScoreboard => st.tensor_scoreboard += sbw,
-                WaitReason::Barrier => st.barrier += sbw,
-                WaitReason::StallCount => st.fixed_latency += sbw,
-            }
-            let rest = now.saturating_sub(w.ready.max(w.last_issue + 1));
+            let stalls = &mut self.counters.stalls;
+            self.wait_cycles[idx] += (now - w.last_issue).saturating_sub(1);
+            let first = w.last_issue + 1; // the first cycle in which it could have issued
+            let is_barrier = w.ready_reason == WaitReason::Barrier;
+            *stalls.of(if is_barrier { WaitReason::Barrier } else { WaitReason::StallCount }) += w.next.min(now).saturating_sub(first);
+            *stalls.of(w.ready_reason) += w.ready.min(now).saturating_sub(w.next.max(first));
+            let rest = now.saturating_sub(w.ready.max(first));
             // idle cycles are skipped, so the scan counters only give proportions
-            let n = (w.scans - 1).max(1);
-            let nofetch = (rest * w.fetch_wait / n).min(rest);
-            let busy = (rest * w.pipe_wait / n).min(rest - nofetch);
-            st.no_instruction += nofetch;
-            st.pipe_busy += busy;
-            st.not_selected += rest - nofetch - busy;
+            let scans = (w.scans - 1).max(1);
+            let no_instruction = (rest * w.fetch_wait / scans).min(rest);
+            let pipe_busy = (rest * w.pipe_wait / scans).min(rest - no_instruction);
+            stalls.no_instruction += no_instruction;
+            stalls.pipe_busy += pipe_busy;
+            stalls.not_selected += rest - no_instruction - pipe_busy;
             (w.pipe_wait, w.fetch_wait, w.scans) = (0, 0, 0);
             w.last_issue = now;
         }
@@ -186,7 +177,7 @@ impl SmSim<'_, '_> {
             Unit::Tensor => tensor_cycles,
             Unit::Uniform => m.uniform_cycles,
             Unit::Lsu => return self.memory(s, k, idx, now, acc),
-            Unit::Ctl => return (now + 2, now + 2, WaitReason::ShortScoreboard),
+            Unit::Ctl => return (now + SOURCES_READ, now + SOURCES_READ, WaitReason::ShortScoreboard),
         };
         if m.reg_banks && !matches!(inst.unit, Unit::Tensor | Unit::Xu | Unit::Uniform) && bank_conflict(inst) {
             cost += 1;
@@ -206,10 +197,12 @@ impl SmSim<'_, '_> {
         }
         match inst.unit {
             Unit::Xu => (now + m.xu_latency, now + cost, WaitReason::XuScoreboard),
-            Unit::Tensor => (now + tensor_latency, now + cost + 2, WaitReason::TensorScoreboard),
-            Unit::Uniform if matches!(inst.op, Op::Uniform(Uniform::R2ur)) => (now + m.r2ur_latency, now + 2, WaitReason::ShortScoreboard),
+            Unit::Tensor => (now + tensor_latency, now + cost + SOURCES_READ, WaitReason::TensorScoreboard),
+            Unit::Uniform if matches!(inst.op, Op::Uniform(Uniform::R2ur)) => {
+                (now + m.r2ur_latency, now + SOURCES_READ, WaitReason::ShortScoreboard)
+            }
             Unit::Fp64 => (now + m.fp64_latency, now + cost, WaitReason::ShortScoreboard),
-            _ => (now + 4, now + 2, WaitReason::ShortScoreboard),
+            _ => (now + FIXED_LATENCY, now + SOURCES_READ, WaitReason::ShortScoreboard),
         }
     }
 }
@@ -218,7 +211,7 @@ fn is_hmma884(inst: &Inst) -> bool {
     matches!(inst.op, Op::Tensor(Tensor::Hmma884 { .. }))
 }
 
-/// Three distinct source registers in the same bank (even / odd), none served by the reuse cache.
+/// Returns whether it reads three distinct registers from one of the two banks, of even and of odd numbers. The reuse cache serves none.
 fn bank_conflict(inst: &Inst) -> bool {
     let mut r = [0; 3];
     for i in 0..3 {
