@@ -231,34 +231,25 @@ def write_tokenizer(name: str, folder: Path) -> None:
 
 def write_model(name: str, folder: Path, device: str) -> None:
     """Writes configuration, weights and tokenizer."""
-    if name == "molmo2":
-        write_molmo2(folder, device)
-        return
-    config = CONFIGS[name]
-    with torch.device("meta"):
-        kind = t.AutoModel if name == "bert" else t.AutoModelForImageTextToText if name in IMAGE_TOKENS else t.AutoModelForCausalLM
-        model = kind.from_config(config, dtype=torch.float16)
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "molmo2":  # transformers 5.17 does not have it
+        molmo2.write_config(folder)
+        shapes = molmo2.shapes()
+    else:
+        with torch.device("meta"):
+            kind = t.AutoModel if name == "bert" else t.AutoModelForImageTextToText if name in IMAGE_TOKENS else t.AutoModelForCausalLM
+            model = kind.from_config(CONFIGS[name], dtype=torch.float16)
+        shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+        CONFIGS[name].architectures, CONFIGS[name].dtype = [type(model).__name__], "float16"
+        CONFIGS[name].save_pretrained(folder)
     generator = torch.Generator(device).manual_seed(1)
-    state = {key: draw(name, key, p.shape, generator).half().cpu() for key, p in model.named_parameters()}
+    state = {key: draw(name, key, torch.Size(shape), generator).half().cpu() for key, shape in shapes.items()}
     if name in ("gemma3", "paligemma2"):  # checkpoints have an older name, which vLLM reads
         state = {key.replace("vision_tower.", "vision_tower.vision_model."): x for key, x in state.items()}
     if name == "qwen3.5":
         state |= drafter(state, generator)
-    folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config.architectures, config.dtype = [type(model).__name__], "float16"
-    config.save_pretrained(folder)
     write_tokenizer(name, folder)
-
-
-def write_molmo2(folder: Path, device: str) -> None:
-    """Writes a model that transformers 5.17 does not have."""
-    generator = torch.Generator(device).manual_seed(1)
-    state = {key: draw("molmo2", key, torch.Size(shape), generator).half().cpu() for key, shape in molmo2.shapes().items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    molmo2.write_config(folder)
-    write_tokenizer("molmo2", folder)
 
 
 def write_lora(folder: Path) -> None:

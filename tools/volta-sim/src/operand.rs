@@ -47,23 +47,19 @@ pub fn is_float(s: &str) -> bool {
 
 /// Returns the number of a register, as `R12` or `UR4`.
 fn register(s: &str) -> Option<Reg> {
+    let number = |prefix: &str, end: Reg| s.strip_prefix(prefix)?.parse().ok().filter(|&r| r < end);
     match s {
         "RZ" | "URZ" => Some(RZ),
-        _ => match s.strip_prefix('U') {
-            None => s.strip_prefix('R')?.parse().ok().filter(|&r| r < RZ),
-            Some(s) => s.strip_prefix('R')?.parse::<Reg>().ok().filter(|&r| r < URZ).map(|r| UR0 + r),
-        },
+        _ => number("R", RZ).or_else(|| Some(UR0 + number("UR", URZ)?)),
     }
 }
 
 /// Returns the number of a predicate, as `P3` or `UP0`.
 pub fn predicate(s: &str) -> Option<u8> {
+    let number = |prefix: &str| s.strip_prefix(prefix)?.parse().ok().filter(|&p| p < PT);
     match s {
         "PT" | "UPT" => Some(PT),
-        _ => match s.strip_prefix('U') {
-            None => s.strip_prefix('P')?.parse().ok().filter(|&p| p < PT),
-            Some(s) => s.strip_prefix('P')?.parse::<u8>().ok().filter(|&p| p < PT).map(|p| UP0 + p),
-        },
+        _ => number("P").or_else(|| Some(UP0 + number("UP")?)),
     }
 }
 

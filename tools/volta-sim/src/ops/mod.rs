@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn loads_and_moves() {
+    fn uniform_loads_and_moves_write_uniform_registers() {
         let w = after_load(&[
             "UMOV UR9, UR5",
             "UMOV UR10, URZ",
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn arithmetic() {
+    fn uniform_arithmetic_matches_rust() {
         let w = after_load(&[
             "UIADD3 UR10, UP0, UR5, UR6, URZ",
             "UIADD3.X UR11, URZ, UR7, URZ, UP0, !UPT",
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn predicates() {
+    fn uniform_predicates_select_and_guard() {
         let w = after_load(&[
             "UISETP.GE.AND UP0, UPT, UR4, 0x3, UPT",
             "UISETP.LT.U32.AND UP1, UPT, UR5, UR6, UPT",
