@@ -160,6 +160,16 @@ impl Step<'_> {
         self.set_predicate(1, combine(!r, p, bop));
     }
 
+    /// Returns true if all lanes execute, false if none does. Matrix instructions need the whole warp, so otherwise it is an error.
+    #[inline(always)]
+    pub fn has_whole_warp(&self, name: &str) -> SimResult<bool> {
+        match self.active {
+            0 => Ok(false),
+            u32::MAX => Ok(true),
+            mask => Err(self.refuse(&format!("{name} with a partial warp (mask {mask:#x})"))),
+        }
+    }
+
     // ---- faults ------------------------------------------------------------------------------
 
     /// Returns the error of an instruction that does something the simulator lacks.

@@ -1,8 +1,8 @@
 //! Conversions between numeric types: I2F, F2I, F2F and FRND. I2F to F32 rounds as its modifier says, and F2F of F32 to F16 toward zero
 //! with RZ. All other results in F16, F32 or F64 round to nearest, whatever the modifier says.
 //!
-//! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). `fz(x, ftz)` flushes a subnormal x to zero under .FTZ. `s.f32(i)`, `s.halves(i)`
-//! (lower and upper halves) and so on read source i of all lanes; `s.write` and `s.write64` write the result.
+//! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). `s.f32(i)`, `s.halves(i)` (lower and upper halves) and so on read source i of
+//! all lanes; `s.write` and `s.write64` write the result.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -120,7 +120,7 @@ impl Class for Conversion {
                 let v: [f64; 32] = match from {
                     NumTy::F64 => s.f64(0)?,
                     NumTy::F16 => s.halves(0)?.0.each(|x| x as f64),
-                    _ => s.f32(0)?.each(|x| fz(x, ftz) as f64),
+                    _ => s.f32(0)?.each(|x| flush_subnormal(x, ftz) as f64),
                 };
                 let v = v.each(|x| to_int(x, rnd));
                 // `as` saturates and maps NaN to 0, as the hardware does for results of 32 bits; 64-bit results of NaN are 2^63
@@ -140,7 +140,9 @@ impl Class for Conversion {
             Conversion::F2f { from, to, rnd, ftz } => match (from, to) {
                 (NumTy::F32, NumTy::F16) => {
                     let a = s.f32(0)?;
-                    s.write(&a.each(|x| if rnd == Round::Rz { f2h_rz(fz(x, ftz)) } else { f2h(fz(x, ftz)) } as u32));
+                    s.write(
+                        &a.each(|x| if rnd == Round::Rz { f2h_rz(flush_subnormal(x, ftz)) } else { f2h(flush_subnormal(x, ftz)) } as u32),
+                    );
                 }
                 (NumTy::F16, NumTy::F32) => {
                     // of the modifiers that select a half, halves() applies H0_H0 and H1_H1, but not H1 (`Sel::H(1)`)
@@ -157,7 +159,7 @@ impl Class for Conversion {
                 }
                 (NumTy::F32, NumTy::F32) => {
                     let a = s.f32(0)?;
-                    s.write(&a.each(|x| fz(x, ftz).to_bits()));
+                    s.write(&a.each(|x| flush_subnormal(x, ftz).to_bits()));
                 }
                 (NumTy::F64, NumTy::F16) => {
                     let a = s.f64(0)?;
@@ -167,7 +169,7 @@ impl Class for Conversion {
             },
             Conversion::Frnd { rnd, ftz } => {
                 let a = s.f32(0)?;
-                s.write(&a.each(|x| (to_int(fz(x, ftz) as f64, rnd) as f32).to_bits()));
+                s.write(&a.each(|x| (to_int(flush_subnormal(x, ftz) as f64, rnd) as f32).to_bits()));
             }
         }
         Ok(())

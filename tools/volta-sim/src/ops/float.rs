@@ -105,7 +105,7 @@ impl Class for Float {
 /// Returns source `i`, with subnormals flushed if `ftz`.
 #[inline(always)]
 fn source(s: &Step, i: usize, ftz: bool) -> SimResult<[f32; 32]> {
-    Ok(s.f32(i)?.each(|x| fz(x, ftz)))
+    Ok(s.f32(i)?.each(|x| flush_subnormal(x, ftz)))
 }
 
 /// Returns `near`, the results rounded to nearest, or with another rounding the exact ones rounded so.
@@ -113,7 +113,7 @@ fn source(s: &Step, i: usize, ftz: bool) -> SimResult<[f32; 32]> {
 fn rounded(rnd: Round, near: impl Fn(usize) -> f32, exact: impl Fn(usize) -> f64) -> [f32; 32] {
     match rnd {
         Round::Rn => lanes(near),
-        _ => lanes(|l| directed(exact(l), rnd)),
+        _ => lanes(|l| round_directed(exact(l), rnd)),
     }
 }
 
@@ -122,7 +122,7 @@ fn rounded(rnd: Round, near: impl Fn(usize) -> f32, exact: impl Fn(usize) -> f64
 pub fn result(r: [f32; 32], ftz: bool, sat: bool) -> V {
     r.each(|x| {
         let x = if x.is_nan() { f32::from_bits(0x7fff_ffff) } else { x };
-        fz(saturate(x, sat), ftz).to_bits()
+        flush_subnormal(saturate(x, sat), ftz).to_bits()
     })
 }
 
@@ -214,7 +214,7 @@ impl Class for SpecialFunction {
         let mut r = [0u32; 32];
         for l in 0..32 {
             if s.active >> l & 1 != 0 {
-                let x = fz(a[l], true);
+                let x = flush_subnormal(a[l], true);
                 let v = match self {
                     SpecialFunction::Rcp => 1.0 / x,
                     SpecialFunction::Rsq => (1.0 / (x as f64).sqrt()) as f32,
@@ -227,7 +227,7 @@ impl Class for SpecialFunction {
                     SpecialFunction::Tanh => x.tanh(),
                     SpecialFunction::Ex2Half | SpecialFunction::Rcp64h | SpecialFunction::Rsq64h => unreachable!(),
                 };
-                r[l] = fz(v, true).to_bits();
+                r[l] = flush_subnormal(v, true).to_bits();
             }
         }
         s.write(&r);

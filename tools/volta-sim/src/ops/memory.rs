@@ -202,11 +202,8 @@ pub fn addresses(s: &mut Step) {
 /// all lanes must be valid, even those whose rows no matrix has.
 #[inline(always)]
 fn load_matrices(s: &mut Step, matrices: usize, transposed: bool) -> SimResult<()> {
-    if s.active == 0 {
+    if !s.has_whole_warp("LDSM")? {
         return Ok(());
-    }
-    if s.active != !0 {
-        return Err(s.refuse(&format!("LDSM with a partial warp (mask {:#x})", s.active)));
     }
     addresses(s);
     let mut rows = [[0u32; 4]; 32];

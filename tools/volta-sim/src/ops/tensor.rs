@@ -54,12 +54,8 @@ impl Class for Tensor {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
-        if s.active == 0 {
+        if !s.has_whole_warp(if matches!(self, Tensor::Imma8816 { .. }) { "IMMA" } else { "HMMA" })? {
             return Ok(());
-        }
-        if s.active != !0 {
-            let name = if matches!(self, Tensor::Imma8816 { .. }) { "IMMA" } else { "HMMA" };
-            return Err(s.refuse(&format!("{name} with a partial warp (mask {:#x})", s.active)));
         }
         match self {
             Tensor::Hmma884 { f32, step, a_col, b_col } => hmma884(s.warp, s.inst, f32, step, a_col, b_col),

@@ -87,11 +87,8 @@ impl Class for WarpWide {
                 s.set_predicate(0, (p as u32).wrapping_neg());
             }
             WarpWide::Movm => {
-                if m == 0 {
+                if !s.has_whole_warp("MOVM")? {
                     return Ok(());
-                }
-                if m != !0 {
-                    return Err(s.refuse(&format!("MOVM with a partial warp (mask {m:#x})")));
                 }
                 let a = s.bits(0)?;
                 let element = |row: usize, column: usize| a[4 * row + column / 2] >> (16 * (column & 1)) & 0xffff;
