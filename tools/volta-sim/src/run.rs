@@ -176,18 +176,14 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
         *like = if varying[ax] { representatives(env.grid[ax], &mut cost)? } else { vec![0; env.grid[ax] as usize] };
     }
     let key = |id: [u32; 3]| -> [u32; 3] { std::array::from_fn(|ax| like[ax][id[ax] as usize]) };
-    let mut memo = std::collections::HashMap::new();
-    let mut cost = vec![0u64; total as usize];
+    let mut memo = std::collections::HashMap::new(); // costs of the CTAs that have run
+    let mut cost = vec![];
     for i in 0..total {
-        let k = key(cta_id(&env.grid, i));
-        cost[i as usize] = match memo.get(&k) {
-            Some(&c) => c,
-            None => {
-                let c = run_cta(env, k, QUANTUM, &mut acc)?;
-                memo.insert(k, c);
-                c
-            }
-        };
+        let alike = key(cta_id(&env.grid, i));
+        if !memo.contains_key(&alike) {
+            memo.insert(alike, run_cta(env, alike, QUANTUM, &mut acc)?);
+        }
+        cost.push(memo[&alike]);
     }
     let (per_sm, finish) = deal(&cost, m.sms as usize, slots as usize);
     // slots of an SM share its pipes: total work decides, finish time breaks ties

@@ -15,7 +15,7 @@ pub enum GroupState {
     Bar(u8),
 }
 
-/// Threads of a warp that share a pc.
+/// Threads of a warp that share a pc: the address in bytes of their next instruction. `mask` has a bit per lane.
 #[derive(Clone, Copy, Debug)]
 pub struct Group {
     pub pc: u32,

@@ -5,8 +5,9 @@ use serde::Serialize;
 use std::collections::VecDeque;
 
 /// What a warp waits for, as in [`Stalls`]. An earlier instruction holds a scoreboard until its result is there.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) enum WaitReason {
+    #[default]
     StallCount,
     ShortScoreboard,
     LongScoreboard,
@@ -31,6 +32,7 @@ pub(super) struct Scoreboard {
 }
 
 /// A resident warp as the scheduler sees it.
+#[derive(Default)]
 pub(super) struct WarpTiming {
     /// its CTA in `SmSim::ctas`, and its number there
     pub(super) cta: usize,

@@ -15,7 +15,7 @@ mod memory;
 pub use counters::{Counters, Stalls};
 
 use cache::{Cache, ICache, ABSENT};
-use counters::{SubPartition, WaitReason, WarpTiming};
+use counters::{SubPartition, WarpTiming};
 
 /// The simulated SM. Fields with `free` are cycles from which a resource is free. `l15` is the L1.5 instruction cache.
 pub struct SmSim<'a, 'e> {
@@ -150,20 +150,8 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let n = cta.warps.len();
         for warp_index in 0..n {
             let k = slot * n + warp_index;
-            self.warps[k] = Some(WarpTiming {
-                cta: slot,
-                warp_index,
-                age: self.age,
-                next: at,
-                ready: at,
-                ready_reason: WaitReason::StallCount,
-                sb: Default::default(),
-                last_issue: at,
-                blocked: false,
-                pipe_wait: 0,
-                fetch_wait: 0,
-                scans: 0,
-            });
+            self.warps[k] =
+                Some(WarpTiming { cta: slot, warp_index, age: self.age, next: at, ready: at, last_issue: at, ..Default::default() });
             self.age += 1;
             // warp w -> sub-partition (w % 4), continuing across CTAs for odd warp counts
             let sub = (self.sub_cursor % self.machine.subs) as usize;
@@ -178,7 +166,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let mut best: Option<usize> = None;
         let mut best_age = u64::MAX;
         let mut next = u64::MAX;
-        let (greedy, avoid) = (self.subs[s].last, self.subs[s].last_yield);
+        let (last, last_yielded) = (self.subs[s].last, self.subs[s].last_yield);
         for i in 0..self.subs[s].warps.len() {
             let k = self.subs[s].warps[i];
             let Some(w) = self.warps[k].as_ref() else { continue };
@@ -212,8 +200,8 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 continue;
             }
             // greedy, then oldest; a yield hint pushes the last warp to the back
-            let age = if greedy == Some(k) {
-                if avoid {
+            let age = if last == Some(k) {
+                if last_yielded {
                     u64::MAX - 1
                 } else {
                     0
