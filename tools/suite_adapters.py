@@ -17,7 +17,7 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,21 @@ def adapt_flash_mla(source: str, options) -> str:
     return on_device(before + "    return testcases\n" if loop and "def listed_cases" in before else source, options)
 
 
+@contextlib.contextmanager
+def flash_mla_case(dtype: Any, device: str) -> Iterator[Callable[[], str]]:
+    """Sets torch's defaults for a case, as FlashMLA's files do once. Yields a function that returns what the case printed."""
+    import torch
+
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield lambda: "; ".join(said.getvalue().splitlines()[2:])  # without a line of dashes and the case
+    finally:
+        torch.set_default_device(None)
+
+
 def prepare_sparse_flash_mla(module: dict, cases: list, options) -> None:
     """Puts one parametrized test into a module of FlashMLA's sparse tests: of `cases`, without those that measure time (num_runs > 0)."""
     import torch
@@ -140,15 +155,9 @@ def prepare_sparse_flash_mla(module: dict, cases: list, options) -> None:
     cases = [case for case in cases if case.num_runs == 0]
 
     def test_sparse_flash_mla(case):
-        torch.set_default_dtype(torch.bfloat16)
-        torch.set_default_device(options.device)
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(said):
-                result = run(module["TestParam"](**case))
-        finally:
-            torch.set_default_device(None)
-        assert result is True or getattr(result, "is_correct", False), "; ".join(said.getvalue().splitlines()[2:])
+        with flash_mla_case(torch.bfloat16, options.device) as printed:
+            result = run(module["TestParam"](**case))
+        assert result is True or getattr(result, "is_correct", False), printed()
 
     module["TestParam"].__test__ = False
     module.pop("test_flash_mla", None)
@@ -180,15 +189,11 @@ def prepare_flash_mla(module: dict, options) -> None:
     torch.cuda.get_device_capability = capability
 
     def test_flash_mla(case):
-        torch.set_default_dtype(getattr(torch, case["dtype"]))
-        torch.set_default_device(options.device)  # as the file does once; cases of another file may have reset it
-        said = io.StringIO()
         try:
-            with contextlib.redirect_stdout(said):
+            with flash_mla_case(getattr(torch, case["dtype"]), options.device) as printed:
                 test(param(**{name: value for name, value in case.items() if name != "dtype"}))
         except AssertionError as error:
-            # what the test printed, without its first two lines: a line of dashes and the case
-            raise AssertionError("; ".join(said.getvalue().splitlines()[2:]) or str(error)) from None
+            raise AssertionError(printed() or str(error)) from None
 
     param.__test__ = False
     module["test_flash_mla"] = pytest.mark.parametrize("case", cases)(test_flash_mla)
