@@ -44,9 +44,9 @@ VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 NVDISASM_NEWEST = (13, 0)
 #: The last triton with such an nvdisasm.
 NVDISASM_WHEEL = "triton==3.6.0"
-#: What `make run` needs beside torch and nvdisasm.
+#: Sections of tools/requirements.txt that `make run` needs beside torch and nvdisasm.
 BASE = ("build", "cli", "numpy")
-#: Folders beside the environment's packages for `make test`, each with requirements of its name. Tests put them first on their path.
+#: Folders beside the environment's packages for `make test`, each with the section of its name. Tests put them first on their path.
 FOLDERS = ("transformers-4.57", "diffusers")
 #: Makefile targets with more requirements, which are installed at their first use.
 EXTRAS = ("test", "lint", "docs", "wheel", "hub", "notebook")

@@ -23,7 +23,7 @@ PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 14)
 NVRTC_RELEASE = "12.9"
 #: The first setuptools that reads the license expression of pyproject.toml.
 SETUPTOOLS_OLDEST = 77
-#: A file of each wheel of the section nvrtc, below nvidia/ in a folder of packages.
+#: A file of each wheel in section nvrtc of tools/requirements.txt, below nvidia/ in a folder of packages.
 _NVRTC_FILES = ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt")
 _PINS = Path(__file__).with_name("requirements.txt")
 

@@ -4,6 +4,7 @@
 
 BEFORE and AFTER are built libraries (libvolta_fa_core.so) or folders of compiled kernels (target/volta-fa-kernels; the newest entry
 of each kernel counts). Exits with 0 if both have the same kernels with the same machine code, else with 1.
+tests/test_kernel_binaries.py and benchmarks/marks.py use kernels().
 
 Needs Python's standard library and libzstd. Disassembles differing kernels with the nvdisasm of VOLTA_SIM_NVDISASM or of triton,
 if there is one.
@@ -22,6 +23,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,8 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ELF_MAGIC = b"\x7fELF"
 #: An ELF file's machine, at byte 18, if it is a cubin.
 EM_CUDA = 190
+#: An entry of ELF's table of sections, in the order of the file. `name` is an offset in the section of names.
+SectionHeader = namedtuple("SectionHeader", "name type flags address offset size link info")
 #: Shown lines of a difference, per kernel.
 SHOWN = 12
 
@@ -81,21 +85,16 @@ class Zstd:
 def parse(cubin: bytes) -> tuple[str, Kernel]:
     """Returns the name and the kernel of an ELF cubin: 64-bit ELF, whose header tells its table of sections from byte 40 on."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
-    entry, count, strings = struct.unpack_from("<HHH", cubin, 58)
-    # each: name, type, flags, address, offset, size, link, info
-    headers = [struct.unpack_from("<IIQQQQII", cubin, table + i * entry) for i in range(count)]
-
-    def name(header: tuple[int, ...]) -> str:
-        start = headers[strings][4] + header[0]
-        return cubin[start : cubin.index(b"\0", start)].decode()
-
+    entry_bytes, count, strings = struct.unpack_from("<HHH", cubin, 58)  # strings: index of the section that holds the names
+    headers = [SectionHeader(*struct.unpack_from("<IIQQQQII", cubin, table + i * entry_bytes)) for i in range(count)]
     found, registers, kernel = {}, 0, ""
     for header in headers:
-        section = name(header)
-        if COMPARED.match(section):
-            found[section] = cubin[header[4] : header[4] + header[5]]
-        if section.startswith(".text."):
-            kernel, registers = section.removeprefix(".text."), header[7] >> 24  # the section's info has the registers
+        start = headers[strings].offset + header.name
+        name = cubin[start : cubin.index(b"\0", start)].decode()
+        if COMPARED.match(name):
+            found[name] = cubin[header.offset : header.offset + header.size]
+        if name.startswith(".text."):
+            kernel, registers = name.removeprefix(".text."), header.info >> 24  # registers of a thread
     return kernel, Kernel(cubin, found, registers)
 
 

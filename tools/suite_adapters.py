@@ -17,22 +17,11 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-
-
-def nothing(*_) -> None: ...
-
-
-def anything(_: dict) -> bool:
-    return True
-
-
-def unchanged(source: str, _) -> str:
-    return source
 
 
 @dataclass(frozen=True)
@@ -46,11 +35,11 @@ class Suite:
     #: returns [], if all calls do.
     install: Callable[[Any], Callable[[], list[str]]]
     #: Changes a file's source.
-    adapt: Callable[[str, Any], str] = unchanged
+    adapt: Callable[[str, Any], str] = lambda source, options: source
     #: Changes a file's module at its end.
-    prepare: Callable[[dict, Any], None] = nothing
+    prepare: Callable[[dict, Any], None] = lambda module, options: None
     #: Whether a case of a parameter grid runs.
-    wanted: Callable[[dict], bool] = anything
+    wanted: Callable[[dict], bool] = lambda case: True
     #: A regular expression by the reason that reports show. left_out: ids of tests to skip. known: failures with a known
     #: reason, as `case: message`.
     left_out: dict[str, str] = field(default_factory=dict)
@@ -94,17 +83,17 @@ def adapt_flash_attn(source: str, options) -> str:
 
 
 def adapt_turing(source: str, options) -> str:
-    # it writes tables of failures, if asked
+    # needed only for tables of failures, which the file writes if asked
     return on_device(source.replace("import pandas as pd\n", ""), options)
 
 
 def prepare_flash_attn(module: dict, _) -> None:
-    def normalized(attn_unnorm, q, k, v, query_padding_mask=None, *_, **__):
+    def exact_probabilities(attn_unnorm, q, k, v, query_padding_mask=None, *_, **__):
         """flash-attn returns unnormalized dropout probabilities by tile; here they are exact."""
         hidden = None if query_padding_mask is None else ~query_padding_mask[:, None, :, None]
         return attn_unnorm if hidden is None else attn_unnorm.masked_fill(hidden, 0.0)
 
-    def checked(function):
+    def with_checked_lengths(function):
         @functools.wraps(function)
         def run(*args, **kwargs):
             os.environ["VOLTA_FA_CHECK_LENGTHS"] = "1"
@@ -116,9 +105,9 @@ def prepare_flash_attn(module: dict, _) -> None:
         return run
 
     if "normalize_flash_attn_S" in module:
-        module["normalize_flash_attn_S"] = normalized
+        module["normalize_flash_attn_S"] = exact_probabilities
     # tests that expect errors for lengths in GPU memory
-    module |= {name: checked(function) for name, function in module.items() if fnmatch.fnmatch(name, "test_*_bounds")}
+    module |= {name: with_checked_lengths(function) for name, function in module.items() if fnmatch.fnmatch(name, "test_*_bounds")}
 
 
 def wanted_flash_attn(case: dict) -> bool:
@@ -143,6 +132,21 @@ def adapt_flash_mla(source: str, options) -> str:
     return on_device(before + "    return testcases\n" if loop and "def listed_cases" in before else source, options)
 
 
+@contextlib.contextmanager
+def flash_mla_case(dtype: Any, device: str) -> Iterator[Callable[[], str]]:
+    """Sets torch's defaults for a case, as FlashMLA's files do once. Yields a function that returns what the case printed."""
+    import torch
+
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield lambda: "; ".join(said.getvalue().splitlines()[2:])  # without a line of dashes and the case
+    finally:
+        torch.set_default_device(None)
+
+
 def prepare_sparse_flash_mla(module: dict, cases: list, options) -> None:
     """Puts one parametrized test into a module of FlashMLA's sparse tests: of `cases`, without those that measure time (num_runs > 0)."""
     import torch
@@ -151,15 +155,9 @@ def prepare_sparse_flash_mla(module: dict, cases: list, options) -> None:
     cases = [case for case in cases if case.num_runs == 0]
 
     def test_sparse_flash_mla(case):
-        torch.set_default_dtype(torch.bfloat16)
-        torch.set_default_device(options.device)
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(said):
-                result = run(module["TestParam"](**case))
-        finally:
-            torch.set_default_device(None)
-        assert result is True or getattr(result, "is_correct", False), "; ".join(said.getvalue().splitlines()[2:])
+        with flash_mla_case(torch.bfloat16, options.device) as printed:
+            result = run(module["TestParam"](**case))
+        assert result is True or getattr(result, "is_correct", False), printed()
 
     module["TestParam"].__test__ = False
     module.pop("test_flash_mla", None)
@@ -191,15 +189,11 @@ def prepare_flash_mla(module: dict, options) -> None:
     torch.cuda.get_device_capability = capability
 
     def test_flash_mla(case):
-        torch.set_default_dtype(getattr(torch, case["dtype"]))
-        torch.set_default_device(options.device)  # as the file does once; cases of another file may have reset it
-        said = io.StringIO()
         try:
-            with contextlib.redirect_stdout(said):
+            with flash_mla_case(getattr(torch, case["dtype"]), options.device) as printed:
                 test(param(**{name: value for name, value in case.items() if name != "dtype"}))
         except AssertionError as error:
-            # what the test printed, without its first two lines: a line of dashes and the case
-            raise AssertionError("; ".join(said.getvalue().splitlines()[2:]) or str(error)) from None
+            raise AssertionError(printed() or str(error)) from None
 
     param.__test__ = False
     module["test_flash_mla"] = pytest.mark.parametrize("case", cases)(test_flash_mla)

@@ -42,7 +42,7 @@ import pytest
 from suite_adapters import SUITES, Suite
 
 TORCH_ALONE = "PyTorch alone fails too"
-#: Environment variable with the options as JSON, for the processes that run cases.
+#: Environment variable with the options as JSON, for the processes that run cases: main()'s, and `alone`, true to run without volta_fa.
 OPTIONS = "VOLTA_FA_SUITES"
 
 
@@ -69,7 +69,7 @@ def grid(function) -> list[list[dict]]:
 def drawn(axes: list[list[dict]], count: float, wanted: Callable[[dict], bool], rng: random.Random | None) -> list[dict]:
     """Returns at most `count` different wanted cases, each a value of every axis: random ones, or the first without rng.
 
-    Does not expand the grid, which takes minutes.
+    Does not expand the grid, which takes minutes. A case has a number: its index in the expanded grid.
     """
     total, draws = math.prod(map(len, axes)), 100_000
     numbers: Iterable[int] = range(total)
@@ -119,7 +119,8 @@ def asked_for(name: str, options) -> bool:
 def prepare(module: dict) -> None:
     """Runs at the end of each module of a suite. Replaces the parameter grids of its tests by samples, whose ids name the parameters."""
     options = types.SimpleNamespace(**json.loads(os.environ[OPTIONS]))
-    suite, listed = SUITES[options.suite], options.cases and {case.rpartition("::")[2] for case in options.cases}
+    suite = SUITES[options.suite]
+    listed = options.cases and {case.rpartition("::")[2] for case in options.cases}  # names of --cases, without files
     suite.prepare(module, options)
     for name, function in [(n, f) for n, f in module.items() if n.startswith("test_") and inspect.isfunction(f)]:
         axes = [[case for case in axis if fits(case, options.where)] for axis in grid(function)]
@@ -130,8 +131,10 @@ def prepare(module: dict) -> None:
             def wanted(case, name=name):
                 return fits(case, options.where) and suite.wanted(case) and (not listed or f"{name}[{label(case)}]" in listed)
 
-            rng = None if listed else random.Random(f"{options.seed} {name}")
-            cases = drawn(axes, options.sample or math.inf if not listed else math.inf, wanted, rng)
+            if listed:
+                cases = drawn(axes, math.inf, wanted, None)
+            else:
+                cases = drawn(axes, options.sample or math.inf, wanted, random.Random(f"{options.seed} {name}"))
             names = [key for axis in axes for key in axis[0]] if all(axes) else []
             # pytest takes a tuple of one value for the value
             rows = [tuple(case[key] for key in names) if len(names) > 1 else case[names[0]] for case in cases]
@@ -152,7 +155,9 @@ class Worker:
 
     def __init__(self, options):
         self.options, self.suite = options, SUITES[options.suite]
+        #: Returns the reasons of calls that fell back to PyTorch since it was last called.
         self.fallbacks = list if options.alone else self.suite.install(options)
+        #: Whether this process can no longer use its GPU.
         self.lost = False
 
     def runs(self, item) -> bool:
@@ -182,7 +187,8 @@ class Worker:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call):
         report = yield
-        line, lines = 0, str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr or "").splitlines()
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr or ""  # of a skip: (file, line, reason)
+        line, lines = 0, str(reason).splitlines()
         if report.failed and call.excinfo is not None:
             lines = [line.strip() for line in f"{call.excinfo.typename}: {call.excinfo.value}".splitlines() if line.strip()]
             lines = [line for line in lines if not line.startswith("+ ")]  # where pytest took a value from
@@ -190,7 +196,8 @@ class Worker:
             line = [0, *(entry.lineno + 1 for entry in call.excinfo.traceback if os.getcwd() in str(entry.path))][-1]
         if hasattr(report, "wasxfail"):
             lines = ["fails as the suite expects"]
-        report.message, report.line, report.fallbacks = " | ".join(lines[:4])[:500], line, self.fallbacks() if report.when == "call" else []
+        report.message, report.line = " | ".join(lines[:4])[:500], line
+        report.fallbacks = self.fallbacks() if report.when == "call" else []
         self.lost = bool(report.failed and re.search("CUDA error|CUBLAS_STATUS|device-side assert", report.message))
         return report
 
@@ -223,8 +230,10 @@ class Report:
     """pytest plugin of the process that reports: collects what happens to cases, and prints failures."""
 
     def __init__(self, suite: Suite):
+        #: chosen: number of cases. started: seconds of time.monotonic() by case.
         self.suite, self.chosen, self.started = suite, 0, {}
         self.stdout = os.fdopen(os.dup(1), "w")  # pytest keeps what is printed to sys.stdout until its end
+        #: By case: passed, failed, skipped or "passed, with calls that PyTorch ran".
         self.outcomes: dict[str, str] = {}
         self.skipped, self.fell_back, self.failures = Counter(), Counter(), []
 
@@ -261,6 +270,7 @@ class Report:
             self.outcomes[report.nodeid] = "passed, with calls that PyTorch ran" if fallbacks else "passed"
 
     def fail(self, nodeid: str, message: str, line: int) -> None:
+        """Records a failure with its known reason, if the suite has one, and prints it."""
         case = case_name(nodeid)
         known = next((why for why, pattern in self.suite.known.items() if re.search(pattern, f"{case}: {message}")), "")
         self.outcomes[nodeid] = "failed"
@@ -287,8 +297,9 @@ class Report:
 
 
 def common(cases: Iterable[str]) -> list[str]:
-    """Returns the parameters that all of these cases share."""
-    return sorted(set.intersection(*(set(re.split(r"-(?=\w+=)", case.partition("[")[2].removesuffix("]"))) for case in cases)) - {""})
+    """Returns the parameters that all of these cases share. A case is as `file.py::test[causal=True-d=64]`."""
+    parameters = (set(re.split(r"-(?=\w+=)", case.partition("[")[2].removesuffix("]"))) for case in cases)
+    return sorted(set.intersection(*parameters) - {""})
 
 
 class Signals:

@@ -101,7 +101,7 @@ class Release:
 
 
 class Failure(Exception):
-    """A release that cannot be installed or run."""
+    """A release cannot be installed or run; the message says why."""
 
 
 def run(command: list[str | Path], log: Path, cwd: str | Path = "/", success: tuple[int, ...] = (0,), **environment: str) -> str:
@@ -181,7 +181,7 @@ def old_libraries(folder: Path) -> Path:
 
 
 def complaint(folder: Path, torch: Path, shim: Path) -> str:
-    """Returns the errors with this torch package and this shim; empty if there are none."""
+    """Returns the errors when this torch package and this shim load with the old libraries in `folder`; empty if there are none."""
     path = ":".join(str(folder / part) for part in _LIBRARIES)
     libraries = [torch / "lib" / name for name in ("libc10.so", "libtorch_cpu.so")]
     command = [folder / _LIBRARIES[0] / "ld-linux-x86-64.so.2", "--library-path", path, folder / _PROGRAM, *libraries, shim]

@@ -95,7 +95,7 @@ def site_links(markdown: str, name: str) -> str:
             return f"{image}[{text}]({os.path.relpath(uri, os.path.dirname(name) or '.')}{hash_}{anchor})"
         return text if (REPOSITORY / found).exists() else link[0]
 
-    # replaces code, whose brackets are no links, by NUL, number, NUL, and puts it back at the end
+    # hides code, whose brackets are no links: NUL, number, NUL stands for it until the links are rewritten
     code: list[str] = []
 
     def hide(found: re.Match[str]) -> str:

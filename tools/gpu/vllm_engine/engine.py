@@ -23,13 +23,11 @@ VOCABULARY, FIRST_IMAGE_TOKEN = 4096, 4088
 #: Tokens of prompts: below, at and above vLLM's block sizes, kernels' tiles and the limit of a step's tokens (2,048).
 LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]
 LENGTHS += [1600, 2000, 2047, 2049, 2500, 2999, 3000]
-#: Tokens of a prompt that stand for an image (IMAGE_TOKENS of models.py): Gemma 3's <start_of_image>; Gemma 4's <|image|>; Qwen's
-#: <|vision_start|>, <|image_pad|> and <|vision_end|>; Molmo 2's <|image|>, after the vocabulary. PaliGemma has none: vLLM puts an image
-#: before the prompt.
+#: Tokens of a prompt that stand for an image, counted from FIRST_IMAGE_TOKEN (IMAGE_TOKENS of models.py): Gemma 3's <start_of_image>;
+#: Gemma 4's <|image|>; Qwen's <|vision_start|>, <|image_pad|> and <|vision_end|>; Molmo 2's <|image|>, after the vocabulary. PaliGemma has
+#: none: vLLM puts an image before the prompt.
 IMAGE_MARKS = {"gemma3": [0], "gemma4": [1], "qwen3-vl": [0, 1, 3], "paligemma2": [], "molmo2": [8]}
 ENCODER_LENGTHS = [4, 5, 17, 63, 64, 100, 200, 300, 500]
-#: The job, which main() reads.
-job: dict = {}
 
 
 def prompts(kind: str) -> tuple[list[list[int]], int]:
@@ -65,6 +63,7 @@ def image_prompts(model: str) -> list[dict]:
     mark = [FIRST_IMAGE_TOKEN + i for i in IMAGE_MARKS[model]]
 
     def image(width, height):
+        """An image of 8x6 random colors, smoothed to this size in pixels."""
         colors = torch.randint(0, 256, (6, 8, 3), generator=generator, dtype=torch.uint8)
         return Image.fromarray(colors.numpy()).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -80,8 +79,8 @@ def image_prompts(model: str) -> list[dict]:
     return found
 
 
-def start(models: Path, **options):
-    """Returns the engine of this job. `options` are arguments of vllm.LLM; the job's own override them."""
+def start(job: dict, models: Path, **options):
+    """Returns the engine of a job. `options` are arguments of vllm.LLM; the job's own override them."""
     import molmo2  # noqa: F401, which registers what older transformers lack
     import vllm.config.model as limits
     from vllm import LLM
@@ -92,13 +91,13 @@ def start(models: Path, **options):
     return LLM(model=str(models / job["model"]), **defaults | options | job.get("engine", {}))
 
 
-def run_tokens(models: Path) -> dict:
+def run_tokens(job: dict, models: Path) -> dict:
     """Generates greedily, twice. Returns both rounds, a model's prompts with images expanded, and the counters of jobs.COUNTS."""
     from vllm import SamplingParams
 
     with_images = job.get("prompts") == "images"
     limits = {"limit_mm_per_prompt": {"image": 3 if IMAGE_MARKS[job["model"]] else 1, "video": 0}} if with_images else {}
-    llm = start(models, max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not with_images, **limits)
+    llm = start(job, models, max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not with_images, **limits)
     texts, new = ([], 64) if with_images else prompts(job.get("prompts", "mixed"))
     inputs = image_prompts(job["model"]) if with_images else [{"prompt_token_ids": text} for text in texts]
     logprobs = 2 if job.get("logprobs", True) else None
@@ -128,11 +127,11 @@ def run_tokens(models: Path) -> dict:
     return result
 
 
-def run_encoder(models: Path) -> dict:
-    """Embeds, here and with transformers in float32, and returns the relative errors of the embeddings."""
+def run_encoder(job: dict, models: Path) -> dict:
+    """Returns the errors of embeddings against transformers in float32, and the least distance of two of these. Embeddings have norm 1."""
     from transformers import BertModel
 
-    llm = start(models, runner="pooling", enforce_eager=True)
+    llm = start(job, models, runner="pooling", enforce_eager=True)
     rng = random.Random(1)
     texts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in ENCODER_LENGTHS]
     outputs = llm.embed([{"prompt_token_ids": text} for text in texts], use_tqdm=False)
@@ -147,10 +146,9 @@ def run_encoder(models: Path) -> dict:
 
 def main() -> None:
     """Runs the job, and writes its result or its error."""
-    begin = time.time()
-    job.update(json.loads(Path(sys.argv[1]).read_text()))
+    begin, job = time.time(), json.loads(Path(sys.argv[1]).read_text())
     try:
-        result = {"tokens": run_tokens, "encoder": run_encoder}[job["kind"]](Path(sys.argv[3]))
+        result = {"tokens": run_tokens, "encoder": run_encoder}[job["kind"]](job, Path(sys.argv[3]))
     except Exception as error:
         if job.get("refused", "\0") not in str(error):  # no error has "\0"
             raise

@@ -152,37 +152,35 @@ def latent_jobs() -> list[dict]:
     ]
 
 
+def jobs_with_images(model: str, more: bool = False) -> list[dict]:
+    """Returns a model's pair of jobs with images, and one with CUDA graphs. `more`: also with chunks of 256 tokens, and an fp8 cache."""
+    images, engine = {"env": _VISION, "prompts": "images"}, _EAGER | _SDPA
+    found = pair(model, model, engine=engine, **images)
+    found += [job(f"{model}-graph-custom", model, OURS, engine=_SDPA, **images)]
+    if more:
+        found += [job(f"{model}-chunked-custom", model, OURS, engine=engine | {"max_num_batched_tokens": 256}, **images)]
+        found += pair(f"{model}-fp8", model, engine=engine | {"kv_cache_dtype": "fp8"}, **images)
+    return found
+
+
 def image_jobs() -> list[dict]:
     """Returns the jobs of models with images. In the language models but Qwen3-VL's, tokens of an image see each other."""
-    images = {"prompts": "images", "engine": _EAGER | _SDPA}
-    chunks = images | {"engine": _EAGER | _SDPA | {"max_num_batched_tokens": 256}}
-    fp8 = images | {"engine": _EAGER | _SDPA | {"kv_cache_dtype": "fp8"}}
-    without = {"engine": _EAGER | {"limit_mm_per_prompt": {"image": 0}}}
     return [
-        *pair("qwen3-vl", "qwen3-vl", env=_VISION, **images),
-        job("gemma3-vision-custom", "gemma3", TRITON, env=_VISION, **images),
-        *pair("gemma3", "gemma3", env=_VISION, **images),
-        job("gemma3-graph-custom", "gemma3", OURS, env=_VISION, prompts="images", engine=_SDPA),
-        job("gemma3-chunked-custom", "gemma3", OURS, env=_VISION, **chunks),
-        *pair("gemma3-fp8", "gemma3", env=_VISION, **fp8),
-        job("qwen3-vl-graph-custom", "qwen3-vl", OURS, env=_VISION, prompts="images", engine=_SDPA),
-        *pair("gemma3-text", "gemma3", **without),
+        *jobs_with_images("qwen3-vl"),
+        job("gemma3-vision-custom", "gemma3", TRITON, env=_VISION, prompts="images", engine=_EAGER | _SDPA),
+        *jobs_with_images("gemma3", more=True),
+        *pair("gemma3-text", "gemma3", engine=_EAGER | {"limit_mm_per_prompt": {"image": 0}}),
         *pair("gemma4-text", "gemma4-text", engine=_EAGER),
         job("gemma4-text-graph-custom", "gemma4-text", OURS),
-        *pair("gemma4", "gemma4", env=_VISION, **images),
-        job("gemma4-graph-custom", "gemma4", OURS, env=_VISION, prompts="images", engine=_SDPA),
-        job("gemma4-chunked-custom", "gemma4", OURS, env=_VISION, **chunks),
-        *pair("gemma4-fp8", "gemma4", env=_VISION, **fp8),
-        *pair("paligemma2", "paligemma2", env=_VISION, **images),
-        job("paligemma2-graph-custom", "paligemma2", OURS, env=_VISION, prompts="images", engine=_SDPA),
-        *pair("molmo2", "molmo2", env=_VISION, **images),
-        job("molmo2-graph-custom", "molmo2", OURS, env=_VISION, prompts="images", engine=_SDPA),
+        *jobs_with_images("gemma4", more=True),
+        *jobs_with_images("paligemma2"),
+        *jobs_with_images("molmo2"),
     ]
 
 
 def fork_jobs() -> list[dict]:
     """Returns the jobs of 1Cat-vLLM: its three ways to volta_fa (docs/guides/1cat-vllm.md)."""
-    name, cached = "FLASH_ATTN_V100", {"enable_prefix_caching": True}
+    name, cached = "FLASH_ATTN_V100", {"enable_prefix_caching": True}  # name: 1Cat-vLLM's for its backend
     backend = {"VOLTA_FA_VLLM_1CAT": "backend", "VOLTA_FA_LOG": "1"}
     kernels = ("FA2_D256_PREFILL", "FP8_PREFILL_BRIDGE", "PREFILL_GATHER_DENSE")  # of 1Cat-vLLM, which would take long prompts
     package = {"VOLTA_FA_VLLM_1CAT": "package", "VOLTA_FA_LOG": "1"} | {f"VLLM_FLASH_V100_{kernel}": "0" for kernel in kernels}

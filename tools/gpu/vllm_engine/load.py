@@ -17,14 +17,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import psutil
 
 #: Tokens of the model, prompts, and the most tokens that a request generates.
 VOCABULARY, PROMPTS, NEW_TOKENS = 4096, 48, 96
-#: One in 20 arrivals is of BURST requests at once. CANCELLED and SAMPLED (in place of greedy) are fractions of the requests.
-ARRIVALS_PER_S, BURST, CANCELLED, SAMPLED = 6.0, 64, 0.3, 0.1
+#: An arrival is one request, or with BURST_PROBABILITY as many as BURST. CANCELLED and SAMPLED (in place of greedy) are fractions of the
+#: requests.
+ARRIVALS_PER_S, BURST, BURST_PROBABILITY, CANCELLED, SAMPLED = 6.0, 64, 0.05, 0.3, 0.1
 #: Largest difference of log-probabilities, in nats, that rounding explains. compare.py measures it between vLLM's own backends.
 TIE = 0.05
 #: Tokens of a step whose log-probabilities are kept: more than two can tie.
@@ -135,10 +137,20 @@ def memory(root: int) -> tuple[float, float]:
     return host, sum(float(used) for pid, used in pairs if int(pid) in pids)
 
 
+class Memory(NamedTuple):
+    """MB of memory in use, `seconds` after the load began. gpu_mb is 0 if unknown."""
+
+    seconds: float
+    host_mb: float
+    gpu_mb: float
+
+
 async def load(client: Client, checker: Checker, prompts: list, seconds: float, server: int | None) -> dict:
     """Sends requests at random times for the given seconds, and waits for all. Returns counts and the server's memory over time."""
     rng, pending, begin = random.Random(13), set(), time.time()
-    counts, samples, errors = {"sent": 0, "cancelled": 0, "sampled": 0}, [], []
+    counts = {"sent": 0, "cancelled": 0, "sampled": 0}
+    samples: list[Memory] = []
+    errors: list[str] = []
 
     async def one(i, new, stop_after, temperature):
         try:
@@ -151,26 +163,29 @@ async def load(client: Client, checker: Checker, prompts: list, seconds: float, 
             errors.append(repr(error))
 
     while time.time() - begin < seconds:
-        for _ in range(BURST if rng.random() < 0.05 else 1):
+        for _ in range(BURST if rng.random() < BURST_PROBABILITY else 1):
             cancelled, sampled = rng.random() < CANCELLED, rng.random() < SAMPLED
             new = rng.randrange(1, NEW_TOKENS + 1)
-            request = one(rng.randrange(len(prompts)), new, rng.randrange(new) if cancelled else None, 0.8 if sampled else 0.0)
+            prompt, stop_after = rng.randrange(len(prompts)), rng.randrange(new) if cancelled else None
+            request = one(prompt, new, stop_after, temperature=0.8 if sampled else 0.0)
             task = asyncio.create_task(request)
             pending.add(task)
             task.add_done_callback(pending.discard)
             for name, value in (("sent", 1), ("cancelled", cancelled), ("sampled", sampled)):
                 counts[name] += value
-        if server and (not samples or time.time() - begin - samples[-1][0] > 5):
-            samples.append((time.time() - begin, *await asyncio.to_thread(memory, server)))
+        if server and (not samples or time.time() - begin - samples[-1].seconds > 5):
+            samples.append(Memory(time.time() - begin, *await asyncio.to_thread(memory, server)))
         await asyncio.sleep(rng.expovariate(ARRIVALS_PER_S))
     await asyncio.gather(*pending)
     return {**counts, "errors": errors, "memory": samples}
 
 
-def growth(samples: list, column: int) -> float:
+def growth(samples: list[Memory]) -> dict[str, float]:
     """Returns the MB by which memory grew in the last third. Before, PyTorch's allocator grows with the largest batches so far."""
-    values = [sample[column] for sample in samples]
-    return values[-1] - values[len(values) * 2 // 3] if values else 0.0
+    if not samples:
+        return {"host_mb": 0.0, "gpu_mb": 0.0}
+    first, last = samples[len(samples) * 2 // 3], samples[-1]
+    return {"host_mb": last.host_mb - first.host_mb, "gpu_mb": last.gpu_mb - first.gpu_mb}
 
 
 async def measure(options, url: str, server: subprocess.Popen | None) -> dict:
@@ -205,7 +220,7 @@ async def measure(options, url: str, server: subprocess.Popen | None) -> dict:
         result["counters"] = {n: after[n] - before[n] for n in after if n.endswith("_total") and after[n] != before.get(n)}
         for i in range(0, PROMPTS, 4):
             checker.check(i, *await client.complete(prompts[i]))
-    result["growth"] = {"host_mb": growth(result["memory"], 1), "gpu_mb": growth(result["memory"], 2)}
+    result["growth"] = growth(result["memory"])
     return result | {key: value for key, value in vars(checker).items() if key != "quiet"}
 
 

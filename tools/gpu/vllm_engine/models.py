@@ -18,6 +18,7 @@ VOCABULARY = 4096
 LORA_RANK = 8
 #: Tokens that begin and end a text.
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+#: Arguments of transformers' configurations that most models share.
 _LLAMA = {"num_hidden_layers": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False, **_ENDS}
 _SMALL = {"hidden_size": 1024, "intermediate_size": 2048, **_LLAMA}
 #: MLA with latents of DeepSeek's sizes. All four layers are dense (first_k_dense_replace), so no expert is used.
@@ -56,7 +57,7 @@ _GEMMA4 = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512,
     **_WINDOWS, **_SMALL | {"tie_word_embeddings": True},
 }  # fmt: skip
-#: A vision encoder with the headdim of Qwen3-VL's and SigLIP's, 72.
+#: A vision encoder with the headdim of Qwen3-VL's and SigLIP's: 72, with 8 heads.
 _VISION = {"hidden_size": 576, "intermediate_size": 1024}
 #: The first token that stands for an image or its ends, in models with images.
 FIRST_IMAGE_TOKEN = VOCABULARY - 8
@@ -230,34 +231,25 @@ def write_tokenizer(name: str, folder: Path) -> None:
 
 def write_model(name: str, folder: Path, device: str) -> None:
     """Writes configuration, weights and tokenizer."""
-    if name == "molmo2":
-        write_molmo2(folder, device)
-        return
-    config = CONFIGS[name]
-    with torch.device("meta"):
-        kind = t.AutoModel if name == "bert" else t.AutoModelForImageTextToText if name in IMAGE_TOKENS else t.AutoModelForCausalLM
-        model = kind.from_config(config, dtype=torch.float16)
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "molmo2":  # transformers 5.17 does not have it
+        molmo2.write_config(folder)
+        shapes = molmo2.shapes()
+    else:
+        with torch.device("meta"):
+            kind = t.AutoModel if name == "bert" else t.AutoModelForImageTextToText if name in IMAGE_TOKENS else t.AutoModelForCausalLM
+            model = kind.from_config(CONFIGS[name], dtype=torch.float16)
+        shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+        CONFIGS[name].architectures, CONFIGS[name].dtype = [type(model).__name__], "float16"
+        CONFIGS[name].save_pretrained(folder)
     generator = torch.Generator(device).manual_seed(1)
-    state = {key: draw(name, key, p.shape, generator).half().cpu() for key, p in model.named_parameters()}
+    state = {key: draw(name, key, torch.Size(shape), generator).half().cpu() for key, shape in shapes.items()}
     if name in ("gemma3", "paligemma2"):  # checkpoints have an older name, which vLLM reads
         state = {key.replace("vision_tower.", "vision_tower.vision_model."): x for key, x in state.items()}
     if name == "qwen3.5":
         state |= drafter(state, generator)
-    folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config.architectures, config.dtype = [type(model).__name__], "float16"
-    config.save_pretrained(folder)
     write_tokenizer(name, folder)
-
-
-def write_molmo2(folder: Path, device: str) -> None:
-    """Writes a model that transformers 5.17 does not have."""
-    generator = torch.Generator(device).manual_seed(1)
-    state = {key: draw("molmo2", key, torch.Size(shape), generator).half().cpu() for key, shape in molmo2.shapes().items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    molmo2.write_config(folder)
-    write_tokenizer("molmo2", folder)
 
 
 def write_lora(folder: Path) -> None:

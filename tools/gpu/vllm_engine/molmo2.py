@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 VOCABULARY = 4096
 TOKENS = ("<|image|>", "<|video|>", "<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>", "<frame_start>",
           "<frame_end>", "<im_low>")  # fmt: skip
-#: Patches of a crop's side, and of the side of a square of patches that one token stands for.
-_SIDE, _POOL = 14, 2
+#: Patches of a crop's side, pixels of a patch's side, and patches of the side of a square that one token stands for.
+_SIDE, _PATCH, _POOL = 14, 14, 2
 _VISION = {
     "hidden_size": 576, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
-    "head_dim": 72, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "image_default_input_size": [14 * _SIDE] * 2,
-    "image_patch_size": 14, "image_num_pos": _SIDE**2,
+    "head_dim": 72, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "image_default_input_size": [_PATCH * _SIDE] * 2,
+    "image_patch_size": _PATCH, "image_num_pos": _SIDE**2,
 }  # fmt: skip
 _ADAPTER = {
     "vit_layers": [-1, -3], "pooling_attention_mask": True, "hidden_size": 576, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -69,8 +69,8 @@ class Molmo2Config(t.PreTrainedConfig):
 class Molmo2ImageProcessor:
     """Makes two crops of each image. vLLM reads the attributes."""
 
-    patch_size, pooling_size, max_crops, overlap_margins = 14, [_POOL, _POOL], 1, (0, 0)
-    size: ClassVar = {"height": 14 * _SIDE, "width": 14 * _SIDE}
+    patch_size, pooling_size, max_crops, overlap_margins = _PATCH, [_POOL, _POOL], 1, (0, 0)
+    size: ClassVar = {"height": _PATCH * _SIDE, "width": _PATCH * _SIDE}
 
     def __init__(self) -> None:
         self._resize = t.SiglipImageProcessor(size=self.size)
@@ -78,7 +78,7 @@ class Molmo2ImageProcessor:
     def __call__(self, images: list, return_tensors: str = "pt") -> t.BatchFeature:
         """Returns pixel_values (crops, patches, values of a patch), and the patches of each token by their index in an image."""
         pixels = self._resize(images, return_tensors="pt")["pixel_values"].repeat_interleave(2, 0)
-        patches = pixels.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
+        patches = pixels.unfold(2, _PATCH, _PATCH).unfold(3, _PATCH, _PATCH).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
         pooled = torch.arange(_SIDE**2).view(_SIDE, _SIDE).unfold(0, _POOL, _POOL).unfold(1, _POOL, _POOL).reshape(-1, _POOL**2)
         rows, count = _SIDE // _POOL, len(images)
         found = {
@@ -199,9 +199,13 @@ class Molmo2Reference:
         return F.linear(x, self._state[f"{name}.weight"], self._state.get(f"{name}.bias"))
 
     def _attend(self, name: str, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        q, k, v = (self._linear(f"{name}.{w}", x).unflatten(-1, (8, 72)).transpose(1, 2)
-                   for w, x in (("wq", queries), ("wk", keys), ("wv", keys)))  # fmt: skip
-        scores = (q @ k.transpose(-1, -2) * 72**-0.5).softmax(-1)
+        """Attends by a vision layer's or the adapter's weights, which have the same heads. Returns (entries, queries, hidden)."""
+
+        def heads(weight: str, x: torch.Tensor) -> torch.Tensor:
+            return self._linear(f"{name}.{weight}", x).unflatten(-1, (-1, _VISION["head_dim"])).transpose(1, 2)
+
+        q, k, v = heads("wq", queries), heads("wk", keys), heads("wv", keys)
+        scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
         return self._linear(f"{name}.wo", (scores @ v).transpose(1, 2).flatten(2))
 
     def features(self, pixel_values: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:

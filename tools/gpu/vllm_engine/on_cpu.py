@@ -14,7 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import molmo2
 import torch
 import transformers
 import vllm.config.model as limits
@@ -33,7 +32,7 @@ from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
 from vllm.v1.engine.core import get_global_kv_cache_groups, resolve_kv_cache_layout
 from vllm.v1.worker.gpu import attn_utils as runner
 
-from reference import additive, mask_of_images, visible_with_anchors
+import reference
 from volta_fa.integrations.vllm.backend import VoltaBackend
 
 DEVICE = torch.device("cpu")
@@ -116,18 +115,12 @@ def embed(config, model, prompt: dict) -> tuple[list[int], list, torch.Tensor]:
 
 
 def exact(folder: Path, tokens: list[int], prompt: dict | None) -> torch.Tensor:
-    """Returns the log-probabilities by transformers."""
-    options: dict = {"dtype": torch.float32, "attn_implementation": "eager"}
-    kind = transformers.AutoModelForCausalLM if prompt is None else transformers.AutoModelForImageTextToText
-    model = molmo2.Molmo2Reference(folder).to("cpu") if folder.name == "molmo2" else kind.from_pretrained(folder, **options)
-    ids, options = torch.tensor([tokens]), {}
+    """Returns the log-probabilities of the vocabulary after each token, (tokens, VOCABULARY), by transformers."""
+    model, ids, images = reference.load_model(folder, prompt is not None).to("cpu"), torch.tensor([tokens]), None
     if prompt is not None:
-        is_image = ids >= VOCABULARY if folder.name == "molmo2" else ids == model.config.image_token_id
-        images = transformers.AutoProcessor.from_pretrained(folder).image_processor
-        options = {**images(prompt["multi_modal_data"]["image"], return_tensors="pt"), **mask_of_images(folder.name, is_image)}
-        options.pop("num_soft_tokens_per_image", None)
-    if anchored := os.environ.get("VOLTA_FA_VLLM_ANCHORED_WINDOW"):
-        options["attention_mask"] = additive(visible_with_anchors(len(tokens), *map(int, anchored.split(":"))))
+        processor = transformers.AutoProcessor.from_pretrained(folder).image_processor
+        images = processor(prompt["multi_modal_data"]["image"], return_tensors="pt")
+    options = reference.arguments(folder.name, model, ids, images, os.environ.get("VOLTA_FA_VLLM_ANCHORED_WINDOW"))
     return model(ids, use_cache=False, **options).logits[0].log_softmax(-1)
 
 

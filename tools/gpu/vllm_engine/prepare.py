@@ -34,6 +34,7 @@ UNUSED = (
     "vllm/_deepselect", "vllm/cumem_allocator",
 )  # fmt: skip
 UNUSED_SITE = ("mistral_common/data", "pycountry/locales", "bin")  # of vLLM's dependencies
+#: Libraries of FlashAttention 2 and 3 in vLLM's wheels.
 FA2, FA3 = (f"vllm/vllm_flash_attn/_vllm_fa{i}_C.abi3.so" for i in (2, 3))
 #: Releases whose FlashAttention 3 is packed.
 WITH_FA3 = ["0.33.0", "0.26.0"]
@@ -128,6 +129,7 @@ def pack(archive: Path, work: Path, wanted: Callable[[str], bool]) -> None:
 #
 # The section has containers, each with one entry per architecture. Zeros compress to nothing, and host code stays as it is.
 
+#: How both begin. Container: magic, version, bytes of the header, bytes after it. Entry: kind, version, bytes of the header and the code.
 _CONTAINER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ")
 _MAGIC = 0xBA55ED50
 _ARCH = 28  # bytes from an entry to its architecture
@@ -145,10 +147,10 @@ class Entry(NamedTuple):
 
 def section(data: bytearray, wanted: bytes) -> range:
     """Returns the range of a section of a 64-bit ELF file, empty if the file has none of this name."""
-    (table,) = struct.unpack_from("<Q", data, 0x28)
-    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    (table,) = struct.unpack_from("<Q", data, 0x28)  # offset of the table of sections
+    size, count, names = struct.unpack_from("<HHH", data, 0x3A)  # bytes of an entry, entries, index of the section with the names
     headers = [struct.unpack_from("<IIQQQQ", data, table + i * size) for i in range(count)]
-    strings = headers[names][4]
+    strings = headers[names][4]  # its offset in the file
     for name, _, _, _, offset, length in headers:
         if data.startswith(wanted + b"\0", strings + name):
             return range(offset, offset + length)

@@ -44,6 +44,33 @@ def mask_of_images(model: str, is_image: torch.Tensor) -> dict[str, torch.Tensor
     return {"token_type_ids" if model == "gemma3" else "mm_token_type_ids": is_image.int()}
 
 
+def load_model(folder: Path, with_images: bool):
+    """Returns the model in a folder of models.py, in float32 with eager attention."""
+    if folder.name == "molmo2":
+        return Molmo2Reference(folder)
+    kind = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def arguments(name: str, model, ids: torch.Tensor, images: dict | None, anchored: str | None) -> dict:
+    """Returns the arguments of a model beside its tokens: images and its attention mask.
+
+    Args:
+        name: the model's, in models.py.
+        ids: int64 (1, tokens).
+        images: what its image processor returned for one prompt.
+        anchored: VOLTA_FA_VLLM_ANCHORED_WINDOW, as "anchors:window".
+    """
+    options: dict = {}
+    if images is not None:
+        is_image = ids >= VOCABULARY if name == "molmo2" else ids == model.config.image_token_id
+        options = {**images, **mask_of_images(name, is_image)}
+        options.pop("num_soft_tokens_per_image", None)
+    if anchored:
+        options["attention_mask"] = additive(visible_with_anchors(ids.shape[1], *map(int, anchored.split(":"))))
+    return options
+
+
 def errors(model, job: dict, result: dict) -> list[float]:
     """Returns the error of each generated token's log-probability, of the first round."""
     found = []
@@ -53,21 +80,15 @@ def errors(model, job: dict, result: dict) -> list[float]:
         images = [processor(p["multi_modal_data"]["image"], return_tensors="pt").to(DEVICE) for p in image_prompts(job["model"])]
     else:
         texts, _ = prompts(job.get("prompts", "mixed"))
-    first = result["rounds"][0]
+    first, anchored = result["rounds"][0], job.get("env", {}).get("VOLTA_FA_VLLM_ANCHORED_WINDOW")
     for i, (text, tokens, steps) in enumerate(zip(texts, first["tokens"], first["logprobs"], strict=True)):
         if job.get("lora"):  # every other prompt used the adapter (engine.py)
             model.base_model.enable_adapter_layers() if i % 2 else model.base_model.disable_adapter_layers()
-        ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
-        options = {}
         if images:
             stop = next((k for k, token in enumerate(tokens, 1) if token >= FIRST_IMAGE_TOKEN), None)
             tokens = tokens[:stop]  # transformers counts a generated image token as a part of an image
-            ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
-            is_image = ids >= VOCABULARY if job["model"] == "molmo2" else ids == model.config.image_token_id
-            options = {**images[i], **mask_of_images(job["model"], is_image)}
-            options.pop("num_soft_tokens_per_image", None)
-        if anchored := job.get("env", {}).get("VOLTA_FA_VLLM_ANCHORED_WINDOW"):
-            options["attention_mask"] = additive(visible_with_anchors(ids.shape[1], *map(int, anchored.split(":"))))
+        ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
+        options = arguments(job["model"], model, ids, images[i] if images else None, anchored)
         with torch.no_grad():
             logits = model(ids, use_cache=False, **options).logits[0, -len(tokens) :]
         exact = logits.double().log_softmax(-1).gather(1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
@@ -82,17 +103,14 @@ def main() -> None:
     jobs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.job.json"))]
     jobs = [j for j in jobs if j["kind"] == "tokens" and j.get("logprobs", True) and (folder / f"{j['name']}.json").exists()]
     measured, loaded, model = {}, None, None
-    for job in sorted(jobs, key=lambda j: (j["model"], j.get("lora", False))):
+    for job in sorted(jobs, key=lambda j: (j["model"], j.get("lora", False))):  # so that each model is loaded once
         result = json.loads((folder / f"{job['name']}.json").read_text())
         if "rounds" not in result:
             continue
         try:
             if loaded != (job["model"], job.get("lora", False)):
-                model = None
-                kind = AutoModelForImageTextToText if "prompts" in result else AutoModelForCausalLM
-                options = {"dtype": torch.float32, "attn_implementation": "eager"}
-                folder_of = models / job["model"]
-                model = Molmo2Reference(folder_of) if job["model"] == "molmo2" else kind.from_pretrained(folder_of, **options)
+                model = None  # frees the memory of the model before
+                model = load_model(models / job["model"], with_images="prompts" in result)
                 if job.get("lora"):
                     from peft import PeftModel
 

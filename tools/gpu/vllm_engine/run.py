@@ -23,6 +23,7 @@ from jobs import FORK, NEWEST, jobs
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
+#: FlashAttention 3's library, which prepare.py packs for some versions.
 FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 
@@ -74,7 +75,7 @@ def environment(job: dict, work: Path) -> dict[str, str]:
 
 
 def files_of(job: dict, options) -> list[Path]:
-    """Returns the files of a job: NAME.job.json, which it writes; NAME.json, the result, which it removes; NAME.log."""
+    """Returns the paths of a job's files: NAME.job.json, which this writes; NAME.json, the result, which this removes; NAME.log."""
     folder = options.output / job["version"]
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{job['name']}{end}" for end in (".job.json", ".json", ".log")]
@@ -144,7 +145,7 @@ def main() -> int:
     versions = options.versions or [path.name.removeprefix("vllm-") for path in sorted(options.work.glob("vllm-[0-9]*"), reverse=True)]
     found = [j for v in versions for j in jobs(v, (options.work / f"vllm-{v}/{FA3}").exists())]
     found = [job for job in found if not options.only or job["name"] in options.only]
-    found.sort(key=lambda job: job["kind"] != "load")  # the longest first
+    found.sort(key=lambda job: job["kind"] != "load")  # jobs of kind load first: they take longest
     gpus = max(torch.cuda.device_count(), 1)
     for job in found:
         if job.get("gpus", 1) > gpus:

@@ -2,7 +2,7 @@
 
 use crate::env::Env;
 use crate::isa::BarMode;
-use crate::warp::{GState, Warp};
+use crate::warp::{GroupState, Warp};
 
 /// Threads of a warp that execute a BAR.
 pub struct Arrival {
@@ -13,29 +13,30 @@ pub struct Arrival {
     pub group: usize,
     /// threads that the barrier waits for; 0: all of the CTA
     pub threads: u32,
+    /// lanes that arrive, and those of them whose predicate holds, a bit each
     pub mask: u32,
-    /// those whose predicate holds
     pub votes: u32,
 }
 
 /// A named barrier, and the reduction (BAR.RED) over the votes of the threads that have arrived.
 #[derive(Default, Clone)]
-pub struct CtaBar {
-    /// warps that have arrived, and that it expects; 0: all of the CTA
+pub struct NamedBarrier {
+    /// number of warps that have arrived, and that it expects (0: all of the CTA)
     pub arrived: u32,
     pub expect: u32,
     /// warps that have arrived and wait: all but those of BAR.ARV
     pub waiting: Vec<usize>,
-    /// threads that voted yes, and whether one voted no
-    pub popc: u32,
+    /// number of threads that voted yes, and whether one voted no
+    pub yes_votes: u32,
     pub has_no: bool,
 }
 
+/// A resident CTA. `id` is its index (x, y, z) in the grid; `barriers` are by number, 0 to 15.
 pub struct Cta {
     pub id: [u32; 3],
     pub shared: Vec<u8>,
     pub warps: Vec<Warp>,
-    pub bars: Vec<CtaBar>,
+    pub barriers: Vec<NamedBarrier>,
     pub live_warps: u32,
     /// warps released by a barrier since the caller last cleared the list
     pub released: Vec<usize>,
@@ -44,35 +45,33 @@ pub struct Cta {
 impl Cta {
     pub fn new(env: &Env, id: [u32; 3]) -> Self {
         let threads = env.block.iter().product::<u32>();
-        let nw = threads.div_ceil(32);
-        let warps = (0..nw)
-            .map(|i| {
-                let n = (threads - i * 32).min(32);
-                Warp::new(i, env.prog.reg_file, if n == 32 { !0 } else { (1 << n) - 1 })
-            })
-            .collect();
+        let live_warps = threads.div_ceil(32);
+        // the last warp may have fewer than 32 threads
+        let live_lanes = |warp: u32| !0 >> (32 - (threads - warp * 32).min(32));
+        let warps = (0..live_warps).map(|i| Warp::new(i, env.prog.reg_file, live_lanes(i))).collect();
         // all bits set are NaN in fp16 and fp32, so that reads of unwritten shared memory show
-        Cta { id, shared: vec![0xff; env.smem_bytes as usize], warps, bars: vec![CtaBar::default(); 16], live_warps: nw, released: vec![] }
+        let shared = vec![0xff; env.smem_bytes as usize];
+        Cta { id, shared, warps, barriers: vec![NamedBarrier::default(); 16], live_warps, released: vec![] }
     }
     pub fn done(&self) -> bool {
         self.live_warps == 0
     }
 
-    /// Threads of warp `wi` arrive at a barrier. Returns whether the whole warp has arrived. The last warp releases the barrier.
-    pub fn arrive(&mut self, wi: usize, a: Arrival) -> bool {
-        let b = &mut self.bars[a.id];
-        b.popc += a.votes.count_ones();
+    /// Threads of warp `warp_index` arrive at a barrier. Returns whether the whole warp has arrived. The last warp releases the barrier.
+    pub fn arrive(&mut self, warp_index: usize, a: Arrival) -> bool {
+        let b = &mut self.barriers[a.id];
+        b.yes_votes += a.votes.count_ones();
         b.has_no |= a.votes != a.mask;
         b.expect = a.threads / 32;
         if a.mode != BarMode::Arv {
-            let here = GState::Bar(a.id as u8);
-            let w = &mut self.warps[wi];
-            w.groups[a.group].st = here;
-            let waiting = w.groups.iter().filter(|g| g.st == here).fold(0, |m, g| m | g.mask);
+            let here = GroupState::Bar(a.id as u8);
+            let w = &mut self.warps[warp_index];
+            w.groups[a.group].state = here;
+            let waiting = w.groups.iter().filter(|g| g.state == here).fold(0, |m, g| m | g.mask);
             if waiting != w.live {
                 return false;
             }
-            b.waiting.push(wi);
+            b.waiting.push(warp_index);
         }
         b.arrived += 1;
         let need = if b.expect == 0 { self.live_warps } else { b.expect };
@@ -84,24 +83,24 @@ impl Cta {
 
     /// Resets barrier `id`, and lets the warps that wait there run with the result of the last arrival's mode.
     fn bar_release(&mut self, id: usize, mode: Option<BarMode>) {
-        let b = std::mem::take(&mut self.bars[id]);
+        let b = std::mem::take(&mut self.barriers[id]);
         let val = match mode {
-            Some(BarMode::RedPopc) => b.popc,
+            Some(BarMode::RedPopc) => b.yes_votes,
             Some(BarMode::RedAnd) => (!b.has_no as u32).wrapping_neg(),
-            Some(BarMode::RedOr) => ((b.popc > 0) as u32).wrapping_neg(),
+            Some(BarMode::RedOr) => ((b.yes_votes > 0) as u32).wrapping_neg(),
             _ => 0,
         };
-        for wi in b.waiting {
-            let w = &mut self.warps[wi];
+        for warp_index in b.waiting {
+            let w = &mut self.warps[warp_index];
             w.bar_result = val;
             for g in w.groups.iter_mut() {
-                if g.st == GState::Bar(id as u8) {
-                    g.st = GState::Run;
+                if g.state == GroupState::Bar(id as u8) {
+                    g.state = GroupState::Run;
                 }
             }
-            w.cur = 0;
+            w.current = 0;
             w.merge_current();
-            self.released.push(wi);
+            self.released.push(warp_index);
         }
     }
 
@@ -109,7 +108,7 @@ impl Cta {
     pub fn warp_exited(&mut self) {
         self.live_warps -= 1;
         for id in 0..16 {
-            let b = &self.bars[id];
+            let b = &self.barriers[id];
             if b.arrived > 0 && b.expect == 0 && b.arrived >= self.live_warps {
                 // no arrival's mode is kept, so a reduction that an exit completes has the result 0
                 self.bar_release(id, None);
@@ -122,7 +121,7 @@ impl Cta {
         let mut s = String::new();
         for (i, w) in self.warps.iter().enumerate() {
             for g in &w.groups {
-                s += &format!(" warp {i}: pc 0x{:x} mask {:#x} {:?};", g.pc, g.mask, g.st);
+                s += &format!(" warp {i}: pc 0x{:x} mask {:#x} {:?};", g.pc, g.mask, g.state);
             }
         }
         s

@@ -29,9 +29,9 @@ pub fn blank(raw: &RawInst) -> Inst {
         guard: PredOp::TRUE,
         everywhere: 0, // writes in active threads only
         dst: RZ,
-        pdst: [PT; 2],
+        pred_dst: [PT; 2],
         src: [Src::ZERO; 3],
-        psrc: [PredOp::TRUE; 3],
+        pred_src: [PredOp::TRUE; 3],
         mem: MemRef::ZERO,
         bank: 0,                 // constant bank, of instructions that load from one
         target: u32::MAX,        // no branch
@@ -68,19 +68,9 @@ impl<'a> Decoder<'a> {
         for (i, o) in texts.iter().enumerate() {
             let p = operand::parse(o, raw.enc, labels).ok_or_else(|| failure(raw, &format!("operand `{o}`")))?;
             // nvdisasm prints two half immediates, which are one 32-bit immediate of the encoding: drop the second
-            if base.starts_with('H') && i > 0 {
-                if let (Operand::Src(a, _), Some(Operand::Src(b, _))) = (&p, operands.last()) {
-                    // also +INF and -QNAN
-                    let is_float = |s: &str| {
-                        operand::int(s).is_none()
-                            && s.trim_start_matches(['-', '+']).starts_with(|c: char| c.is_ascii_digit() || c == 'I' || c == 'Q')
-                    };
-                    if a.kind == SrcKind::Imm && b.kind == SrcKind::Imm && is_float(o) && is_float(&texts[i - 1]) {
-                        continue;
-                    }
-                }
+            if !(base.starts_with('H') && i > 0 && operand::is_float(o) && operand::is_float(&texts[i - 1])) {
+                operands.push(p);
             }
-            operands.push(p);
         }
         let inst = Inst { guard, mnemonic: mnemonic.to_string(), ..blank(raw) };
         Ok(Decoder { raw, base, mods: parts.collect(), operands: operands.into_iter().peekable(), inst })
@@ -93,6 +83,7 @@ impl<'a> Decoder<'a> {
 
     // ---- modifiers -------------------------------------------------------------------
 
+    /// Returns whether the mnemonic has this part, without its dot.
     pub fn has(&self, modifier: &str) -> bool {
         self.mods.contains(&modifier)
     }
@@ -192,25 +183,25 @@ impl<'a> Decoder<'a> {
         Some(p)
     }
     /// Reads up to `most` predicates as destinations.
-    pub fn opt_pdsts(&mut self, most: usize) -> &mut Self {
+    pub fn opt_pred_dsts(&mut self, most: usize) -> &mut Self {
         for n in 0..most {
             let Some(p) = self.opt_pred() else { break };
-            self.inst.pdst[n] = p.idx;
+            self.inst.pred_dst[n] = p.idx;
         }
         self
     }
     /// Reads up to three predicates as sources.
-    pub fn opt_psrcs(&mut self) -> &mut Self {
+    pub fn opt_pred_srcs(&mut self) -> &mut Self {
         for n in 0..3 {
             let Some(p) = self.opt_pred() else { break };
-            self.inst.psrc[n] = p;
+            self.inst.pred_src[n] = p;
         }
         self
     }
     /// Reads up to three predicates as carries into a sum: absent ones are false.
     pub fn opt_carries(&mut self) -> &mut Self {
-        self.inst.psrc = [PredOp::FALSE; 3];
-        self.opt_psrcs()
+        self.inst.pred_src = [PredOp::FALSE; 3];
+        self.opt_pred_srcs()
     }
     /// Reads `[...]`. Modifier .E makes the base a register pair, or the uniform register if there is one; .64 makes the base a pair too.
     pub fn address(&mut self) -> Result<&mut Self, String> {

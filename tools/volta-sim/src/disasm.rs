@@ -150,22 +150,12 @@ fn parse_listing(text: &str) -> HashMap<String, Listing> {
             let Ok(pc) = u32::from_str_radix(inner, 16) else { continue };
             let body = &rest[end + 2..];
             let semi = body.rfind(';').unwrap_or(body.len());
-            let enc = body[semi..]
-                .find("/* 0x")
-                .and_then(|p| {
-                    let h = &body[semi + p + 5..];
-                    h.find("*/").and_then(|e| u64::from_str_radix(h[..e].trim(), 16).ok())
-                })
-                .unwrap_or(0);
-            let mut txt = body[..semi].trim().trim_start_matches('{').trim().to_string();
-            // the targets of a BRX, as (*"BRANCH_TARGETS .L_x_1,.L_x_2"*)
-            if let Some(p) = txt.find("(*") {
-                txt.truncate(p);
-            }
-            for lab in pending.drain(..) {
-                l.labels.insert(lab, pc);
-            }
-            l.insts.push(RawInst { pc, text: txt.trim().to_string(), enc: enc as u128 });
+            let first_half = body[semi..].split("/* 0x").nth(1).and_then(|hex| hex.split("*/").next());
+            let enc = first_half.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
+            // without an opening brace and the targets of a BRX: (*"BRANCH_TARGETS .L_x_1,.L_x_2"*)
+            let text = body[..semi].trim().trim_start_matches('{').split("(*").next().unwrap_or("").trim();
+            l.labels.extend(pending.drain(..).map(|label| (label, pc)));
+            l.insts.push(RawInst { pc, text: text.to_string(), enc: enc as u128 });
         } else if t.ends_with(':') && !t.contains(' ') {
             pending.push(t[..t.len() - 1].to_string());
         }

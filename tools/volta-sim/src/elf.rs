@@ -86,9 +86,10 @@ fn u32le(b: &[u8], o: usize) -> Result<u32, String> {
     Ok(uint(b, o, 4)? as u32)
 }
 
-/// Base offset of kernel parameters in constant bank 0.
+/// Byte offset of kernel parameters in constant bank 0, on sm_70 and sm_75.
 pub const PARAM_BASE: u32 = 0x160;
 
+// Attributes of `.nv.info`, as cuobjdump names them.
 const EIATTR_FRAME_SIZE: u8 = 0x11;
 const EIATTR_MIN_STACK: u8 = 0x12;
 const EIATTR_KPARAM_INFO: u8 = 0x17;
@@ -163,19 +164,16 @@ impl Cubin {
         relocations: HashMap<String, Vec<Relocation>>,
     ) -> Result<Cubin, String> {
         let by_name: HashMap<&str, usize> = sections.iter().enumerate().map(|(i, s)| (s.name.as_str(), i)).collect();
-        let mut stack: HashMap<String, (u32, u32)> = HashMap::new(); // min_stack and frame, by kernel
+        let (mut min_stack, mut frame) = (HashMap::new(), HashMap::new()); // bytes by kernel
         if let Some(&i) = by_name.get(".nv.info") {
             walk_info(&sections[i].data, |attr, p| {
-                if (attr == EIATTR_FRAME_SIZE || attr == EIATTR_MIN_STACK) && p.len() >= 8 {
-                    let sym = u32le(p, 0)? as usize;
-                    if let Some(s) = symbols.get(sym) {
-                        let e = stack.entry(s.name.clone()).or_default();
-                        if attr == EIATTR_MIN_STACK {
-                            e.0 = u32le(p, 4)?
-                        } else {
-                            e.1 = u32le(p, 4)?
-                        }
-                    }
+                let of_kernels = match attr {
+                    EIATTR_FRAME_SIZE if p.len() >= 8 => &mut frame,
+                    EIATTR_MIN_STACK if p.len() >= 8 => &mut min_stack,
+                    _ => return Ok(()),
+                };
+                if let Some(kernel) = symbols.get(u32le(p, 0)? as usize) {
+                    of_kernels.insert(kernel.name.as_str(), u32le(p, 4)?);
                 }
                 Ok(())
             })?;
@@ -202,15 +200,14 @@ impl Cubin {
                 })?;
             }
             params.sort_by_key(|p| p.ordinal);
-            let st = stack.get(name).copied().unwrap_or_default();
             kernels.push(KernelMeta {
                 name: name.to_string(),
                 regs: s.info >> 24,
                 static_smem: by_name.get(format!(".nv.shared.{name}").as_str()).map_or(0, |&i| sections[i].size as u32),
                 param_size: (sections[ci].size as u32).saturating_sub(PARAM_BASE),
                 params,
-                min_stack: st.0,
-                frame: st.1,
+                min_stack: min_stack.get(name).copied().unwrap_or(0),
+                frame: frame.get(name).copied().unwrap_or(0),
                 max_threads,
             });
         }

@@ -14,6 +14,7 @@ pub struct Program {
 /// Constant banks: 0 launch and parameters, 2 the kernel's own, 3 `__constant__` variables, 4 addresses of globals; 1 is empty.
 pub type Banks = [Vec<u8>; 5];
 
+/// All that a CTA needs besides its own state. Sizes are in bytes, `grid` and `block` are (x, y, z).
 pub struct Env<'a> {
     pub prog: &'a Program,
     pub mem: &'a GlobalMem,
@@ -24,12 +25,12 @@ pub struct Env<'a> {
     pub smem_bytes: u32,
     /// local memory of a thread
     pub local_bytes: u32,
-    /// several host threads simulate CTAs, so global atomics take a lock
+    /// whether global atomics take a lock, because several host threads simulate CTAs
     pub lock_atomics: bool,
     pub isa: HostIsa,
 }
 
-/// The variant of the interpreter that this host can run: it is compiled twice (`ops::run`).
+/// The vector instructions of this host. The interpreter is compiled for each of these variants (`ops::run`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostIsa {
     /// AVX2, FMA, F16C, BMI1/2, POPCNT, LZCNT

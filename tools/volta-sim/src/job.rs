@@ -107,16 +107,16 @@ enum Init {
     Poison,
     /// the file's bytes, then poison; a longer file is an error
     File(String),
-    NormalF16 {
-        seed: u64,
-        #[serde(default = "one")]
-        scale: f32,
-    },
-    NormalF32 {
-        seed: u64,
-        #[serde(default = "one")]
-        scale: f32,
-    },
+    NormalF16(Normal),
+    NormalF32(Normal),
+}
+
+/// Normal numbers with mean 0 and the standard deviation `scale`.
+#[derive(Deserialize)]
+struct Normal {
+    seed: u64,
+    #[serde(default = "one")]
+    scale: f32,
 }
 fn one() -> f32 {
     1.0
@@ -194,28 +194,30 @@ fn dim3(v: &[u32]) -> [u32; 3] {
     std::array::from_fn(|i| v.get(i).copied().unwrap_or(1))
 }
 
-/// Standard normal numbers (splitmix64 + Box-Muller), deterministic across platforms.
-fn normals(seed: u64, n: usize) -> impl Iterator<Item = f32> {
-    let mut s = seed;
-    let mut u = move || {
-        s = s.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = s;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
-    };
-    (0..n).map(move |_| {
-        let (a, b) = (u().max(1e-300), u());
-        ((-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()) as f32
-    })
+impl Normal {
+    /// Returns `n` numbers (splitmix64 + Box-Muller), the same on all platforms.
+    fn numbers(&self, n: usize) -> impl Iterator<Item = f32> {
+        let (mut state, scale) = (self.seed, self.scale);
+        let mut uniform = move || {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = state;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+        };
+        (0..n).map(move |_| {
+            let (a, b) = (uniform().max(1e-300), uniform());
+            ((-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()) as f32 * scale
+        })
+    }
 }
 
 impl BufferDesc {
     fn content(&self, dir: &Path) -> Result<Vec<u8>> {
         let n = self.size as usize;
         let element = match self.init {
-            Init::NormalF16 { .. } => 2,
-            Init::NormalF32 { .. } => 4,
+            Init::NormalF16(_) => 2,
+            Init::NormalF32(_) => 4,
             _ => 1,
         };
         if n % element != 0 {
@@ -232,8 +234,8 @@ impl BufferDesc {
                 d.resize(n, 0xff); // poison after a shorter file
                 d
             }
-            Init::NormalF16 { seed, scale } => normals(*seed, n / 2).flat_map(|x| half::f16::from_f32(x * scale).to_le_bytes()).collect(),
-            Init::NormalF32 { seed, scale } => normals(*seed, n / 4).flat_map(|x| (x * scale).to_le_bytes()).collect(),
+            Init::NormalF16(normal) => normal.numbers(n / 2).flat_map(|x| half::f16::from_f32(x).to_le_bytes()).collect(),
+            Init::NormalF32(normal) => normal.numbers(n / 4).flat_map(f32::to_le_bytes).collect(),
         })
     }
 }

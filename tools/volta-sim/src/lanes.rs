@@ -44,7 +44,7 @@ pub fn pair(lo: &V, hi: &V) -> [u64; 32] {
 }
 /// Flushes subnormals to zero of the same sign if `on` (.FTZ).
 #[inline(always)]
-pub fn fz(x: f32, on: bool) -> f32 {
+pub fn flush_subnormal(x: f32, on: bool) -> f32 {
     if on && x.to_bits() & 0x7f80_0000 == 0 {
         f32::from_bits(x.to_bits() & 0x8000_0000)
     } else {
@@ -63,7 +63,7 @@ pub fn next_up(f: f32) -> f32 {
 /// Rounds an (almost exact) double to a float in a directed mode. A finite double beyond the range of floats becomes the
 /// largest float where the mode rounds towards zero.
 #[inline(always)]
-pub fn directed(d: f64, rnd: Round) -> f32 {
+pub fn round_directed(d: f64, rnd: Round) -> f32 {
     let f = d as f32;
     if f.is_nan() || f as f64 == d {
         return f;
@@ -135,14 +135,14 @@ mod tests {
     fn directed_modes_bracket_the_exact_value() {
         for (value, down, up) in [(1.0 + 1e-12, 1.0, 1.0 + f32::EPSILON), (1e300, f32::MAX, f32::INFINITY), (1e-60, 0.0, f32::from_bits(1))]
         {
-            assert_eq!(directed(value, Round::Rm), down);
-            assert_eq!(directed(value, Round::Rz), down);
-            assert_eq!(directed(value, Round::Rp), up);
-            assert_eq!(directed(-value, Round::Rm), -up);
-            assert_eq!(directed(-value, Round::Rz), -down);
-            assert_eq!(directed(-value, Round::Rp), -down);
+            assert_eq!(round_directed(value, Round::Rm), down);
+            assert_eq!(round_directed(value, Round::Rz), down);
+            assert_eq!(round_directed(value, Round::Rp), up);
+            assert_eq!(round_directed(-value, Round::Rm), -up);
+            assert_eq!(round_directed(-value, Round::Rz), -down);
+            assert_eq!(round_directed(-value, Round::Rp), -down);
         }
-        assert_eq!(directed(f64::INFINITY, Round::Rz), f32::INFINITY);
-        assert!(directed(f64::NAN, Round::Rz).is_nan());
+        assert_eq!(round_directed(f64::INFINITY, Round::Rz), f32::INFINITY);
+        assert!(round_directed(f64::NAN, Round::Rz).is_nan());
     }
 }

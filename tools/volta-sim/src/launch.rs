@@ -279,11 +279,11 @@ impl Prepared<'_> {
             Dispatch::Dynamic => run::dynamic_share(&self.env(&scratch, 1), m, occ.ctas, o.sm)?,
         };
         scratch.restore(&self.mem);
-        let n = o.ctas.unwrap_or(usize::MAX).min(share.list.len());
+        let n = o.ctas.unwrap_or(usize::MAX).min(share.ctas.len());
         let env = self.env(&scratch, 1);
         let mut sim = SmSim::new(&env, m, occ.ctas, self.smem());
         let start = Instant::now();
-        sim.run(&share.list[..n])?;
+        sim.run(&share.ctas[..n])?;
         let mut timing = Timing::new(&env, &sim, &share, n, m, o.flops, start.elapsed());
         timing.listing = o.annotate.then(|| report::annotate(&env, &sim));
         Ok((timing, scratch))

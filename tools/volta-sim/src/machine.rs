@@ -366,11 +366,7 @@ impl Machine {
 /// Shared-memory wavefronts of one warp access of `bytes` per lane (32 banks of 4 bytes). 32-bit and narrower: all lanes together;
 /// 64-bit: half-warps; 128-bit: quarter-warps. Inside a group, lanes that read the same word share it.
 pub(crate) fn smem_wavefronts(addr: &[u64; 32], mask: u32, bytes: u32) -> u32 {
-    let lanes_per_group = match bytes {
-        16 => 8,
-        8 => 16,
-        _ => 32,
-    };
+    let lanes_per_group = (128 / bytes as usize).min(32);
     let of_group = |g: usize| {
         let lanes = (g * lanes_per_group..(g + 1) * lanes_per_group).filter(|l| mask >> l & 1 != 0);
         let mut words: Vec<u64> = lanes.flat_map(|l| (0..(bytes / 4).max(1) as u64).map(move |k| addr[l] / 4 + k)).collect();

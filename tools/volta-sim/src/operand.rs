@@ -38,24 +38,28 @@ pub fn int(s: &str) -> Option<i64> {
     Some(if neg { v.wrapping_neg() } else { v })
 }
 
+/// Returns whether this is a float literal: digits that are no integer, or as `+INF` and `-QNAN`.
+pub fn is_float(s: &str) -> bool {
+    let number = s.trim_start_matches(['-', '+', '|']);
+    let is_special = ["INF", "QNAN", "SNAN"].iter().any(|name| number.starts_with(name));
+    int(s).is_none() && (is_special || number.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+/// Returns the number of a register, as `R12` or `UR4`.
 fn register(s: &str) -> Option<Reg> {
+    let number = |prefix: &str, end: Reg| s.strip_prefix(prefix)?.parse().ok().filter(|&r| r < end);
     match s {
         "RZ" | "URZ" => Some(RZ),
-        _ => match s.strip_prefix('U') {
-            None => s.strip_prefix('R')?.parse().ok().filter(|&r| r < RZ),
-            Some(s) => s.strip_prefix('R')?.parse::<Reg>().ok().filter(|&r| r < URZ).map(|r| UR0 + r),
-        },
+        _ => number("R", RZ).or_else(|| Some(UR0 + number("UR", URZ)?)),
     }
 }
 
-/// A predicate without its negation.
+/// Returns the number of a predicate, as `P3` or `UP0`.
 pub fn predicate(s: &str) -> Option<u8> {
+    let number = |prefix: &str| s.strip_prefix(prefix)?.parse().ok().filter(|&p| p < PT);
     match s {
         "PT" | "UPT" => Some(PT),
-        _ => match s.strip_prefix('U') {
-            None => s.strip_prefix('P')?.parse().ok().filter(|&p| p < PT),
-            Some(s) => s.strip_prefix('P')?.parse::<u8>().ok().filter(|&p| p < PT).map(|p| UP0 + p),
-        },
+        _ => number("P").or_else(|| Some(UP0 + number("UP")?)),
     }
 }
 
@@ -150,10 +154,8 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
     if let Some(v) = int(t) {
         return Some(Operand::Src(Src::immediate(v as u32), false));
     }
-    let first = t.trim_start_matches(['-', '+', '|']);
-    if first.starts_with(|c: char| c.is_ascii_digit()) || first.starts_with("INF") || first.starts_with("QNAN") || first.starts_with("SNAN")
-    {
-        // float literal: take the bits from the encoding
+    if is_float(t) {
+        // the encoding has its bits
         return Some(Operand::Src(Src::immediate((enc >> 32) as u32), false));
     }
     let (mut neg, mut inv, mut abs, mut not) = (false, false, false, false);
@@ -216,18 +218,13 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
     Some(Operand::Name(t.to_string()))
 }
 
-fn selector(p: &str) -> Option<Sel> {
-    Some(match p {
-        "H0_H0" => Sel::H0H0,
-        "H1_H1" => Sel::H1H1,
-        "H0" => Sel::H(0),
-        "H1" => Sel::H(1),
-        "B0" => Sel::B(0),
-        "B1" => Sel::B(1),
-        "B2" => Sel::B(2),
-        "B3" => Sel::B(3),
-        "H1_H0" => Sel::None,
-        "F32" => Sel::F32,
-        _ => return None,
-    })
+/// Returns which part of a register its suffix selects: `.H1` the high half, `.B2` byte 2. The registers' own order of halves is `.H1_H0`.
+fn selector(suffix: &str) -> Option<Sel> {
+    use Sel::*;
+    #[rustfmt::skip]
+    let known = [
+        ("H0_H0", H0H0), ("H1_H1", H1H1), ("H1_H0", Sel::None), ("H0", H(0)), ("H1", H(1)),
+        ("B0", B(0)), ("B1", B(1)), ("B2", B(2)), ("B3", B(3)), ("F32", F32),
+    ];
+    known.iter().find(|(name, _)| *name == suffix).map(|&(_, selected)| selected)
 }

@@ -147,7 +147,7 @@ impl Functional {
 impl Timing {
     /// Summarizes a run of the first `n` CTAs of an SM's share, and extrapolates to all of them by their costs.
     pub(crate) fn new(env: &Env, sim: &SmSim, share: &Share, n: usize, m: &Machine, flops: Option<f64>, time: Duration) -> Self {
-        let c = &sim.c;
+        let c = &sim.counters;
         let cyc = c.cycles.max(1) as f64;
         let done: u64 = share.cost[..n].iter().sum();
         let all: u64 = share.cost.iter().sum();
@@ -155,7 +155,7 @@ impl Timing {
         let us = kernel_cycles / m.clock_mhz;
         let seconds = time.as_secs_f64();
         let mut mix = BTreeMap::new();
-        for (i, &h) in env.prog.code.iter().zip(&sim.hist) {
+        for (i, &h) in env.prog.code.iter().zip(&sim.executions) {
             if h > 0 {
                 *mix.entry(class(&i.mnemonic)).or_insert(0) += h;
             }
@@ -163,7 +163,7 @@ impl Timing {
         Timing {
             sm: share.sm,
             dispatch: share.note.clone(),
-            ctas_of_sm: share.list.len(),
+            ctas_of_sm: share.ctas.len(),
             ctas_simulated: n,
             balance: share.balance,
             cycles: c.cycles,
@@ -336,7 +336,7 @@ fn class(mn: &str) -> String {
 
 /// Returns the main loop: the one (a backward branch) with the most executed instructions, or the innermost in it that has 70% of them.
 fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
-    let hist = &sim.hist;
+    let hist = &sim.executions;
     let total: u64 = hist.iter().sum();
     let weight = |a: usize, b: usize| hist[a..=b].iter().sum::<u64>();
     let loops: Vec<(usize, usize)> = env
@@ -349,16 +349,10 @@ fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
         .filter(|&(a, b)| a < b)
         .collect();
     let mut best = *loops.iter().max_by_key(|&&(a, b)| weight(a, b))?;
-    loop {
-        let w = weight(best.0, best.1);
-        let inner = loops
-            .iter()
-            .filter(|&&(a, b)| a >= best.0 && b <= best.1 && (a, b) != best && weight(a, b) * 10 >= w * 7 && b - a < best.1 - best.0)
-            .max_by_key(|&&(a, b)| weight(a, b));
-        match inner {
-            Some(&i) => best = i,
-            None => break,
-        }
+    // a smaller loop inside the best one, with 70% of its instructions
+    let is_inner = |(a, b), (first, last)| a >= first && b <= last && b - a < last - first && weight(a, b) * 10 >= weight(first, last) * 7;
+    while let Some(&inner) = loops.iter().filter(|&&l| is_inner(l, best)).max_by_key(|&&(a, b)| weight(a, b)) {
+        best = inner;
     }
     let (a, b) = best;
     let iterations = hist[b].max(1);
@@ -368,8 +362,8 @@ fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
             *per.entry(class(&env.prog.code[i].mnemonic)).or_insert(0.0) += hist[i] as f64 / iterations as f64;
         }
     }
-    let waves: u64 = sim.smem_hist[a..=b].iter().sum();
-    let excess: u64 = sim.conflict_hist[a..=b].iter().sum();
+    let waves: u64 = sim.smem_wavefronts[a..=b].iter().sum();
+    let excess: u64 = sim.excess_wavefronts[a..=b].iter().sum();
     Some(HotLoop {
         first_pc: a as u32 * 16,
         last_pc: b as u32 * 16,
@@ -389,14 +383,14 @@ pub fn annotate(env: &Env, sim: &SmSim) -> String {
         let k = &c.ctrl;
         let sb = |x: u8| if x < 6 { x.to_string() } else { "-".into() };
         let wait: String = (0..6).map(|b| if k.wait >> b & 1 != 0 { char::from(b'0' + b) } else { '-' }).collect();
-        let h = sim.hist[i];
+        let h = sim.executions[i];
         let _ = writeln!(
             s,
             "{:6x} {:10} {:9.1} {:12} {}:{}:{}:{}:{:02}  {}",
             c.pc,
             h,
-            sim.wait_hist[i] as f64 / h.max(1) as f64,
-            sim.conflict_hist[i],
+            sim.wait_cycles[i] as f64 / h.max(1) as f64,
+            sim.excess_wavefronts[i],
             wait,
             sb(k.rd_sb),
             sb(k.wr_sb),

@@ -9,6 +9,11 @@ use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
+/// CTAs have the same work if it differs by less than this fraction.
+const SAME_WORK: f64 = 0.02;
+/// Instructions that a warp executes before the next one runs, where a CTA runs only to measure its work.
+const QUANTUM: u32 = 32;
+
 /// Returns the index of CTA number `linear` in grid order: x first.
 pub fn cta_id(grid: &[u32; 3], linear: u32) -> [u32; 3] {
     [linear % grid[0], linear / grid[0] % grid[1], linear / grid[0] / grid[1]]
@@ -20,10 +25,10 @@ pub fn run_cta(env: &Env, id: [u32; 3], quantum: u32, acc: &mut Access) -> SimRe
     let mut insts = 0u64;
     while !cta.done() {
         let mut progress = false;
-        for wi in 0..cta.warps.len() {
+        for warp_index in 0..cta.warps.len() {
             let mut left = quantum;
-            while left > 0 && cta.warps[wi].select().is_some() {
-                cta.step(wi, env, insts, acc)?;
+            while left > 0 && cta.warps[warp_index].select().is_some() {
+                cta.step(warp_index, env, insts, acc)?;
                 insts += 1;
                 left -= 1;
                 progress = true;
@@ -70,7 +75,7 @@ pub fn functional(env: &Env, threads: usize, quantum: u32) -> SimResult<u64> {
 /// The CTAs that one SM gets, in dispatch order.
 pub struct Share {
     pub sm: u32,
-    pub list: Vec<[u32; 3]>,
+    pub ctas: Vec<[u32; 3]>,
     /// estimated cost of each: warp instructions, or 1 with static dispatch
     pub cost: Vec<u64>,
     /// cost of the average SM's CTAs relative to this one's
@@ -82,9 +87,9 @@ pub struct Share {
 /// Round-robin dispatch: of 80 SMs, SM s gets CTAs s, s+80, ...
 pub fn static_share(env: &Env, m: &Machine, sm: u32) -> Share {
     let total: u32 = env.grid.iter().product();
-    let list: Vec<_> = (sm..total).step_by(m.sms as usize).map(|i| cta_id(&env.grid, i)).collect();
-    let cost = vec![1; list.len()];
-    Share { sm, list, cost, balance: 1.0, note: "static round-robin".into() }
+    let ctas: Vec<_> = (sm..total).step_by(m.sms as usize).map(|i| cta_id(&env.grid, i)).collect();
+    let cost = vec![1; ctas.len()];
+    Share { sm, ctas, cost, balance: 1.0, note: "static round-robin".into() }
 }
 
 /// Returns the CTAs that each SM gets, and when it ends, if a CTA takes `cost` wherever it runs. In grid order, each CTA gets the first
@@ -112,7 +117,7 @@ fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
 }
 
 /// Returns for each coordinate of a grid axis one that has as much work. Samples about 24 coordinates, and bisects between two neighbors
-/// that differ by more than 2%, so that runs of CTAs of several kinds are told apart.
+/// that differ by more than [`SAME_WORK`], so that runs of CTAs of several kinds are told apart.
 fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimResult<Vec<u32>> {
     let step = n.div_ceil(24);
     let mut like: Vec<u32> = (0..n).map(|c| (c / step * step + step / 2).min(n - 1)).collect();
@@ -122,11 +127,10 @@ fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimR
     let mut known: Vec<u32> = (0..n).filter(|&c| like[c as usize] == c).chain([0, n - 1]).collect();
     known.sort();
     known.dedup();
-    let mut todo = vec![];
     let costs = known.iter().map(|&c| cost(c)).collect::<SimResult<Vec<_>>>()?;
     let ends: Vec<_> = known.into_iter().zip(costs).collect();
-    todo.extend(ends.windows(2).map(|pair| (pair[0], pair[1])));
-    let differ = |a: u64, b: u64| a.abs_diff(b) * 50 > a.max(b);
+    let mut todo: Vec<_> = ends.windows(2).map(|pair| (pair[0], pair[1])).collect();
+    let differ = |a: u64, b: u64| a.abs_diff(b) * 50 > a.max(b); // by more than SAME_WORK, 1/50
     for &(c, _) in &ends {
         like[c as usize] = c;
     }
@@ -144,13 +148,13 @@ fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimR
     Ok(like)
 }
 
-/// Dynamic dispatch: runs one CTA of each kind functionally (quantum 32) for its cost in warp instructions, hands CTAs out with [`deal`],
+/// Dynamic dispatch: runs one CTA of each kind functionally for its cost in warp instructions, hands CTAs out with [`deal`],
 /// and takes the SM with the most work, or `sm`. These runs write memory, which the caller restores.
 pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> SimResult<Share> {
     let total: u32 = env.grid.iter().product();
     let mut acc = Access::default();
-    let base = run_cta(env, [0, 0, 0], 32, &mut acc)? as f64;
-    // find the axes along which the work of a CTA differs by more than 2%
+    let base = run_cta(env, [0, 0, 0], QUANTUM, &mut acc)? as f64;
+    // find the axes along which the work of a CTA differs
     let mut varying = [false; 3];
     for ax in 0..3 {
         let n = env.grid[ax];
@@ -158,7 +162,7 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
             if n > 1 && !varying[ax] {
                 let mut id = [0; 3];
                 id[ax] = c;
-                varying[ax] = (run_cta(env, id, 32, &mut acc)? as f64 / base - 1.0).abs() > 0.02;
+                varying[ax] = (run_cta(env, id, QUANTUM, &mut acc)? as f64 / base - 1.0).abs() > SAME_WORK;
             }
         }
     }
@@ -167,23 +171,19 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
         let mut cost = |c: u32| {
             let mut id = [0; 3];
             id[ax] = c;
-            run_cta(env, id, 32, &mut acc)
+            run_cta(env, id, QUANTUM, &mut acc)
         };
         *like = if varying[ax] { representatives(env.grid[ax], &mut cost)? } else { vec![0; env.grid[ax] as usize] };
     }
     let key = |id: [u32; 3]| -> [u32; 3] { std::array::from_fn(|ax| like[ax][id[ax] as usize]) };
-    let mut memo = std::collections::HashMap::new();
-    let mut cost = vec![0u64; total as usize];
+    let mut memo = std::collections::HashMap::new(); // costs of the CTAs that have run
+    let mut cost = vec![];
     for i in 0..total {
-        let k = key(cta_id(&env.grid, i));
-        cost[i as usize] = match memo.get(&k) {
-            Some(&c) => c,
-            None => {
-                let c = run_cta(env, k, 32, &mut acc)?;
-                memo.insert(k, c);
-                c
-            }
-        };
+        let alike = key(cta_id(&env.grid, i));
+        if !memo.contains_key(&alike) {
+            memo.insert(alike, run_cta(env, alike, QUANTUM, &mut acc)?);
+        }
+        cost.push(memo[&alike]);
     }
     let (per_sm, finish) = deal(&cost, m.sms as usize, slots as usize);
     // slots of an SM share its pipes: total work decides, finish time breaks ties
@@ -193,7 +193,7 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
     let c = chosen as usize;
     Ok(Share {
         sm: chosen,
-        list: per_sm[c].iter().map(|&i| cta_id(&env.grid, i)).collect(),
+        ctas: per_sm[c].iter().map(|&i| cta_id(&env.grid, i)).collect(),
         cost: per_sm[c].iter().map(|&i| cost[i as usize]).collect(),
         balance: avg / load(c).max(1) as f64,
         note: format!(

@@ -11,32 +11,33 @@ use crate::warp::Warp;
 /// What the timing model needs of an instruction's execution.
 #[derive(Default)]
 pub struct Access {
-    /// lanes that the instruction executed: `Step::m`
+    /// lanes that the instruction executed: `Step::active`
     pub mask: u32,
     /// addresses of the active lanes, for memory instructions
     pub addr: [u64; 32],
     /// whether a branch or call moved threads
     pub taken: bool,
 }
-/// The error text names the kernel and pc, and mostly the instruction too.
+/// A result of simulated code. The error text names the kernel and pc, and mostly the instruction too.
 pub type SimResult<T> = Result<T, String>;
 
+/// A warp instruction in execution, and all that it may read or write.
 pub struct Step<'a> {
     pub env: &'a Env<'a>,
     pub inst: &'a Inst,
-    pub w: &'a mut Warp,
+    pub warp: &'a mut Warp,
     /// index of the group of threads that executes
     pub group: usize,
     /// lanes of the group, whose threads share a pc
-    pub together: u32,
+    pub group_mask: u32,
     /// lanes that it executes: threads of the group whose guard holds, or for a uniform destination all lanes whose guard holds
-    pub m: u32,
+    pub active: u32,
     /// the CTA's shared memory and index
     pub shared: &'a mut [u8],
     pub cta: &'a [u32; 3],
     /// value of the clock registers
     pub now: u64,
-    pub acc: &'a mut Access,
+    pub access: &'a mut Access,
     /// set by a BAR, for the CTA
     pub arrival: Option<Arrival>,
 }
@@ -46,17 +47,17 @@ impl Step<'_> {
 
     /// The bits of a source, modifiers ignored.
     #[inline(always)]
-    pub fn raw(&self, i: usize) -> SimResult<V> {
+    pub fn bits(&self, i: usize) -> SimResult<V> {
         let s = &self.inst.src[i];
         Ok(match s.kind {
-            SrcKind::Reg => self.w.reg(s.val as Reg),
+            SrcKind::Reg => self.warp.reg(s.val as Reg),
             SrcKind::Imm => [s.val; 32],
             SrcKind::Const => [self.constant(s.bank, s.val)?; 32],
         })
     }
     #[inline(always)]
     pub fn int(&self, i: usize) -> SimResult<V> {
-        let mut v = self.raw(i)?;
+        let mut v = self.bits(i)?;
         let s = &self.inst.src[i];
         if s.inv {
             v = v.each(|x| !x);
@@ -70,8 +71,8 @@ impl Step<'_> {
         Ok(v)
     }
     #[inline(always)]
-    pub fn flt(&self, i: usize) -> SimResult<[f32; 32]> {
-        let v = self.raw(i)?;
+    pub fn f32(&self, i: usize) -> SimResult<[f32; 32]> {
+        let v = self.bits(i)?;
         let s = &self.inst.src[i];
         let (and, xor) = (if s.abs { 0x7fff_ffff } else { !0u32 }, if s.neg { 0x8000_0000u32 } else { 0 });
         Ok(v.each(|x| f32::from_bits((x & and) ^ xor)))
@@ -81,7 +82,7 @@ impl Step<'_> {
     fn bits64(&self, s: &Src, imm: impl Fn(u32) -> u64) -> SimResult<[u64; 32]> {
         Ok(match s.kind {
             SrcKind::Reg if s.val == RZ as u32 => [0; 32],
-            SrcKind::Reg => pair(&self.w.reg(s.val as Reg), &self.w.reg(s.val as Reg + 1)),
+            SrcKind::Reg => pair(&self.warp.reg(s.val as Reg), &self.warp.reg(s.val as Reg + 1)),
             SrcKind::Imm => [imm(s.val); 32],
             SrcKind::Const => [(self.constant(s.bank, s.val)? as u64) | (self.constant(s.bank, s.val + 4)? as u64) << 32; 32],
         })
@@ -99,7 +100,7 @@ impl Step<'_> {
         Ok(v)
     }
     #[inline(always)]
-    pub fn dbl(&self, i: usize) -> SimResult<[f64; 32]> {
+    pub fn f64(&self, i: usize) -> SimResult<[f64; 32]> {
         let s = &self.inst.src[i];
         // an immediate holds the high word
         let v = self.bits64(s, |imm| (imm as u64) << 32)?;
@@ -108,8 +109,8 @@ impl Step<'_> {
     }
     /// (low halves, high halves) as f32
     #[inline(always)]
-    pub fn hlf(&self, i: usize) -> SimResult<([f32; 32], [f32; 32])> {
-        let v = self.raw(i)?;
+    pub fn halves(&self, i: usize) -> SimResult<([f32; 32], [f32; 32])> {
+        let v = self.bits(i)?;
         let s = &self.inst.src[i];
         let (and, xor) = (if s.abs { 0x7fff_7fff } else { !0u32 }, if s.neg { 0x8000_8000u32 } else { 0 });
         // An F32 source of a half instruction rounds toward zero. ptxas emits one for cvt.rz.f16.f32, and for constants kept in fp32.
@@ -125,8 +126,8 @@ impl Step<'_> {
     }
     /// Source predicate `i`, a bit per lane.
     #[inline(always)]
-    pub fn p(&self, i: usize) -> u32 {
-        self.w.p(self.inst.psrc[i])
+    pub fn predicate(&self, i: usize) -> u32 {
+        self.warp.predicate(self.inst.pred_src[i])
     }
 
     #[inline(always)]
@@ -139,24 +140,34 @@ impl Step<'_> {
     // ---- results, of the lanes in `m` -----------------------------------------------------
 
     #[inline(always)]
-    pub fn wr(&mut self, v: &V) {
-        self.w.wr(self.inst.dst, v, self.m);
+    pub fn write(&mut self, v: &V) {
+        self.warp.write(self.inst.dst, v, self.active);
     }
     #[inline(always)]
-    pub fn wr64(&mut self, v: &[u64; 32]) {
-        self.w.wr64(self.inst.dst, v, self.m);
+    pub fn write64(&mut self, v: &[u64; 32]) {
+        self.warp.write64(self.inst.dst, v, self.active);
     }
     /// Destination predicate `i`, a bit per lane.
     #[inline(always)]
-    pub fn setp(&mut self, i: usize, val: u32) {
-        self.w.setp(self.inst.pdst[i], val, self.m);
+    pub fn set_predicate(&mut self, i: usize, val: u32) {
+        self.warp.set_predicate(self.inst.pred_dst[i], val, self.active);
     }
     /// First predicate: `r op p`; second: `!r op p`.
     #[inline(always)]
-    pub fn setp_two(&mut self, r: u32, bop: BoolOp) {
-        let p = self.p(0);
-        self.setp(0, combine(r, p, bop));
-        self.setp(1, combine(!r, p, bop));
+    pub fn set_predicates(&mut self, r: u32, bop: BoolOp) {
+        let p = self.predicate(0);
+        self.set_predicate(0, combine(r, p, bop));
+        self.set_predicate(1, combine(!r, p, bop));
+    }
+
+    /// Returns true if all lanes execute, false if none does. Matrix instructions need the whole warp, so otherwise it is an error.
+    #[inline(always)]
+    pub fn has_whole_warp(&self, name: &str) -> SimResult<bool> {
+        match self.active {
+            0 => Ok(false),
+            u32::MAX => Ok(true),
+            mask => Err(self.refuse(&format!("{name} with a partial warp (mask {mask:#x})"))),
+        }
     }
 
     // ---- faults ------------------------------------------------------------------------------
@@ -180,7 +191,7 @@ impl Step<'_> {
         format!(
             "{}: CTA ({x},{y},{z}) warp {} lane {lane} address {addr:#x} ({bytes} bytes){}{extra}",
             self.refuse(what),
-            self.w.index,
+            self.warp.index,
             if extra.is_empty() { "" } else { ": " },
         )
     }

@@ -5,7 +5,7 @@ use crate::lanes::{Each, V};
 
 /// Whether a group can run, or what it waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GState {
+pub enum GroupState {
     Run,
     /// waiting at BSYNC Bn
     Bsync(u8),
@@ -15,12 +15,12 @@ pub enum GState {
     Bar(u8),
 }
 
-/// Threads of a warp that share a pc.
+/// Threads of a warp that share a pc: the address in bytes of their next instruction. `mask` has a bit per lane.
 #[derive(Clone, Copy, Debug)]
 pub struct Group {
     pub pc: u32,
     pub mask: u32,
-    pub st: GState,
+    pub state: GroupState,
 }
 
 pub struct Warp {
@@ -30,18 +30,18 @@ pub struct Warp {
     pub pred: [u32; 16],
     pub groups: Vec<Group>,
     /// the group that executes
-    pub cur: usize,
+    pub current: usize,
     /// convergence barriers: per lane, the mask of participating lanes
-    pub bars: [[u32; 32]; 16],
+    pub convergence: [[u32; 32]; 16],
     /// threads that have not exited
     pub live: u32,
     /// local memory, lane after lane; empty until the first access
     pub local: Vec<u8>,
     /// result of its last barrier with a reduction
     pub bar_result: u32,
-    /// number in its CTA
+    /// its number in its CTA
     pub index: u32,
-    /// buffer of global memory that it accessed last
+    /// index of the buffer of global memory that it accessed last
     pub hint: usize,
     /// instructions that it has executed
     pub insts: u64,
@@ -54,9 +54,9 @@ impl Warp {
         Warp {
             regs: vec![[0; 32]; nregs],
             pred,
-            groups: vec![Group { pc: 0, mask: live, st: GState::Run }],
-            cur: 0,
-            bars: [[0; 32]; 16],
+            groups: vec![Group { pc: 0, mask: live, state: GroupState::Run }],
+            current: 0,
+            convergence: [[0; 32]; 16],
             live,
             local: vec![],
             bar_result: 0,
@@ -65,19 +65,22 @@ impl Warp {
             insts: 0,
         }
     }
+    /// Returns a predicate that is read, a bit per lane.
     #[inline(always)]
-    pub fn p(&self, p: PredOp) -> u32 {
+    pub fn predicate(&self, p: PredOp) -> u32 {
         self.pred[p.idx as usize] ^ (p.neg as u32).wrapping_neg()
     }
+    /// Writes a predicate for the lanes in `mask`. A write to PT has no effect.
     #[inline(always)]
-    pub fn setp(&mut self, p: u8, val: u32, mask: u32) {
+    pub fn set_predicate(&mut self, p: u8, val: u32, mask: u32) {
         if p != PT {
             let r = &mut self.pred[p as usize];
             *r = (*r & !mask) | (val & mask);
         }
     }
+    /// Writes a register for the lanes in `mask`. A write to RZ has no effect.
     #[inline(always)]
-    pub fn wr(&mut self, r: Reg, v: &V, mask: u32) {
+    pub fn write(&mut self, r: Reg, v: &V, mask: u32) {
         if r == RZ {
             return;
         }
@@ -92,13 +95,14 @@ impl Warp {
             }
         }
     }
+    /// Writes the pair of registers `r`, the low word, and `r + 1`.
     #[inline(always)]
-    pub fn wr64(&mut self, r: Reg, v: &[u64; 32], mask: u32) {
+    pub fn write64(&mut self, r: Reg, v: &[u64; 32], mask: u32) {
         if r == RZ {
             return;
         }
-        self.wr(r, &v.each(|x| x as u32), mask);
-        self.wr(r + 1, &v.each(|x| (x >> 32) as u32), mask);
+        self.write(r, &v.each(|x| x as u32), mask);
+        self.write(r + 1, &v.each(|x| (x >> 32) as u32), mask);
     }
     #[inline(always)]
     pub fn reg(&self, r: Reg) -> V {
@@ -111,32 +115,33 @@ impl Warp {
     /// Returns the index of the group to run: the current one, else the runnable one with the least pc. None: all wait.
     #[inline(always)]
     pub fn select(&mut self) -> Option<usize> {
-        let runs = |g: &Group| g.st == GState::Run;
-        if !self.groups.get(self.cur).is_some_and(runs) {
-            (self.cur, _) = self.groups.iter().enumerate().filter(|(_, g)| runs(g)).min_by_key(|(_, g)| g.pc)?;
+        let runs = |g: &Group| g.state == GroupState::Run;
+        if !self.groups.get(self.current).is_some_and(runs) {
+            (self.current, _) = self.groups.iter().enumerate().filter(|(_, g)| runs(g)).min_by_key(|(_, g)| g.pc)?;
         }
-        Some(self.cur)
+        Some(self.current)
     }
+    /// Returns true once all threads have exited.
     pub fn done(&self) -> bool {
         self.groups.is_empty()
     }
     /// Merges runnable groups that have the same pc into the current one.
     pub fn merge_current(&mut self) {
-        if self.groups.len() < 2 || self.cur >= self.groups.len() {
+        if self.groups.len() < 2 || self.current >= self.groups.len() {
             return;
         }
-        let g = self.groups[self.cur];
-        if g.st != GState::Run {
+        let g = self.groups[self.current];
+        if g.state != GroupState::Run {
             return;
         }
         let mut i = 0;
         while i < self.groups.len() {
             let o = self.groups[i];
-            if i != self.cur && o.st == GState::Run && o.pc == g.pc {
-                self.groups[self.cur].mask |= o.mask;
+            if i != self.current && o.state == GroupState::Run && o.pc == g.pc {
+                self.groups[self.current].mask |= o.mask;
                 self.groups.remove(i);
-                if i < self.cur {
-                    self.cur -= 1;
+                if i < self.current {
+                    self.current -= 1;
                 }
             } else {
                 i += 1;
@@ -148,20 +153,20 @@ impl Warp {
         let mut i = 0;
         while i < self.groups.len() {
             let g = self.groups[i];
-            let bars = &self.bars;
+            let convergence = &self.convergence;
             // participants of one BSSY share its mask: the same B register may be live in several frames of a recursive function
-            let scope = |o: &Group, b: u8| bars[b as usize][o.mask.trailing_zeros() as usize & 31];
-            let need = match g.st {
-                GState::Bsync(b) => scope(&g, b),
-                GState::Warpsync(m) => m,
+            let scope = |o: &Group, b: u8| convergence[b as usize][o.mask.trailing_zeros() as usize & 31];
+            let need = match g.state {
+                GroupState::Bsync(b) => scope(&g, b),
+                GroupState::Warpsync(m) => m,
                 _ => {
                     i += 1;
                     continue;
                 }
             };
-            let same = |o: &Group| match g.st {
-                GState::Bsync(b) => o.st == g.st && scope(o, b) == scope(&g, b),
-                _ => matches!(o.st, GState::Warpsync(_)) && o.pc == g.pc,
+            let same = |o: &Group| match g.state {
+                GroupState::Bsync(b) => o.state == g.state && scope(o, b) == scope(&g, b),
+                _ => matches!(o.state, GroupState::Warpsync(_)) && o.pc == g.pc,
             };
             let need = need & self.live;
             let have = self.groups.iter().filter(|o| same(o)).fold(0, |a, o| a | o.mask);
@@ -174,7 +179,7 @@ impl Warp {
                 if same(o) && (o.mask & need != 0 || o.mask == g.mask) {
                     match merged.iter_mut().find(|m| m.pc == o.pc + 16) {
                         Some(m) => m.mask |= o.mask,
-                        None => merged.push(Group { pc: o.pc + 16, mask: o.mask, st: GState::Run }),
+                        None => merged.push(Group { pc: o.pc + 16, mask: o.mask, state: GroupState::Run }),
                     }
                     false
                 } else {
@@ -182,7 +187,7 @@ impl Warp {
                 }
             });
             self.groups.extend(merged);
-            self.cur = self.groups.len() - 1;
+            self.current = self.groups.len() - 1;
             i = 0;
         }
     }

@@ -58,7 +58,7 @@ fn words(n: usize, seed: u32) -> Vec<u32> {
 }
 
 #[test]
-fn integers() {
+fn integer_arithmetic_matches_rust() {
     let (a, b) = (words(256, 5), words(256, 6));
     let found = run("integers", 1, 256, [&a, &b, &[]], 256 * 20);
     for (t, (&x, &y)) in a.iter().zip(&b).enumerate() {
@@ -92,7 +92,7 @@ fn integers() {
 }
 
 #[test]
-fn long_integers() {
+fn arithmetic_of_64_bits_matches_rust() {
     let (a, mut b) = (words(256, 5), words(256, 11));
     // some divisors below 2^32
     b[1..80].iter_mut().step_by(2).for_each(|high| *high = 0);
@@ -117,7 +117,7 @@ fn long_integers() {
 }
 
 #[test]
-fn exchange_between_lanes() {
+fn shuffles_scan_a_warp_and_exchange_within_segments() {
     let a = words(64, 3);
     let found = run("exchange", 1, 64, [&a, &[], &[]], 256);
     let scan: Vec<u32> = (0..64).map(|t| a[t & 32..=t].iter().fold(0, |s: u32, x| s.wrapping_add(*x))).collect();
@@ -175,7 +175,7 @@ fn threads_diverge_and_meet_again() {
 }
 
 #[test]
-fn atomics() {
+fn atomics_of_four_blocks_add_up() {
     let found = run("atomics", 4, 128, [&[], &[], &[]], 9);
     let sum = 128 * 127 / 2;
     let (max, min) = ((0..128).map(|t| t * 7 % 101).max(), (0..128).map(|t| -(t * 7 % 103)).min());
@@ -184,14 +184,14 @@ fn atomics() {
 }
 
 #[test]
-fn named_barriers() {
+fn named_barriers_let_threads_read_what_others_wrote() {
     // the sum of what thread 63 - t wrote: i times its number, for i < 10
     let expected: Vec<u32> = (0..64).map(|t| 45 * (63 - t)).collect();
     assert_eq!(run("named_barriers", 2, 128, [&[], &[], &[]], 64), expected);
 }
 
 #[test]
-fn spilled_registers() {
+fn spilled_registers_keep_their_values() {
     let a = words(64 * 64, 7);
     assert!(MODULES.iter().all(|m| m.kernel_info("spills").unwrap().spill_insts > 20));
     let found = run("spills", 1, 64, [&a, &[], &[]], 64 * 64);
@@ -395,7 +395,7 @@ fn movm_transposes_a_matrix() {
 }
 
 #[test]
-fn mufu_of_halves_and_tanh() {
+fn mufu_computes_powers_of_halves_and_tanh() {
     // a lane writes three words: 2^x of the lower half, 2^x of both halves, and tanh of its word as an fp32 number
     let inputs: Vec<u32> = (0..32).map(|l| half(l - 16) | half(l / 4) << 16).collect();
     let found = run_warp("special", [&inputs, &[], &[]], 96);

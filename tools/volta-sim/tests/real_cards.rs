@@ -8,29 +8,20 @@ use volta_sim::{Extent, Launch, Machine, Module, Schedule, TimingOptions};
 static SM70: LazyLock<Module> = LazyLock::new(|| load(include_bytes!("fixtures/probe_sm70.cubin")));
 static SM75: LazyLock<Module> = LazyLock::new(|| load(include_bytes!("fixtures/probe_sm75.cubin")));
 
-/// The buffers of a probe: its words, and the result that it writes.
-struct Probe {
-    words: Vec<u32>,
-    cycles: Vec<u32>,
-}
-
-impl Probe {
-    fn new() -> Self {
-        Probe { words: vec![0; 64], cycles: vec![0; 64] }
-    }
-    fn params(&self) -> Vec<u8> {
-        [self.words.as_ptr() as u64, self.cycles.as_ptr() as u64].into_iter().flat_map(u64::to_le_bytes).collect()
-    }
-    fn extents(&mut self) -> [Extent<'static>; 2] {
-        let extent = |name, words: &mut Vec<u32>| Extent {
-            name,
-            ptr: words.as_mut_ptr().cast(),
-            len: 4 * words.len(),
-            read_only: false,
-            exchanged: false,
-        };
-        [extent("words", &mut self.words), extent("cycles", &mut self.cycles)]
-    }
+/// Calls `f` with a launch of one warp on a probe's two buffers: words, zeros at first, and the result. Returns the words too.
+fn launch<T>(f: impl FnOnce(&Launch) -> T) -> (T, Vec<u32>) {
+    let mut buffers = [vec![0u32; 64], vec![0u32; 64]];
+    let params: Vec<u8> = buffers.iter().flat_map(|b| (b.as_ptr() as u64).to_le_bytes()).collect();
+    let extents = buffers.each_mut().map(|b| Extent {
+        name: "probe",
+        ptr: b.as_mut_ptr().cast(),
+        len: 4 * b.len(),
+        read_only: false,
+        exchanged: false,
+    });
+    let found = f(&Launch { grid: [1, 1, 1], block: [32, 1, 1], dynamic_smem: 0, params: &params, extents: &extents });
+    let [words, _] = buffers;
+    (found, words)
 }
 
 fn load(cubin: &[u8]) -> Module {
@@ -39,13 +30,10 @@ fn load(cubin: &[u8]) -> Module {
 
 /// Cycles between the two reads of the clock, with the code in the instruction cache.
 fn cycles(module: &Module, gpu: &str, kernel: &str) -> f64 {
-    let mut probe = Probe::new();
-    let (params, extents) = (probe.params(), probe.extents());
-    let launch = Launch { grid: [1, 1, 1], block: [32, 1, 1], dynamic_smem: 0, params: &params, extents: &extents };
     let machine = Machine { icache: false, ..Machine::named(gpu).unwrap() };
-    // SAFETY: the extents live here.
-    let report = unsafe { module.time(kernel, &launch, &TimingOptions { machine, ..Default::default() }) }.unwrap();
-    report.timing.clocked_cycles.unwrap() as f64
+    // SAFETY: the extents live in launch().
+    let (report, _) = launch(|l| unsafe { module.time(kernel, l, &TimingOptions { machine, ..Default::default() }) });
+    report.unwrap().timing.clocked_cycles.unwrap() as f64
 }
 
 fn assert_near(what: &str, found: f64, measured: f64) {
@@ -87,13 +75,11 @@ fn turing_takes_the_measured_cycles() {
 fn generic_loads_reach_shared_memory() {
     for (module, gpu) in [(&SM70, "v100"), (&SM75, "t4")] {
         assert_near("dependent LD of shared memory", cycles(module, gpu, "generic_chain"), cycles(module, gpu, "lds_chain"));
-        let mut probe = Probe::new();
-        let (params, extents) = (probe.params(), probe.extents());
-        let launch = Launch { grid: [1, 1, 1], block: [32, 1, 1], dynamic_smem: 0, params: &params, extents: &extents };
-        // SAFETY: the extents live here.
-        unsafe { module.run("generic_chain", &launch, &Schedule::default()) }.unwrap();
+        // SAFETY: the extents live in launch().
+        let (ran, words) = launch(|l| unsafe { module.run("generic_chain", l, &Schedule::default()) });
+        ran.unwrap();
         // each lane's link is to itself
-        assert_eq!(probe.words[..32], (0..32).collect::<Vec<u32>>());
+        assert_eq!(words[..32], (0..32).collect::<Vec<u32>>());
     }
 }
 

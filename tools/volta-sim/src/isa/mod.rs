@@ -16,9 +16,9 @@ pub struct Inst {
     pub everywhere: u32,
     /// destinations and sources, RZ and PT where there are fewer; p: predicates
     pub dst: Reg,
-    pub pdst: [u8; 2],
+    pub pred_dst: [u8; 2],
     pub src: [Src; 3],
-    pub psrc: [PredOp; 3],
+    pub pred_src: [PredOp; 3],
     pub mem: MemRef,
     /// constant bank of a load through `mem`
     pub bank: u8,

@@ -1,4 +1,5 @@
-//! Atomic operations on global and shared memory. Lanes execute in order of their number.
+//! Atomic operations on global and shared memory. Lanes execute in order of their number. `d` decodes an
+//! instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
 
 use super::class::Class;
 use super::memory::{addresses, global_fault, in_shared_window};
@@ -15,31 +16,18 @@ impl Class for Atomic {
         }
         let ret = d.base != "RED";
         if ret {
-            d.opt_pdsts(2).dst()?;
+            d.opt_pred_dsts(2).dst()?;
         }
         d.address()?;
-        let mut op = None;
-        let mut ty = AtomTy::U32;
-        for m in &d.mods {
-            match *m {
-                "ADD" => op = Some(AtomOp::Add),
-                "MIN" => op = Some(AtomOp::Min),
-                "MAX" => op = Some(AtomOp::Max),
-                "AND" => op = Some(AtomOp::And),
-                "OR" => op = Some(AtomOp::Or),
-                "XOR" => op = Some(AtomOp::Xor),
-                "EXCH" => op = Some(AtomOp::Exch),
-                "CAS" | "CAST" => op = Some(AtomOp::Cas),
-                "INC" => op = Some(AtomOp::Inc),
-                "DEC" => op = Some(AtomOp::Dec),
-                "S32" => ty = AtomTy::S32,
-                "64" | "U64" => ty = AtomTy::U64,
-                "S64" => ty = AtomTy::S64,
-                "F32" => ty = AtomTy::F32,
-                "F16x2" => ty = AtomTy::F16x2,
-                "F64" => return Err(d.fail("F64 atomics")),
-                _ => {}
-            }
+        use {AtomOp::*, AtomTy::*};
+        #[rustfmt::skip]
+        let op = d.one_of(&[
+            ("ADD", Add), ("MIN", Min), ("MAX", Max), ("AND", And), ("OR", Or), ("XOR", Xor), ("EXCH", Exch), ("CAS", Cas), ("CAST", Cas),
+            ("INC", Inc), ("DEC", Dec),
+        ]);
+        let ty = d.one_of(&[("S32", S32), ("64", U64), ("U64", U64), ("S64", S64), ("F32", F32), ("F16x2", F16x2)]).unwrap_or(U32);
+        if d.has("F64") {
+            return Err(d.fail("F64 atomics"));
         }
         d.src(0)?;
         if d.src_follows() {
@@ -60,18 +48,18 @@ impl Class for Atomic {
             // CAS compares with src[0] and stores src[1]
             (s.int64(0)?, s.int64(1)?)
         } else {
-            (s.raw(0)?.each(|x| x as u64), s.raw(1)?.each(|x| x as u64))
+            (s.bits(0)?.each(|x| x as u64), s.bits(1)?.each(|x| x as u64))
         };
         let env = s.env;
         // ATOM's predicate asks the code that follows it to do the operation on shared memory
-        let elsewhere = if self.generic { s.m & in_shared_window(s) } else { 0 };
+        let elsewhere = if self.generic { s.active & in_shared_window(s) } else { 0 };
         let _guard = (env.lock_atomics && self.space == Space::Global).then(|| env.mem.lock_atomics());
         let mut old = [0u64; 32];
         for l in 0..32 {
-            if (s.m & !elsewhere) >> l & 1 == 0 {
+            if (s.active & !elsewhere) >> l & 1 == 0 {
                 continue;
             }
-            let a = s.acc.addr[l];
+            let a = s.access.addr[l];
             let p = if self.space == Space::Shared {
                 if a + n > s.shared.len() as u64 {
                     return Err(s.fault(l, "shared atomic out of bounds", a, n, ""));
@@ -79,7 +67,7 @@ impl Class for Atomic {
                 // SAFETY: the offset is inside the CTA's memory.
                 unsafe { s.shared.as_mut_ptr().add(a as usize) }
             } else {
-                env.mem.find(a, n, true, &mut s.w.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
+                env.mem.find(a, n, true, &mut s.warp.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
             };
             if a & (n - 1) != 0 {
                 return Err(s.fault(l, "misaligned atomic", a, n, ""));
@@ -99,12 +87,12 @@ impl Class for Atomic {
         }
         if self.ret {
             if wide {
-                s.wr64(&old);
+                s.write64(&old);
             } else {
-                s.wr(&old.each(|x| x as u32));
+                s.write(&old.each(|x| x as u32));
             }
             // the first predicate: the lane's operation is done
-            s.setp(0, !elsewhere);
+            s.set_predicate(0, !elsewhere);
         }
         Ok(())
     }

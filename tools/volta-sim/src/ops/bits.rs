@@ -1,4 +1,5 @@
 //! Logic, shifts, and what moves or counts bits.
+//! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -11,9 +12,9 @@ impl Class for Bits {
         let signed = d.signed();
         let op = match d.base {
             "LOP3" => {
-                d.allow(&["LUT", "PAND"])?.opt_pdsts(2).dst()?.srcs(3)?;
+                d.allow(&["LUT", "PAND"])?.opt_pred_dsts(2).dst()?.srcs(3)?;
                 let lut = d.imm()? as u8;
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 Bits::Lop3 { lut, pand: d.has("PAND") }
             }
             "SHF" => {
@@ -31,7 +32,7 @@ impl Class for Bits {
                 Bits::Prmt
             }
             "POPC" | "FLO" | "BREV" => {
-                d.allow(&["U32", "SH"])?.dst()?.opt_pdsts(2).src(0)?.on(Unit::Xu);
+                d.allow(&["U32", "SH"])?.dst()?.opt_pred_dsts(2).src(0)?.on(Unit::Xu);
                 match d.base {
                     "POPC" => Bits::Popc,
                     "FLO" => Bits::Flo { signed, sh: d.has("SH") },
@@ -57,17 +58,17 @@ impl Class for Bits {
             Bits::Lop3 { lut, pand } => {
                 let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                 let r = lop3(lut, &a, &b, &c);
-                s.wr(&r);
-                if s.inst.pdst[0] != PT {
+                s.write(&r);
+                if s.inst.pred_dst[0] != PT {
                     let nz = mask_of(|l| r[l] != 0);
-                    let p = s.p(0);
-                    s.setp(0, if pand { nz & p } else { nz | p });
+                    let p = s.predicate(0);
+                    s.set_predicate(0, if pand { nz & p } else { nz | p });
                 }
             }
             // shifts the pair (a, c), low word first, by n: W takes n modulo its limit, else n is clamped; HI gives the high word
             Bits::Shf { left, wrap, hi, signed, wide } => {
-                let (a, n, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
-                s.wr(&lanes(|l| {
+                let (a, n, c) = (s.bits(0)?, s.bits(1)?, s.bits(2)?);
+                s.write(&lanes(|l| {
                     let lim = if wide { 64 } else { 32 };
                     let sh = if wrap { n[l] & (lim - 1) } else { n[l].min(lim) };
                     let v = a[l] as u64 | (c[l] as u64) << 32;
@@ -81,7 +82,7 @@ impl Class for Bits {
             }
             // byte i is the one of the pair (a, c) that hexadecimal digit i of n names, or with the digit's bit 3 its sign eight times
             Bits::Prmt => {
-                let (a, n, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
+                let (a, n, c) = (s.bits(0)?, s.bits(1)?, s.bits(2)?);
                 // the most frequent case, two low halves, without loops
                 let r = if s.inst.src[1].kind == SrcKind::Imm && n[0] == 0x5410 {
                     lanes(|l| (a[l] & 0xffff) | c[l] << 16)
@@ -100,20 +101,20 @@ impl Class for Bits {
                         r
                     })
                 };
-                s.wr(&r);
+                s.write(&r);
             }
             Bits::Popc => {
                 let a = s.int(0)?;
-                s.wr(&a.each(|x| x.count_ones()));
+                s.write(&a.each(|x| x.count_ones()));
             }
             Bits::Brev => {
                 let a = s.int(0)?;
-                s.wr(&a.each(|x| x.reverse_bits()));
+                s.write(&a.each(|x| x.reverse_bits()));
             }
             // the number of the highest bit that is 1 (signed: that differs from the sign), or with SH the distance from bit 31
             Bits::Flo { signed, sh } => {
                 let a = s.int(0)?;
-                s.wr(&a.each(|x| {
+                s.write(&a.each(|x| {
                     let x = if signed && (x as i32) < 0 { !x } else { x };
                     match x.leading_zeros() {
                         32 => !0,
@@ -125,7 +126,7 @@ impl Class for Bits {
             // b ones from bit a on
             Bits::Bmsk { wrap } => {
                 let (a, b) = (s.int(0)?, s.int(1)?);
-                s.wr(&lanes(|l| {
+                s.write(&lanes(|l| {
                     let (p, n) = if wrap { (a[l] & 31, b[l] & 31) } else { (a[l].min(32), b[l].min(32)) };
                     ((((1u64 << n) - 1) << p) & 0xffff_ffff) as u32
                 }));
@@ -133,7 +134,7 @@ impl Class for Bits {
             // the low b bits of a, extended
             Bits::Sgxt { signed } => {
                 let (a, b) = (s.int(0)?, s.int(1)?);
-                s.wr(&lanes(|l| {
+                s.write(&lanes(|l| {
                     let n = b[l].min(32);
                     if n == 0 {
                         0

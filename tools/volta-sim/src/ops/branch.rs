@@ -10,13 +10,13 @@ use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::Operand;
 use crate::step::{SimResult, Step};
-use crate::warp::{GState, Group};
+use crate::warp::{Group, GroupState};
 
 impl Class for Branch {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "BRA" | "JMP" | "CALL" => {
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 match d.next() {
                     Some(Operand::Label(t)) => d.inst.target = t,
                     _ => return Err(d.fail("branch target")),
@@ -45,7 +45,7 @@ impl Class for Branch {
                 Branch::Ret
             }
             "EXIT" => {
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 Branch::Exit
             }
             _ => return Ok(None),
@@ -56,65 +56,65 @@ impl Class for Branch {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
-        let (m, here, gi) = (s.m, s.together, s.group);
+        let (m, here, gi) = (s.active, s.group_mask, s.group);
         match self {
             Branch::Bra => {
-                let take = m & s.p(0) & s.p(1);
+                let take = m & s.predicate(0) & s.predicate(1);
                 if take == here {
-                    s.w.groups[gi].pc = s.inst.target;
-                    s.acc.taken = true;
+                    s.warp.groups[gi].pc = s.inst.target;
+                    s.access.taken = true;
                 } else if take != 0 {
-                    s.w.groups[gi].mask = here & !take;
-                    s.w.groups.push(Group { pc: s.inst.target, mask: take, st: GState::Run });
-                    s.acc.taken = true;
+                    s.warp.groups[gi].mask = here & !take;
+                    s.warp.groups.push(Group { pc: s.inst.target, mask: take, state: GroupState::Run });
+                    s.access.taken = true;
                 }
-                s.w.merge_current();
+                s.warp.merge_current();
             }
             Branch::BraIf { converged } => {
-                if (here == s.w.live) == converged && m == here {
-                    s.w.groups[gi].pc = s.inst.target;
-                    s.acc.taken = true;
+                if (here == s.warp.live) == converged && m == here {
+                    s.warp.groups[gi].pc = s.inst.target;
+                    s.access.taken = true;
                 }
             }
             Branch::Brx | Branch::Ret => {
-                let a = s.raw(0)?;
+                let a = s.bits(0)?;
                 let add = if self == Branch::Brx { s.inst.target } else { 0 };
                 let rest = here & !m;
                 let mut todo = m;
-                s.w.groups.remove(gi);
+                s.warp.groups.remove(gi);
                 if rest != 0 {
-                    s.w.groups.push(Group { pc: s.inst.pc + 16, mask: rest, st: GState::Run });
+                    s.warp.groups.push(Group { pc: s.inst.pc + 16, mask: rest, state: GroupState::Run });
                 }
                 while todo != 0 {
                     let l = todo.trailing_zeros() as usize;
                     let t = a[l].wrapping_add(add);
                     let same = mask_of(|k| a[k] == a[l]) & todo;
-                    s.w.groups.push(Group { pc: t, mask: same, st: GState::Run });
+                    s.warp.groups.push(Group { pc: t, mask: same, state: GroupState::Run });
                     todo &= !same;
                 }
-                s.w.cur = s.w.groups.len() - 1;
-                s.acc.taken = m != 0;
-                s.w.merge_current();
+                s.warp.current = s.warp.groups.len() - 1;
+                s.access.taken = m != 0;
+                s.warp.merge_current();
             }
             Branch::Call => {
                 if m == here {
-                    s.w.groups[gi].pc = s.inst.target;
+                    s.warp.groups[gi].pc = s.inst.target;
                 } else if m != 0 {
-                    s.w.groups[gi].mask = here & !m;
-                    s.w.groups.push(Group { pc: s.inst.target, mask: m, st: GState::Run });
+                    s.warp.groups[gi].mask = here & !m;
+                    s.warp.groups.push(Group { pc: s.inst.target, mask: m, state: GroupState::Run });
                 }
-                s.acc.taken = m != 0;
+                s.access.taken = m != 0;
             }
             Branch::Exit => {
-                let m = m & s.p(0);
+                let m = m & s.predicate(0);
                 if m != 0 {
-                    s.w.live &= !m;
-                    s.w.groups[gi].mask &= !m;
-                    if s.w.groups[gi].mask == 0 {
-                        s.w.groups.remove(gi);
+                    s.warp.live &= !m;
+                    s.warp.groups[gi].mask &= !m;
+                    if s.warp.groups[gi].mask == 0 {
+                        s.warp.groups.remove(gi);
                     }
-                    s.w.cur = 0;
-                    s.w.check_sync();
+                    s.warp.current = 0;
+                    s.warp.check_sync();
                 }
             }
         }
@@ -135,7 +135,7 @@ impl Class for Convergence {
                 Convergence::Bssy(b)
             }
             "BSYNC" | "BREAK" => {
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 let Some(Operand::B(b)) = d.next() else { return Err(d.fail("barrier register")) };
                 if d.base == "BSYNC" {
                     Convergence::Bsync(b)
@@ -155,7 +155,7 @@ impl Class for Convergence {
                 _ => return Err(d.fail("BMOV operands")),
             },
             "WARPSYNC" => {
-                d.opt_psrcs().src(0)?;
+                d.opt_pred_srcs().src(0)?;
                 Convergence::Warpsync
             }
             "YIELD" => Convergence::Yield,
@@ -167,18 +167,18 @@ impl Class for Convergence {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
-        let (m, here, gi) = (s.m, s.together, s.group);
+        let (m, here, gi) = (s.active, s.group_mask, s.group);
         match self {
             Convergence::Bssy(b) => {
                 for l in 0..32 {
                     if m >> l & 1 != 0 {
-                        s.w.bars[b as usize][l] = m;
+                        s.warp.convergence[b as usize][l] = m;
                     }
                 }
             }
             Convergence::Bsync(b) => {
                 // lanes that met at this pc from different frames of a recursion wait separately
-                let bars = s.w.bars[b as usize];
+                let bars = s.warp.convergence[b as usize];
                 let mut todo = m;
                 let mut scopes = vec![];
                 while todo != 0 {
@@ -187,61 +187,61 @@ impl Class for Convergence {
                     scopes.push((scope, same));
                     todo &= !same;
                 }
-                if m != 0 && (scopes.len() > 1 || scopes[0].0 & s.w.live & !m != 0) {
+                if m != 0 && (scopes.len() > 1 || scopes[0].0 & s.warp.live & !m != 0) {
                     if here & !m == 0 {
-                        s.w.groups.remove(gi);
+                        s.warp.groups.remove(gi);
                     } else {
-                        s.w.groups[gi].mask = here & !m;
+                        s.warp.groups[gi].mask = here & !m;
                     }
                     for (_, mask) in scopes {
                         // pc advances on release
-                        s.w.groups.push(Group { pc: s.inst.pc, mask, st: GState::Bsync(b) });
+                        s.warp.groups.push(Group { pc: s.inst.pc, mask, state: GroupState::Bsync(b) });
                     }
-                    s.w.cur = 0;
-                    s.w.check_sync();
+                    s.warp.current = 0;
+                    s.warp.check_sync();
                 }
             }
             Convergence::Break(b) => {
-                let m = m & s.p(0);
+                let m = m & s.predicate(0);
                 if m != 0 {
-                    let scope = s.w.bars[b as usize][m.trailing_zeros() as usize];
-                    for x in s.w.bars[b as usize].iter_mut().filter(|x| **x == scope) {
+                    let scope = s.warp.convergence[b as usize][m.trailing_zeros() as usize];
+                    for x in s.warp.convergence[b as usize].iter_mut().filter(|x| **x == scope) {
                         *x &= !m;
                     }
-                    s.w.check_sync();
+                    s.warp.check_sync();
                 }
             }
             Convergence::BmovToReg { b, clear } => {
-                let v = s.w.bars[b as usize];
-                s.wr(&v);
+                let v = s.warp.convergence[b as usize];
+                s.write(&v);
                 if clear {
                     for l in 0..32 {
                         if m >> l & 1 != 0 {
-                            s.w.bars[b as usize][l] = 0;
+                            s.warp.convergence[b as usize][l] = 0;
                         }
                     }
                 }
             }
             Convergence::BmovFromReg(b) => {
-                let v = s.raw(0)?;
+                let v = s.bits(0)?;
                 for l in 0..32 {
                     if m >> l & 1 != 0 {
-                        s.w.bars[b as usize][l] = v[l];
+                        s.warp.convergence[b as usize][l] = v[l];
                     }
                 }
             }
             Convergence::Warpsync => {
-                let need = s.raw(0)?[m.trailing_zeros() as usize & 31] & s.w.live;
+                let need = s.bits(0)?[m.trailing_zeros() as usize & 31] & s.warp.live;
                 if m != 0 && need & !here != 0 {
-                    let g = &mut s.w.groups[gi];
+                    let g = &mut s.warp.groups[gi];
                     g.pc = s.inst.pc;
-                    g.st = GState::Warpsync(need);
-                    s.w.check_sync();
+                    g.state = GroupState::Warpsync(need);
+                    s.warp.check_sync();
                 }
             }
             Convergence::Yield => {
-                if s.w.groups.len() > 1 {
-                    s.w.cur = (s.w.cur + 1) % s.w.groups.len();
+                if s.warp.groups.len() > 1 {
+                    s.warp.current = (s.warp.current + 1) % s.warp.groups.len();
                 }
             }
         }
@@ -264,11 +264,11 @@ impl Class for Barrier {
                 if d.src_follows() {
                     d.src(1)?;
                 }
-                d.opt_psrcs();
+                d.opt_pred_srcs();
                 (Barrier::Bar(mode), Unit::Ctl)
             }
             "B2R" => {
-                d.dst()?.opt_pdsts(2);
+                d.dst()?.opt_pred_dsts(2);
                 (Barrier::B2r, Unit::Lsu)
             }
             "MEMBAR" => (Barrier::Membar, Unit::Lsu),
@@ -287,14 +287,14 @@ impl Class for Barrier {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             Barrier::Bar(mode) => {
-                let (id, threads) = (s.raw(0)?[0] as usize & 15, s.raw(1)?[0]);
-                let arrival = Arrival { id, mode, group: s.group, threads, mask: s.m, votes: s.p(0) & s.m };
-                s.arrival = (s.m != 0).then_some(arrival);
+                let (id, threads) = (s.bits(0)?[0] as usize & 15, s.bits(1)?[0]);
+                let arrival = Arrival { id, mode, group: s.group, threads, mask: s.active, votes: s.predicate(0) & s.active };
+                s.arrival = (s.active != 0).then_some(arrival);
             }
             Barrier::B2r => {
-                let v = s.w.bar_result;
-                s.wr(&[v; 32]);
-                s.setp(0, ((v != 0) as u32).wrapping_neg());
+                let v = s.warp.bar_result;
+                s.write(&[v; 32]);
+                s.set_predicate(0, ((v != 0) as u32).wrapping_neg());
             }
             Barrier::Membar | Barrier::Depbar { .. } => {}
         }

@@ -8,6 +8,6 @@ pub trait Class: Copy {
     /// Returns None for mnemonics of other classes. Reads operands and unit into `d.inst`.
     fn decode(d: &mut Decoder) -> Decoded;
 
-    /// Executes it for the lanes of `s.m`. To be inlined: it is compiled for each instruction set of the host.
+    /// Executes it for the lanes of `s.active`. To be inlined: it is compiled for each instruction set of the host.
     fn execute(self, s: &mut Step) -> SimResult<()>;
 }

@@ -1,8 +1,8 @@
 //! Conversions between numeric types: I2F, F2I, F2F and FRND. I2F to F32 rounds as its modifier says, and F2F of F32 to F16 toward zero
 //! with RZ. All other results in F16, F32 or F64 round to nearest, whatever the modifier says.
 //!
-//! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). `fz(x, ftz)` flushes a subnormal x to zero under .FTZ. `s.flt(i)`, `s.hlf(i)`
-//! (lower and upper halves) and so on read source i of all lanes; `s.wr` and `s.wr64` write the result.
+//! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). `s.f32(i)`, `s.halves(i)` (lower and upper halves) and so on read source i of
+//! all lanes; `s.write` and `s.write64` write the result.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -12,20 +12,13 @@ use crate::lanes::*;
 use crate::step::{SimResult, Step};
 
 fn type_of(modifier: &str) -> Option<NumTy> {
-    Some(match modifier {
-        "U8" => NumTy::U8,
-        "S8" => NumTy::S8,
-        "U16" => NumTy::U16,
-        "S16" => NumTy::S16,
-        "U32" => NumTy::U32,
-        "S32" => NumTy::S32,
-        "U64" => NumTy::U64,
-        "S64" => NumTy::S64,
-        "F16" => NumTy::F16,
-        "F32" => NumTy::F32,
-        "F64" => NumTy::F64,
-        _ => return None,
-    })
+    use NumTy::*;
+    #[rustfmt::skip]
+    let types = [
+        ("U8", U8), ("S8", S8), ("U16", U16), ("S16", S16), ("U32", U32), ("S32", S32), ("U64", U64), ("S64", S64),
+        ("F16", F16), ("F32", F32), ("F64", F64),
+    ];
+    types.iter().find(|(name, _)| *name == modifier).map(|&(_, found)| found)
 }
 
 /// Returns how a conversion rounds to an integer; to nearest even without a modifier.
@@ -84,7 +77,7 @@ impl Class for Conversion {
                     let a = s.int64(0)?;
                     a.each(|x| if from == NumTy::S64 { x as i64 as i128 } else { x as i128 })
                 } else {
-                    let a = s.raw(0)?;
+                    let a = s.bits(0)?;
                     let src = s.inst.src[0];
                     let sh = match src.sel {
                         Sel::B(n) => 8 * n as u32,
@@ -107,7 +100,7 @@ impl Class for Conversion {
                     })
                 };
                 match to {
-                    NumTy::F32 => s.wr(&v.each(|x| {
+                    NumTy::F32 => s.write(&v.each(|x| {
                         let f = x as f32;
                         let back = f as i128;
                         let f = match rnd {
@@ -119,22 +112,22 @@ impl Class for Conversion {
                         };
                         f.to_bits()
                     })),
-                    NumTy::F64 => s.wr64(&v.each(|x| (x as f64).to_bits())),
-                    _ => s.wr(&v.each(|x| d2h(x as f64) as u32)),
+                    NumTy::F64 => s.write64(&v.each(|x| (x as f64).to_bits())),
+                    _ => s.write(&v.each(|x| d2h(x as f64) as u32)),
                 }
             }
             Conversion::F2i { from, to, rnd, ftz } => {
                 let v: [f64; 32] = match from {
-                    NumTy::F64 => s.dbl(0)?,
-                    NumTy::F16 => s.hlf(0)?.0.each(|x| x as f64),
-                    _ => s.flt(0)?.each(|x| fz(x, ftz) as f64),
+                    NumTy::F64 => s.f64(0)?,
+                    NumTy::F16 => s.halves(0)?.0.each(|x| x as f64),
+                    _ => s.f32(0)?.each(|x| flush_subnormal(x, ftz) as f64),
                 };
                 let v = v.each(|x| to_int(x, rnd));
                 // `as` saturates and maps NaN to 0, as the hardware does for results of 32 bits; 64-bit results of NaN are 2^63
                 match to {
-                    NumTy::S64 => s.wr64(&v.each(|x| if x.is_nan() { 1 << 63 } else { x as i64 as u64 })),
-                    NumTy::U64 => s.wr64(&v.each(|x| if x.is_nan() { 1 << 63 } else { x as u64 })),
-                    _ => s.wr(&v.each(|x| match to {
+                    NumTy::S64 => s.write64(&v.each(|x| if x.is_nan() { 1 << 63 } else { x as i64 as u64 })),
+                    NumTy::U64 => s.write64(&v.each(|x| if x.is_nan() { 1 << 63 } else { x as u64 })),
+                    _ => s.write(&v.each(|x| match to {
                         NumTy::U32 => x as u32,
                         NumTy::U16 => x as u16 as u32,
                         NumTy::S16 => x as i16 as i32 as u32,
@@ -146,35 +139,37 @@ impl Class for Conversion {
             }
             Conversion::F2f { from, to, rnd, ftz } => match (from, to) {
                 (NumTy::F32, NumTy::F16) => {
-                    let a = s.flt(0)?;
-                    s.wr(&a.each(|x| if rnd == Round::Rz { f2h_rz(fz(x, ftz)) } else { f2h(fz(x, ftz)) } as u32));
+                    let a = s.f32(0)?;
+                    s.write(
+                        &a.each(|x| if rnd == Round::Rz { f2h_rz(flush_subnormal(x, ftz)) } else { f2h(flush_subnormal(x, ftz)) } as u32),
+                    );
                 }
                 (NumTy::F16, NumTy::F32) => {
-                    // of the modifiers that select a half, hlf() applies H0_H0 and H1_H1, but not H1 (`Sel::H(1)`)
-                    let (lo, hi) = s.hlf(0)?;
-                    s.wr(&(if s.inst.src[0].sel == Sel::H(1) { hi } else { lo }).each(f32::to_bits));
+                    // of the modifiers that select a half, halves() applies H0_H0 and H1_H1, but not H1 (`Sel::H(1)`)
+                    let (lo, hi) = s.halves(0)?;
+                    s.write(&(if s.inst.src[0].sel == Sel::H(1) { hi } else { lo }).each(f32::to_bits));
                 }
                 (NumTy::F32, NumTy::F64) => {
-                    let a = s.flt(0)?;
-                    s.wr64(&a.each(|x| (x as f64).to_bits()));
+                    let a = s.f32(0)?;
+                    s.write64(&a.each(|x| (x as f64).to_bits()));
                 }
                 (NumTy::F64, NumTy::F32) => {
-                    let a = s.dbl(0)?;
-                    s.wr(&a.each(|x| (x as f32).to_bits()));
+                    let a = s.f64(0)?;
+                    s.write(&a.each(|x| (x as f32).to_bits()));
                 }
                 (NumTy::F32, NumTy::F32) => {
-                    let a = s.flt(0)?;
-                    s.wr(&a.each(|x| fz(x, ftz).to_bits()));
+                    let a = s.f32(0)?;
+                    s.write(&a.each(|x| flush_subnormal(x, ftz).to_bits()));
                 }
                 (NumTy::F64, NumTy::F16) => {
-                    let a = s.dbl(0)?;
-                    s.wr(&a.each(|x| d2h(x) as u32));
+                    let a = s.f64(0)?;
+                    s.write(&a.each(|x| d2h(x) as u32));
                 }
                 _ => return Err(s.refuse("unimplemented conversion")),
             },
             Conversion::Frnd { rnd, ftz } => {
-                let a = s.flt(0)?;
-                s.wr(&a.each(|x| (to_int(fz(x, ftz) as f64, rnd) as f32).to_bits()));
+                let a = s.f32(0)?;
+                s.write(&a.each(|x| (to_int(flush_subnormal(x, ftz) as f64, rnd) as f32).to_bits()));
             }
         }
         Ok(())

@@ -1,4 +1,6 @@
 //! Single- and double-precision arithmetic and comparison, and the special-function unit.
+//!
+//! `d` decodes an instruction and `s` executes it: `s.f32(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -22,19 +24,19 @@ impl Class for Float {
                 }
             }
             "FMNMX" => {
-                d.allow(&["FTZ"])?.dst()?.srcs(2)?.opt_psrcs();
+                d.allow(&["FTZ"])?.dst()?.srcs(2)?.opt_pred_srcs();
                 Float::Fmnmx { ftz }
             }
             "FSETP" => {
-                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
+                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 Float::Fsetp { cmp: d.cmp()?, bop: d.bop(), ftz }
             }
             "FSET" => {
-                d.dst()?.srcs(2)?.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_pred_srcs();
                 Float::Fset { cmp: d.cmp()?, bop: d.bop(), ftz, bf: d.has("BF") }
             }
             "FCHK" => {
-                d.opt_pdsts(2).srcs(2)?.on(Unit::Xu);
+                d.opt_pred_dsts(2).srcs(2)?.on(Unit::Xu);
                 Float::Fchk
             }
             _ => return Ok(None),
@@ -48,20 +50,20 @@ impl Class for Float {
             Float::Fadd { ftz, sat, rnd } => {
                 let (a, b) = (source(s, 0, ftz)?, source(s, 1, ftz)?);
                 let r = rounded(rnd, |l| a[l] + b[l], |l| a[l] as f64 + b[l] as f64);
-                s.wr(&result(r, ftz, sat));
+                s.write(&result(r, ftz, sat));
             }
             Float::Fmul { ftz, sat, rnd } => {
                 let (a, b) = (source(s, 0, ftz)?, source(s, 1, ftz)?);
                 let r = rounded(rnd, |l| a[l] * b[l], |l| a[l] as f64 * b[l] as f64);
-                s.wr(&result(r, ftz, sat));
+                s.write(&result(r, ftz, sat));
             }
             Float::Ffma { ftz, sat, rnd } => {
                 let (a, b, c) = (source(s, 0, ftz)?, source(s, 1, ftz)?, source(s, 2, ftz)?);
                 let r = rounded(rnd, |l| a[l].mul_add(b[l], c[l]), |l| a[l] as f64 * b[l] as f64 + c[l] as f64);
-                s.wr(&result(r, ftz, sat));
+                s.write(&result(r, ftz, sat));
             }
             Float::Fmnmx { ftz } => {
-                let (a, b, p) = (source(s, 0, ftz)?, source(s, 1, ftz)?, s.p(0));
+                let (a, b, p) = (source(s, 0, ftz)?, source(s, 1, ftz)?, s.predicate(0));
                 let r: [f32; 32] = lanes(|l| {
                     let (x, y) = (a[l], b[l]);
                     if x.is_nan() {
@@ -78,22 +80,22 @@ impl Class for Float {
                         y
                     }
                 });
-                s.wr(&r.each(f32::to_bits));
+                s.write(&r.each(f32::to_bits));
             }
             Float::Fsetp { cmp, bop, ftz } => {
-                s.setp_two(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), bop);
+                s.set_predicates(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), bop);
             }
             Float::Fset { cmp, bop, ftz, bf } => {
-                let r = combine(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), s.p(0), bop);
+                let r = combine(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), s.predicate(0), bop);
                 let one = if bf { 0x3f80_0000 } else { !0 };
-                s.wr(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
+                s.write(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
             }
             Float::Fchk => {
                 // true where a / b by a reciprocal could overflow or lose bits: the compiler's code then takes a slow path. Conservative
                 let exponents = |x: f32| (x.to_bits() >> 23 & 255) as i32;
-                let (a, b) = (s.flt(0)?.each(exponents), s.flt(1)?.each(exponents));
+                let (a, b) = (s.f32(0)?.each(exponents), s.f32(1)?.each(exponents));
                 let is_extreme = |a, b| a == 255 || b == 255 || a <= 25 || b <= 1 || b >= 252 || a - b >= 125 || a - b <= -124;
-                s.setp(0, mask_of(|l| is_extreme(a[l], b[l])));
+                s.set_predicate(0, mask_of(|l| is_extreme(a[l], b[l])));
             }
         }
         Ok(())
@@ -103,7 +105,7 @@ impl Class for Float {
 /// Returns source `i`, with subnormals flushed if `ftz`.
 #[inline(always)]
 fn source(s: &Step, i: usize, ftz: bool) -> SimResult<[f32; 32]> {
-    Ok(s.flt(i)?.each(|x| fz(x, ftz)))
+    Ok(s.f32(i)?.each(|x| flush_subnormal(x, ftz)))
 }
 
 /// Returns `near`, the results rounded to nearest, or with another rounding the exact ones rounded so.
@@ -111,7 +113,7 @@ fn source(s: &Step, i: usize, ftz: bool) -> SimResult<[f32; 32]> {
 fn rounded(rnd: Round, near: impl Fn(usize) -> f32, exact: impl Fn(usize) -> f64) -> [f32; 32] {
     match rnd {
         Round::Rn => lanes(near),
-        _ => lanes(|l| directed(exact(l), rnd)),
+        _ => lanes(|l| round_directed(exact(l), rnd)),
     }
 }
 
@@ -120,7 +122,7 @@ fn rounded(rnd: Round, near: impl Fn(usize) -> f32, exact: impl Fn(usize) -> f64
 pub fn result(r: [f32; 32], ftz: bool, sat: bool) -> V {
     r.each(|x| {
         let x = if x.is_nan() { f32::from_bits(0x7fff_ffff) } else { x };
-        fz(saturate(x, sat), ftz).to_bits()
+        flush_subnormal(saturate(x, sat), ftz).to_bits()
     })
 }
 
@@ -139,7 +141,7 @@ impl Class for Double {
                 op
             }
             "DSETP" => {
-                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
+                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 Double::Dsetp { cmp: d.cmp()?, bop: d.bop() }
             }
             _ => return Ok(None),
@@ -152,20 +154,20 @@ impl Class for Double {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             Double::Dadd => {
-                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
-                s.wr64(&lanes(|l| (a[l] + b[l]).to_bits()));
+                let (a, b) = (s.f64(0)?, s.f64(1)?);
+                s.write64(&lanes(|l| (a[l] + b[l]).to_bits()));
             }
             Double::Dmul => {
-                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
-                s.wr64(&lanes(|l| (a[l] * b[l]).to_bits()));
+                let (a, b) = (s.f64(0)?, s.f64(1)?);
+                s.write64(&lanes(|l| (a[l] * b[l]).to_bits()));
             }
             Double::Dfma => {
-                let (a, b, c) = (s.dbl(0)?, s.dbl(1)?, s.dbl(2)?);
-                s.wr64(&lanes(|l| a[l].mul_add(b[l], c[l]).to_bits()));
+                let (a, b, c) = (s.f64(0)?, s.f64(1)?, s.f64(2)?);
+                s.write64(&lanes(|l| a[l].mul_add(b[l], c[l]).to_bits()));
             }
             Double::Dsetp { cmp, bop } => {
-                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
-                s.setp_two(compare(cmp, &a, &b), bop);
+                let (a, b) = (s.f64(0)?, s.f64(1)?);
+                s.set_predicates(compare(cmp, &a, &b), bop);
             }
         }
         Ok(())
@@ -180,27 +182,21 @@ impl Class for SpecialFunction {
             return Ok(None);
         }
         d.dst()?.src(0)?.on(Unit::Xu);
-        Ok(Some(Op::SpecialFunction(match d.mods.first() {
-            Some(&"RCP") => SpecialFunction::Rcp,
-            Some(&"RSQ") => SpecialFunction::Rsq,
-            Some(&"EX2") if d.has("F16") => SpecialFunction::Ex2Half,
-            Some(&"EX2") => SpecialFunction::Ex2,
-            Some(&"TANH") => SpecialFunction::Tanh,
-            Some(&"LG2") => SpecialFunction::Lg2,
-            Some(&"SIN") => SpecialFunction::Sin,
-            Some(&"COS") => SpecialFunction::Cos,
-            Some(&"SQRT") => SpecialFunction::Sqrt,
-            Some(&"RCP64H") => SpecialFunction::Rcp64h,
-            Some(&"RSQ64H") => SpecialFunction::Rsq64h,
-            _ => return Err(d.fail("MUFU function")),
-        })))
+        use SpecialFunction::*;
+        #[rustfmt::skip]
+        let known = [
+            ("RCP", Rcp), ("RSQ", Rsq), ("EX2", Ex2), ("TANH", Tanh), ("LG2", Lg2), ("SIN", Sin), ("COS", Cos), ("SQRT", Sqrt),
+            ("RCP64H", Rcp64h), ("RSQ64H", Rsq64h),
+        ];
+        let function = d.one_of(&known).ok_or_else(|| d.fail("MUFU function"))?;
+        Ok(Some(Op::SpecialFunction(if function == Ex2 && d.has("F16") { Ex2Half } else { function })))
     }
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         if matches!(self, SpecialFunction::Rcp64h | SpecialFunction::Rsq64h) {
-            let a = s.raw(0)?;
-            s.wr(&a.each(|x| {
+            let a = s.bits(0)?;
+            s.write(&a.each(|x| {
                 let d = f64::from_bits((x as u64) << 32);
                 let v = if self == SpecialFunction::Rcp64h { 1.0 / d } else { 1.0 / d.sqrt() };
                 (v.to_bits() >> 32) as u32
@@ -208,17 +204,17 @@ impl Class for SpecialFunction {
             return Ok(());
         }
         if self == SpecialFunction::Ex2Half {
-            let (lo, hi) = s.hlf(0)?;
+            let (lo, hi) = s.halves(0)?;
             let x = if matches!(s.inst.src[0].sel, Sel::H(1) | Sel::H1H1) { hi } else { lo };
-            s.wr(&x.each(|x| f2h(x.exp2()) as u32));
+            s.write(&x.each(|x| f2h(x.exp2()) as u32));
             return Ok(());
         }
-        let a = s.flt(0)?;
+        let a = s.f32(0)?;
         // inputs and outputs of the special-function unit flush subnormals
         let mut r = [0u32; 32];
         for l in 0..32 {
-            if s.m >> l & 1 != 0 {
-                let x = fz(a[l], true);
+            if s.active >> l & 1 != 0 {
+                let x = flush_subnormal(a[l], true);
                 let v = match self {
                     SpecialFunction::Rcp => 1.0 / x,
                     SpecialFunction::Rsq => (1.0 / (x as f64).sqrt()) as f32,
@@ -231,10 +227,10 @@ impl Class for SpecialFunction {
                     SpecialFunction::Tanh => x.tanh(),
                     SpecialFunction::Ex2Half | SpecialFunction::Rcp64h | SpecialFunction::Rsq64h => unreachable!(),
                 };
-                r[l] = fz(v, true).to_bits();
+                r[l] = flush_subnormal(v, true).to_bits();
             }
         }
-        s.wr(&r);
+        s.write(&r);
         Ok(())
     }
 }

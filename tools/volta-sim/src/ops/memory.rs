@@ -1,4 +1,5 @@
 //! Loads and stores. Generic addresses (LD, ST) reach shared memory from [`SHARED_WINDOW`] on, and global memory below.
+//! `d` decodes an instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -32,7 +33,7 @@ impl Class for Memory {
         let bytes = bytes(d);
         let op = match d.base {
             "LDG" | "LD" | "LDS" | "LDL" => {
-                d.opt_pdsts(2).dst()?.address()?;
+                d.opt_pred_dsts(2).dst()?.address()?;
                 Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16"), strong: is_strong(d) }
             }
             "STG" | "ST" | "STS" | "STL" => {
@@ -72,7 +73,7 @@ impl Class for Memory {
             }
             // PTX isspacep: of up to two predicates, the first gets the result
             "QSPC" => {
-                d.opt_pdsts(2);
+                d.opt_pred_dsts(2);
                 let _zero = d.next();
                 d.address()?;
                 Memory::Qspc { shared: d.has("S") }
@@ -91,7 +92,7 @@ impl Class for Memory {
                 let n = bytes as usize;
                 let mut buf = [[0u32; 32]; 4];
                 for l in 0..32 {
-                    if s.m >> l & 1 == 0 {
+                    if s.active >> l & 1 == 0 {
                         continue;
                     }
                     let p = place(s, space, l, n, false)?;
@@ -113,7 +114,7 @@ impl Class for Memory {
                 }
                 if s.inst.dst != RZ {
                     for k in 0..(n / 4).max(1) {
-                        s.w.wr(s.inst.dst + k as Reg, &buf[k], s.m);
+                        s.warp.write(s.inst.dst + k as Reg, &buf[k], s.active);
                     }
                 }
             }
@@ -124,11 +125,11 @@ impl Class for Memory {
                 let mut buf = [[0u32; 32]; 4];
                 if r != RZ {
                     for k in 0..(n / 4).max(1) {
-                        buf[k] = s.w.regs[r as usize + k];
+                        buf[k] = s.warp.regs[r as usize + k];
                     }
                 }
                 for l in 0..32 {
-                    if s.m >> l & 1 == 0 {
+                    if s.active >> l & 1 == 0 {
                         continue; // an inactive lane
                     }
                     let p = place(s, space, l, n, true)?;
@@ -151,7 +152,7 @@ impl Class for Memory {
             Memory::Qspc { shared } => {
                 addresses(s);
                 let found = if shared { in_shared_window(s) } else { 0 };
-                s.setp(0, found);
+                s.set_predicate(0, found);
             }
         }
         Ok(())
@@ -170,25 +171,25 @@ pub fn shared_offset(address: u64) -> Option<u64> {
 /// The lanes whose generic addresses are in shared memory.
 #[inline(always)]
 pub fn in_shared_window(s: &Step) -> u32 {
-    (0..32).filter(|&l| shared_offset(s.acc.addr[l]).is_some()).fold(0, |found, l| found | 1 << l)
+    (0..32).filter(|&l| shared_offset(s.access.addr[l]).is_some()).fold(0, |found, l| found | 1 << l)
 }
 
-/// Computes the addresses of all lanes into `s.acc.addr`, where the timing model reads them too.
+/// Computes the addresses of all lanes into `s.access.addr`, where the timing model reads them too.
 #[inline(always)]
 pub fn addresses(s: &mut Step) {
     let MemRef { base, wide, uniform, uniform_wide, mut off, scale } = s.inst.mem;
     if uniform != RZ {
-        let word = |r: Reg| s.w.regs[r as usize][0];
+        let word = |r: Reg| s.warp.regs[r as usize][0];
         let high = if uniform_wide { word(uniform + 1) } else { 0 };
         off = off.wrapping_add((word(uniform) as u64 | (high as u64) << 32) as i64);
     }
-    s.acc.addr = if base == RZ {
+    s.access.addr = if base == RZ {
         [if wide | uniform_wide { off as u64 } else { off as u32 as u64 }; 32]
     } else if wide {
-        let (lo, hi) = (&s.w.regs[base as usize], &s.w.regs[base as usize + 1]);
+        let (lo, hi) = (&s.warp.regs[base as usize], &s.warp.regs[base as usize + 1]);
         lanes(|l| (lo[l] as u64 | (hi[l] as u64) << 32).wrapping_add(off as u64))
     } else {
-        let lo = &s.w.regs[base as usize];
+        let lo = &s.warp.regs[base as usize];
         if uniform_wide {
             lanes(|l| ((lo[l] << scale) as u64).wrapping_add(off as u64))
         } else {
@@ -201,11 +202,8 @@ pub fn addresses(s: &mut Step) {
 /// all lanes must be valid, even those whose rows no matrix has.
 #[inline(always)]
 fn load_matrices(s: &mut Step, matrices: usize, transposed: bool) -> SimResult<()> {
-    if s.m == 0 {
+    if !s.has_whole_warp("LDSM")? {
         return Ok(());
-    }
-    if s.m != !0 {
-        return Err(s.refuse(&format!("LDSM with a partial warp (mask {:#x})", s.m)));
     }
     addresses(s);
     let mut rows = [[0u32; 4]; 32];
@@ -222,7 +220,7 @@ fn load_matrices(s: &mut Step, matrices: usize, transposed: bool) -> SimResult<(
         } else {
             lanes(|l| rows[l >> 2 & 7][l & 3])
         };
-        s.w.wr(s.inst.dst + i as Reg, &v, !0);
+        s.warp.write(s.inst.dst + i as Reg, &v, !0);
     }
     Ok(())
 }
@@ -230,7 +228,7 @@ fn load_matrices(s: &mut Step, matrices: usize, transposed: bool) -> SimResult<(
 /// Returns the host address of the `n` bytes that lane `l` reads, or with `write` writes, or a fault's text.
 #[inline(always)]
 fn place(s: &mut Step, space: Space, l: usize, n: usize, write: bool) -> SimResult<*mut u8> {
-    let (a, n) = (s.acc.addr[l], n as u64);
+    let (a, n) = (s.access.addr[l], n as u64);
     let access = if write { "store" } else { "load" };
     if a & (n - 1) != 0 {
         return Err(s.fault(l, &format!("misaligned {access}"), a, n, ""));
@@ -242,7 +240,7 @@ fn place(s: &mut Step, space: Space, l: usize, n: usize, write: bool) -> SimResu
     };
     let found = match space {
         Space::Generic => None,
-        Space::Global => s.env.mem.find(a, n, write, &mut s.w.hint),
+        Space::Global => s.env.mem.find(a, n, write, &mut s.warp.hint),
         Space::Shared => s.shared.get_mut(a as usize..(a + n) as usize).map(<[u8]>::as_mut_ptr),
         Space::Local => local(s, l, a, n),
         // no instruction writes constants, so the cast to *mut is harmless
@@ -258,11 +256,11 @@ fn local(s: &mut Step, lane: usize, a: u64, n: u64) -> Option<*mut u8> {
     if a + n > size {
         return None;
     }
-    if s.w.local.is_empty() {
-        s.w.local = vec![0xff; size as usize * 32];
+    if s.warp.local.is_empty() {
+        s.warp.local = vec![0xff; size as usize * 32];
     }
     // SAFETY: each of the 32 lanes has `size` bytes.
-    Some(unsafe { s.w.local.as_mut_ptr().add(lane * size as usize + a as usize) })
+    Some(unsafe { s.warp.local.as_mut_ptr().add(lane * size as usize + a as usize) })
 }
 
 #[cold]

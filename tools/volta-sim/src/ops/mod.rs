@@ -40,39 +40,40 @@ pub fn undecodable(raw: &RawInst, why: String) -> Inst {
 }
 
 impl Cta {
-    /// Execute the next instruction of warp `wi`. The caller has checked that the warp is runnable.
+    /// Execute the next instruction of warp `warp_index`. The caller has checked that the warp is runnable.
     /// `now` feeds the clock registers. Returns the index of the executed instruction.
-    pub fn step(&mut self, wi: usize, env: &Env, now: u64, acc: &mut Access) -> SimResult<usize> {
-        let w = &mut self.warps[wi];
+    pub fn step(&mut self, warp_index: usize, env: &Env, now: u64, access: &mut Access) -> SimResult<usize> {
+        let w = &mut self.warps[warp_index];
         let group = match w.select() {
             Some(g) => g,
-            None => return Err(format!("kernel `{}`: warp {wi} stepped while blocked", env.prog.name)),
+            None => return Err(format!("kernel `{}`: warp {warp_index} stepped while blocked", env.prog.name)),
         };
-        let Group { pc, mask: together, .. } = w.groups[group];
+        let Group { pc, mask: group_mask, .. } = w.groups[group];
         let idx = (pc / 16) as usize;
         let Some(inst) = env.prog.code.get(idx) else {
             return Err(format!("kernel `{}`: pc 0x{pc:x} outside the code", env.prog.name));
         };
-        let m = (together | inst.everywhere) & w.p(inst.guard);
-        acc.mask = m;
-        acc.taken = false;
+        let active = (group_mask | inst.everywhere) & w.predicate(inst.guard);
+        access.mask = active;
+        access.taken = false;
         w.insts += 1;
         w.groups[group].pc = pc + 16;
 
-        let mut s = Step { env, inst, w, group, together, m, shared: &mut self.shared, cta: &self.id, now, acc, arrival: None };
+        let mut s =
+            Step { env, inst, warp: w, group, group_mask, active, shared: &mut self.shared, cta: &self.id, now, access, arrival: None };
         execute(inst.op, &mut s)?;
         if let Some(arrival) = s.arrival {
-            if !self.arrive(wi, arrival) {
+            if !self.arrive(warp_index, arrival) {
                 return Ok(idx);
             }
-        } else if s.w.done() {
+        } else if s.warp.done() {
             self.warp_exited();
         }
-        let w = &mut self.warps[wi];
+        let w = &mut self.warps[warp_index];
         if w.groups.len() > 1 {
             // switch groups now and then, so that a group that spins lets the one that it waits for make progress
             if w.insts % 4096 == 0 {
-                w.cur = (w.cur + 1) % w.groups.len();
+                w.current = (w.current + 1) % w.groups.len();
             }
             w.merge_current();
         }
@@ -202,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn loads_and_moves() {
+    fn uniform_loads_and_moves_write_uniform_registers() {
         let w = after_load(&[
             "UMOV UR9, UR5",
             "UMOV UR10, URZ",
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn arithmetic() {
+    fn uniform_arithmetic_matches_rust() {
         let w = after_load(&[
             "UIADD3 UR10, UP0, UR5, UR6, URZ",
             "UIADD3.X UR11, URZ, UR7, URZ, UP0, !UPT",
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn predicates() {
+    fn uniform_predicates_select_and_guard() {
         let w = after_load(&[
             "UISETP.GE.AND UP0, UPT, UR4, 0x3, UPT",
             "UISETP.LT.U32.AND UP1, UPT, UR5, UR6, UPT",

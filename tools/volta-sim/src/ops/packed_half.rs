@@ -1,5 +1,7 @@
-//! Arithmetic and comparison on the two halves of a register: HADD2, HMUL2, HFMA2, HSETP2, HSET2. `hlf(i)` returns source i's low halves
-//! and its high halves as f32. `mrg` selects the halves of the destination that are written.
+//! Arithmetic and comparison on the two halves of a register: HADD2, HMUL2, HFMA2, HSETP2, HSET2.
+//!
+//! `d` decodes an instruction and `s` executes it: `s.halves(i)` returns source i's low halves and its high halves as f32, for all lanes.
+//! `mrg` selects the halves of the destination that are written.
 
 use super::class::Class;
 use super::float;
@@ -24,11 +26,11 @@ impl Class for PackedHalf {
                 }
             }
             "HSETP2" => {
-                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
+                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 PackedHalf::Hsetp2 { cmp: d.cmp()?, bop: d.bop(), hand: d.has("H_AND") }
             }
             "HSET2" => {
-                d.dst()?.srcs(2)?.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_pred_srcs();
                 PackedHalf::Hset2 { cmp: d.cmp()?, bop: d.bop(), bf: d.has("BF") }
             }
             _ => return Ok(None),
@@ -41,19 +43,19 @@ impl Class for PackedHalf {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             PackedHalf::Hadd2 { f32: to32, sat, ftz, mrg } => {
-                let ((a0, a1), (b0, b1)) = (s.hlf(0)?, s.hlf(1)?);
+                let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
                 if to32 {
-                    s.wr(&float::result(lanes(|l| a0[l] + b0[l]), ftz, sat));
+                    s.write(&float::result(lanes(|l| a0[l] + b0[l]), ftz, sat));
                 } else {
                     write(s, lanes(|l| f2h(saturate(a0[l] + b0[l], sat))), lanes(|l| f2h(saturate(a1[l] + b1[l], sat))), mrg, ftz);
                 }
             }
             PackedHalf::Hmul2 { sat, ftz, mrg } => {
-                let ((a0, a1), (b0, b1)) = (s.hlf(0)?, s.hlf(1)?);
+                let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
                 write(s, lanes(|l| f2h(saturate(a0[l] * b0[l], sat))), lanes(|l| f2h(saturate(a1[l] * b1[l], sat))), mrg, ftz);
             }
             PackedHalf::Hfma2 { sat, ftz, mrg } => {
-                let ((a0, a1), (b0, b1), (c0, c1)) = (s.hlf(0)?, s.hlf(1)?, s.hlf(2)?);
+                let ((a0, a1), (b0, b1), (c0, c1)) = (s.halves(0)?, s.halves(1)?, s.halves(2)?);
                 let f = |a: f32, b: f32, c: f32| {
                     // the product of two halves is exact in f32; saturation precedes the one rounding, and makes NaN 0
                     let sum = (a * b) as f64 + c as f64;
@@ -66,23 +68,23 @@ impl Class for PackedHalf {
                 write(s, lanes(|l| f(a0[l], b0[l], c0[l])), lanes(|l| f(a1[l], b1[l], c1[l])), mrg, ftz);
             }
             PackedHalf::Hsetp2 { cmp, bop, hand } => {
-                let ((a0, a1), (b0, b1)) = (s.hlf(0)?, s.hlf(1)?);
+                let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
                 let (r0, r1) = (compare(cmp, &a0, &b0), compare(cmp, &a1, &b1));
                 if hand {
-                    s.setp_two(r0 & r1, bop);
+                    s.set_predicates(r0 & r1, bop);
                 } else {
-                    let p = s.p(0);
-                    s.setp(0, combine(r0, p, bop));
-                    s.setp(1, combine(r1, p, bop));
+                    let p = s.predicate(0);
+                    s.set_predicate(0, combine(r0, p, bop));
+                    s.set_predicate(1, combine(r1, p, bop));
                 }
             }
             PackedHalf::Hset2 { cmp, bop, bf } => {
-                let ((a0, a1), (b0, b1)) = (s.hlf(0)?, s.hlf(1)?);
-                let p = s.p(0);
+                let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
+                let p = s.predicate(0);
                 let r0 = combine(compare(cmp, &a0, &b0), p, bop);
                 let r1 = combine(compare(cmp, &a1, &b1), p, bop);
                 let one = if bf { 0x3c00 } else { 0xffff };
-                s.wr(&lanes(|l| (if r0 >> l & 1 != 0 { one } else { 0 }) | (if r1 >> l & 1 != 0 { one << 16 } else { 0 })));
+                s.write(&lanes(|l| (if r0 >> l & 1 != 0 { one } else { 0 }) | (if r1 >> l & 1 != 0 { one << 16 } else { 0 })));
             }
         }
         Ok(())
@@ -92,8 +94,8 @@ impl Class for PackedHalf {
 /// Writes the halves that `mrg` selects, with subnormals flushed if `ftz`.
 #[inline(always)]
 fn write(s: &mut Step, lo: [u16; 32], hi: [u16; 32], mrg: Merge, ftz: bool) {
-    let old = s.w.reg(s.inst.dst);
-    s.wr(&lanes(|l| {
+    let old = s.warp.reg(s.inst.dst);
+    s.write(&lanes(|l| {
         let (a, b) = (flush(lo[l], ftz) as u32, flush(hi[l], ftz) as u32);
         match mrg {
             Merge::H0 => (old[l] & 0xffff_0000) | a,

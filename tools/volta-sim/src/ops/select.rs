@@ -1,4 +1,5 @@
 //! Moves, selection by a predicate, logic on predicates, and predicates as bits of a register (P2R, R2P).
+//! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::bits::lop3;
 use super::class::Class;
@@ -15,7 +16,7 @@ impl Class for Select {
                 Select::Mov
             }
             "SEL" | "FSEL" => {
-                d.dst()?.srcs(2)?.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_pred_srcs();
                 if d.base == "SEL" {
                     Select::Sel
                 } else {
@@ -31,16 +32,16 @@ impl Class for Select {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             Select::Mov => {
-                let a = s.raw(0)?;
-                s.wr(&a);
+                let a = s.bits(0)?;
+                s.write(&a);
             }
             Select::Sel => {
-                let (a, b, p) = (s.int(0)?, s.int(1)?, s.p(0));
-                s.wr(&lanes(|l| if p >> l & 1 != 0 { a[l] } else { b[l] }));
+                let (a, b, p) = (s.int(0)?, s.int(1)?, s.predicate(0));
+                s.write(&lanes(|l| if p >> l & 1 != 0 { a[l] } else { b[l] }));
             }
             Select::Fsel => {
-                let (a, b, p) = (s.flt(0)?, s.flt(1)?, s.p(0));
-                s.wr(&lanes(|l| if p >> l & 1 != 0 { a[l].to_bits() } else { b[l].to_bits() }));
+                let (a, b, p) = (s.f32(0)?, s.f32(1)?, s.predicate(0));
+                s.write(&lanes(|l| if p >> l & 1 != 0 { a[l].to_bits() } else { b[l].to_bits() }));
             }
         }
         Ok(())
@@ -54,7 +55,7 @@ impl Class for Predicate {
         let first = if d.inst.everywhere != 0 { UP0 } else { 0 }; // uniform instructions use the uniform predicates
         let op = match d.base {
             "PLOP3" => {
-                d.opt_pdsts(2).opt_psrcs();
+                d.opt_pred_dsts(2).opt_pred_srcs();
                 while d.opt_pred().is_some() {} // three are sources, others have no effect here
                 let lut = d.imm()? as u8;
                 let lut2 = d.imm()? as u8;
@@ -82,14 +83,14 @@ impl Class for Predicate {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             Predicate::Plop3 { lut, lut2 } => {
-                let (a, b, c) = (s.p(0), s.p(1), s.p(2));
-                s.setp(0, lop3(lut, &[a; 32], &[b; 32], &[c; 32])[0]);
-                s.setp(1, lop3(lut2, &[a; 32], &[b; 32], &[c; 32])[0]);
+                let (a, b, c) = (s.predicate(0), s.predicate(1), s.predicate(2));
+                s.set_predicate(0, lop3(lut, &[a; 32], &[b; 32], &[c; 32])[0]);
+                s.set_predicate(1, lop3(lut2, &[a; 32], &[b; 32], &[c; 32])[0]);
             }
             Predicate::P2r { shift, first } => {
                 let (a, mk) = (s.int(0)?, s.int(1)?);
-                let preds = s.w.pred;
-                s.wr(&lanes(|l| {
+                let preds = s.warp.pred;
+                s.write(&lanes(|l| {
                     let bits = (0..7).fold(0, |r, i| r | (preds[first as usize + i] >> l & 1) << i);
                     let mask = mk[l] << shift;
                     (a[l] & !mask) | (bits << shift & mask)
@@ -104,7 +105,7 @@ impl Class for Predicate {
                 for i in 0..7u8 {
                     let sel = mask_of(|l| mk[l] >> i & 1 != 0);
                     let val = mask_of(|l| a[l] >> (sh + i as u32) & 1 != 0);
-                    s.w.setp(first + i, val, s.m & sel);
+                    s.warp.set_predicate(first + i, val, s.active & sel);
                 }
             }
         }

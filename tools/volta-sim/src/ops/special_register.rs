@@ -1,4 +1,5 @@
-//! Reads of the special registers: indices, masks, clocks.
+//! Reads of the special registers (S2R, CS2R): indices of thread and CTA, lane masks, clocks. `d` decodes an instruction and `s` executes
+//! it: `s.write` writes its result in the active lanes.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -8,30 +9,17 @@ use crate::operand::Operand;
 use crate::step::{SimResult, Step};
 
 fn by_name(n: &str) -> Option<SReg> {
-    Some(match n {
-        "SR_TID.X" => SReg::Tid(0),
-        "SR_TID.Y" => SReg::Tid(1),
-        "SR_TID.Z" => SReg::Tid(2),
-        "SR_CTAID.X" => SReg::Ctaid(0),
-        "SR_CTAID.Y" => SReg::Ctaid(1),
-        "SR_CTAID.Z" => SReg::Ctaid(2),
-        "SR_NCTAID.X" => SReg::NCtaId(0),
-        "SR_NCTAID.Y" => SReg::NCtaId(1),
-        "SR_NCTAID.Z" => SReg::NCtaId(2),
-        "SR_LANEID" => SReg::LaneId,
-        "SR_WARPID" | "SR_VIRTID" => SReg::WarpId,
-        "SR_CLOCKLO" => SReg::Clock,
-        "SR_CLOCKHI" => SReg::ClockHi,
-        "SR_EQMASK" => SReg::EqMask,
-        "SR_LTMASK" => SReg::LtMask,
-        "SR_LEMASK" => SReg::LeMask,
-        "SR_GTMASK" => SReg::GtMask,
-        "SR_GEMASK" => SReg::GeMask,
-        "SR_GLOBALTIMERLO" => SReg::GlobalTimer,
-        "SRZ" => SReg::Zero,
-        "SR_SMID" | "SR_VIRTUALSMID" => SReg::SmId,
-        _ => return None,
-    })
+    use SReg::*;
+    #[rustfmt::skip]
+    let known = [
+        ("SR_TID.X", Tid(0)), ("SR_TID.Y", Tid(1)), ("SR_TID.Z", Tid(2)),
+        ("SR_CTAID.X", Ctaid(0)), ("SR_CTAID.Y", Ctaid(1)), ("SR_CTAID.Z", Ctaid(2)),
+        ("SR_NCTAID.X", NCtaId(0)), ("SR_NCTAID.Y", NCtaId(1)), ("SR_NCTAID.Z", NCtaId(2)),
+        ("SR_LANEID", LaneId), ("SR_WARPID", WarpId), ("SR_VIRTID", WarpId), ("SR_SMID", SmId), ("SR_VIRTUALSMID", SmId), ("SRZ", Zero),
+        ("SR_CLOCKLO", Clock), ("SR_CLOCKHI", ClockHi), ("SR_GLOBALTIMERLO", GlobalTimer),
+        ("SR_EQMASK", EqMask), ("SR_LTMASK", LtMask), ("SR_LEMASK", LeMask), ("SR_GTMASK", GtMask), ("SR_GEMASK", GeMask),
+    ];
+    known.iter().find(|(name, _)| *name == n).map(|&(_, register)| register)
 }
 
 impl Class for SpecialRegister {
@@ -58,15 +46,15 @@ impl Class for SpecialRegister {
         match self {
             SpecialRegister::S2r(sreg) => {
                 let v = value(sreg, s);
-                s.wr(&v);
+                s.write(&v);
             }
             // `wide`: of 64 bits, a register pair
             SpecialRegister::Cs2r { sreg, wide } => {
                 let v = value(sreg, s);
-                s.wr(&v);
+                s.write(&v);
                 if wide && s.inst.dst != RZ {
                     let hi = if sreg == SReg::Clock { [(s.now >> 32) as u32; 32] } else { [0; 32] };
-                    s.w.wr(s.inst.dst + 1, &hi, s.m);
+                    s.warp.write(s.inst.dst + 1, &hi, s.active);
                 }
             }
         }
@@ -76,7 +64,7 @@ impl Class for SpecialRegister {
 
 #[inline(always)]
 fn value(sreg: SReg, s: &Step) -> V {
-    let tid = |l: usize| s.w.index * 32 + l as u32;
+    let tid = |l: usize| s.warp.index * 32 + l as u32;
     let (bx, by) = (s.env.block[0], s.env.block[1]);
     match sreg {
         SReg::Tid(0) => lanes(|l| tid(l) % bx),
@@ -85,7 +73,7 @@ fn value(sreg: SReg, s: &Step) -> V {
         SReg::Ctaid(i) => [s.cta[i as usize]; 32],
         SReg::NCtaId(i) => [s.env.grid[i as usize]; 32],
         SReg::LaneId => lanes(|l| l as u32),
-        SReg::WarpId => [s.w.index; 32],
+        SReg::WarpId => [s.warp.index; 32],
         // the timer has no unit of its own here: it counts cycles
         SReg::Clock | SReg::GlobalTimer => [s.now as u32; 32],
         SReg::ClockHi => [(s.now >> 32) as u32; 32],
@@ -95,6 +83,6 @@ fn value(sreg: SReg, s: &Step) -> V {
         SReg::LeMask => lanes(|l| ((2u64 << l) - 1) as u32),
         SReg::GtMask => lanes(|l| !((2u64 << l) - 1) as u32),
         SReg::GeMask => lanes(|l| !((1u32 << l) - 1)),
-        SReg::Zero | SReg::SmId => [0; 32],
+        SReg::Zero | SReg::SmId => [0; 32], // one SM is simulated
     }
 }

@@ -1,4 +1,5 @@
 //! The tensor cores: HMMA.884 of sm_70, HMMA.1688 and IMMA.8816 of sm_75. All lanes of a warp must execute them together.
+//! Names of fragments are those of PTX: D = A B + C. A register holds two halves or four bytes of a matrix in each of 32 lanes.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -53,17 +54,13 @@ impl Class for Tensor {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
-        if s.m == 0 {
+        if !s.has_whole_warp(if matches!(self, Tensor::Imma8816 { .. }) { "IMMA" } else { "HMMA" })? {
             return Ok(());
         }
-        if s.m != !0 {
-            let name = if matches!(self, Tensor::Imma8816 { .. }) { "IMMA" } else { "HMMA" };
-            return Err(s.refuse(&format!("{name} with a partial warp (mask {:#x})", s.m)));
-        }
         match self {
-            Tensor::Hmma884 { f32, step, a_col, b_col } => hmma884(s.w, s.inst, f32, step, a_col, b_col),
-            Tensor::Hmma1688 { f32 } => hmma1688(s.w, s.inst, f32),
-            Tensor::Imma8816 { unsigned } => imma8816(s.w, s.inst, unsigned),
+            Tensor::Hmma884 { f32, step, a_col, b_col } => hmma884(s.warp, s.inst, f32, step, a_col, b_col),
+            Tensor::Hmma1688 { f32 } => hmma1688(s.warp, s.inst, f32),
+            Tensor::Imma8816 { unsigned } => imma8816(s.warp, s.inst, unsigned),
         }
         Ok(())
     }
@@ -126,8 +123,8 @@ fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: 
         let (d, e, f, g) = (column(0, &c0, 0), column(1, &c0, 16), column(2, &c1, 0), column(3, &c1, 16));
         (lanes(|l| d[l] | e[l] << 16), lanes(|l| f[l] | g[l] << 16))
     };
-    w.wr(inst.dst, &d0, !0);
-    w.wr(inst.dst + 1, &d1, !0);
+    w.write(inst.dst, &d0, !0);
+    w.write(inst.dst + 1, &d1, !0);
 }
 
 /// One HMMA.1688: a 16x8x8 product. With g = lane / 4 and t = lane % 4, a register holds elements 2t and 2t+1
@@ -165,13 +162,13 @@ fn hmma1688(w: &mut Warp, inst: &Inst, is32: bool) {
     if is32 {
         for (i, c) in c.iter().enumerate() {
             let d = lanes(|l| ((sum(l, i & 1, i >> 1) + f32::from_bits(c[l]) as f64) as f32).to_bits());
-            w.wr(inst.dst + i as Reg, &d, !0);
+            w.write(inst.dst + i as Reg, &d, !0);
         }
     } else {
         for (i, c) in c[..2].iter().enumerate() {
             let one = |l: usize, second: usize| d2h(sum(l, second, i) + h2f((c[l] >> (16 * second)) as u16) as f64) as u32;
             let d = lanes(|l| one(l, 0) | one(l, 1) << 16);
-            w.wr(inst.dst + i as Reg, &d, !0);
+            w.write(inst.dst + i as Reg, &d, !0);
         }
     }
 }
@@ -202,8 +199,8 @@ fn imma8816(w: &mut Warp, inst: &Inst, [a_unsigned, b_unsigned]: [bool; 2]) {
         let products = rows[l / 4].iter().zip(&columns[2 * (l % 4) + second]).map(|(x, y)| x * y);
         c.wrapping_add(products.sum::<i32>() as u32)
     };
-    w.wr(inst.dst, &lanes(|l| sum(c0[l], l, 0)), !0);
-    w.wr(inst.dst + 1, &lanes(|l| sum(c1[l], l, 1)), !0);
+    w.write(inst.dst, &lanes(|l| sum(c0[l], l, 0)), !0);
+    w.write(inst.dst + 1, &lanes(|l| sum(c1[l], l, 1)), !0);
 }
 
 /// Four numbers of every lane: `[number][lane]`.

@@ -55,17 +55,17 @@ impl Class for Uniform {
         match self {
             Uniform::Ldc64 => {
                 let v = s.int64(0)?;
-                s.wr64(&v);
+                s.write64(&v);
             }
             Uniform::LdcNarrow(mask) => {
-                let v = s.raw(0)?.map(|word| word & mask);
-                s.wr(&v);
+                let v = s.bits(0)?.map(|word| word & mask);
+                s.write(&v);
             }
             Uniform::R2ur => {
                 // all active lanes hold the same value, so that of the first one serves (`together`: mask of the lanes that execute)
-                let first = s.together.trailing_zeros() as usize & 31;
-                let v = s.raw(0)?[first];
-                s.wr(&[v; 32]);
+                let first = s.group_mask.trailing_zeros() as usize & 31;
+                let v = s.bits(0)?[first];
+                s.write(&[v; 32]);
             }
         }
         Ok(())

@@ -1,4 +1,5 @@
 //! Exchange between the threads of a warp: SHFL, VOTE, MATCH, MOVM.
+//! `d` decodes an instruction and `s` executes it: `s.bits(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -10,7 +11,7 @@ impl Class for WarpWide {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "SHFL" => {
-                d.opt_pdsts(2).dst()?.srcs(3)?.on(Unit::Lsu);
+                d.opt_pred_dsts(2).dst()?.srcs(3)?.on(Unit::Lsu);
                 let modes = [("IDX", ShflMode::Idx), ("UP", ShflMode::Up), ("DOWN", ShflMode::Down), ("BFLY", ShflMode::Bfly)];
                 WarpWide::Shfl(d.one_of(&modes).ok_or_else(|| d.fail("SHFL mode"))?)
             }
@@ -19,7 +20,7 @@ impl Class for WarpWide {
                     d.dst()?;
                 }
                 // exactly one predicate destination; the next predicate is the source
-                d.opt_pdsts(1).opt_psrcs();
+                d.opt_pred_dsts(1).opt_pred_srcs();
                 WarpWide::Vote { all: d.has("ALL"), eq: d.has("EQ") }
             }
             "MATCH" => {
@@ -27,7 +28,7 @@ impl Class for WarpWide {
                 if d.has("U64") {
                     return Err(d.fail("64-bit MATCH"));
                 }
-                d.opt_pdsts(2).dst()?.opt_pdsts(2).src(0)?.on(Unit::Lsu);
+                d.opt_pred_dsts(2).dst()?.opt_pred_dsts(2).src(0)?.on(Unit::Lsu);
                 WarpWide::Match { all: d.has("ALL") }
             }
             "MOVM" => {
@@ -45,10 +46,10 @@ impl Class for WarpWide {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         // VOTEU writes for all lanes, but only the threads that execute it vote
-        let m = s.m & s.together;
+        let m = s.active & s.group_mask;
         match self {
             WarpWide::Shfl(mode) => {
-                let (a, b, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
+                let (a, b, c) = (s.bits(0)?, s.bits(1)?, s.bits(2)?);
                 let mut r = [0u32; 32];
                 let mut ok = 0u32;
                 for l in 0..32u32 {
@@ -70,11 +71,11 @@ impl Class for WarpWide {
                     ok |= (p as u32) << l;
                     r[l as usize] = a[j as usize];
                 }
-                s.wr(&r);
-                s.setp(0, ok);
+                s.write(&r);
+                s.set_predicate(0, ok);
             }
             WarpWide::Vote { all, eq } => {
-                let ballot = s.p(0) & m;
+                let ballot = s.predicate(0) & m;
                 let p = if eq {
                     ballot == m || ballot == 0
                 } else if all {
@@ -82,32 +83,29 @@ impl Class for WarpWide {
                 } else {
                     ballot != 0
                 };
-                s.wr(&[ballot; 32]);
-                s.setp(0, (p as u32).wrapping_neg());
+                s.write(&[ballot; 32]);
+                s.set_predicate(0, (p as u32).wrapping_neg());
             }
             WarpWide::Movm => {
-                if m == 0 {
+                if !s.has_whole_warp("MOVM")? {
                     return Ok(());
                 }
-                if m != !0 {
-                    return Err(s.refuse(&format!("MOVM with a partial warp (mask {m:#x})")));
-                }
-                let a = s.raw(0)?;
+                let a = s.bits(0)?;
                 let element = |row: usize, column: usize| a[4 * row + column / 2] >> (16 * (column & 1)) & 0xffff;
-                s.wr(&lanes(|l| element(2 * (l & 3), l >> 2) | element(2 * (l & 3) + 1, l >> 2) << 16));
+                s.write(&lanes(|l| element(2 * (l & 3), l >> 2) | element(2 * (l & 3) + 1, l >> 2) << 16));
             }
             WarpWide::Match { all } => {
-                let a = s.raw(0)?;
+                let a = s.bits(0)?;
                 let mut r = [0u32; 32];
                 for l in 0..32 {
                     r[l] = mask_of(|k| m >> k & 1 != 0 && a[k] == a[l]);
                 }
                 if all {
                     let same = (0..32).all(|l| m >> l & 1 == 0 || r[l] == m);
-                    s.wr(&[if same { m } else { 0 }; 32]);
-                    s.setp(0, (same as u32).wrapping_neg());
+                    s.write(&[if same { m } else { 0 }; 32]);
+                    s.set_predicate(0, (same as u32).wrapping_neg());
                 } else {
-                    s.wr(&r);
+                    s.write(&r);
                 }
             }
         }

@@ -4,14 +4,15 @@ use super::cache::ICache;
 use serde::Serialize;
 use std::collections::VecDeque;
 
-/// What a warp waits for, as in [`Stalls`]. Sb: a scoreboard, which an earlier instruction holds until its result is there.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Why {
+/// What a warp waits for, as in [`Stalls`]. An earlier instruction holds a scoreboard until its result is there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) enum WaitReason {
+    #[default]
     StallCount,
-    ShortSb,
-    LongSb,
-    XuSb,
-    TensorSb,
+    ShortScoreboard,
+    LongScoreboard,
+    XuScoreboard,
+    TensorScoreboard,
     Barrier,
 }
 
@@ -27,22 +28,23 @@ pub(super) struct Release {
 #[derive(Default, Clone)]
 pub(super) struct Scoreboard {
     pub(super) users: Vec<Release>,
-    pub(super) why: Option<Why>,
+    pub(super) why: Option<WaitReason>,
 }
 
 /// A resident warp as the scheduler sees it.
-pub(super) struct WarpT {
+#[derive(Default)]
+pub(super) struct WarpTiming {
     /// its CTA in `SmSim::ctas`, and its number there
     pub(super) cta: usize,
-    pub(super) wi: usize,
+    pub(super) warp_index: usize,
     /// number in the order of launches: the lower, the older
     pub(super) age: u64,
-    /// earliest issue by stall count / barrier / branch
+    /// cycle of the earliest issue by stall count, barrier and branch
     pub(super) next: u64,
-    /// earliest issue including scoreboards
+    /// the same, with scoreboards too
     pub(super) ready: u64,
     /// what it waits for until `ready`
-    pub(super) ready_why: Why,
+    pub(super) ready_reason: WaitReason,
     pub(super) sb: [Scoreboard; 6],
     pub(super) last_issue: u64,
     /// whether it waits at a barrier of its CTA
@@ -55,7 +57,7 @@ pub(super) struct WarpT {
 
 /// A sub-partition of the SM: a scheduler with its pipes.
 #[derive(Default)]
-pub(super) struct Sub {
+pub(super) struct SubPartition {
     pub(super) warps: Vec<usize>,
     /// the warp that issued last, and whether its instruction asked to prefer another
     pub(super) last: Option<usize>,
@@ -89,6 +91,19 @@ pub struct Stalls {
     pub pipe_busy: u64,
     /// another warp was chosen
     pub not_selected: u64,
+}
+
+impl Stalls {
+    pub(super) fn of(&mut self, reason: WaitReason) -> &mut u64 {
+        match reason {
+            WaitReason::StallCount => &mut self.fixed_latency,
+            WaitReason::ShortScoreboard => &mut self.short_scoreboard,
+            WaitReason::LongScoreboard => &mut self.long_scoreboard,
+            WaitReason::XuScoreboard => &mut self.xu_scoreboard,
+            WaitReason::TensorScoreboard => &mut self.tensor_scoreboard,
+            WaitReason::Barrier => &mut self.barrier,
+        }
+    }
 }
 
 /// Event counts of the simulated SM. "Busy" counts of pipes are cycles, summed over the four sub-partitions.

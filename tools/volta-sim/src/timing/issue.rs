@@ -1,10 +1,15 @@
 //! Issue of an instruction: units, scoreboards and stall counts. `s` is a sub-partition (scheduler), `k` an index of `SmSim::warps`, `idx`
 //! one of the code's instructions; times are cycles.
 
-use super::counters::{Release, Why};
+use super::counters::{Release, WaitReason};
 use super::SmSim;
 use crate::isa::*;
 use crate::step::{Access, SimResult};
+
+/// Cycles from the issue of an FMA, ALU, FP16 or uniform instruction to its result, as published. The code's stall counts contain them.
+const FIXED_LATENCY: u64 = 4;
+/// Cycles until an instruction has read its sources, assumed.
+const SOURCES_READ: u64 = 2;
 
 impl SmSim<'_, '_> {
     /// Returns when the instruction's unit can take it. A memory instruction needs a place in the MIO queue.
@@ -12,11 +17,8 @@ impl SmSim<'_, '_> {
         let sub = &self.subs[s];
         match inst.unit {
             Unit::Lsu => {
-                if sub.mio.len() >= self.m.mio_queue {
-                    sub.mio[sub.mio.len() - self.m.mio_queue]
-                } else {
-                    0
-                }
+                let first = sub.mio.len().checked_sub(self.machine.mio_queue); // None: a place is free
+                first.map_or(0, |i| sub.mio[i])
             }
             Unit::Ctl => 0,
             u => sub.free[u as usize],
@@ -25,17 +27,17 @@ impl SmSim<'_, '_> {
 
     /// Executes the next instruction of warp `k`, and records when it releases what. Returns the CTA's slot if the CTA has finished.
     pub(super) fn issue(&mut self, s: usize, k: usize, now: u64, acc: &mut Access) -> SimResult<Option<usize>> {
-        let (slot, wi) = {
+        let (slot, warp_index) = {
             let w = self.warps[k].as_ref().unwrap();
-            (w.cta, w.wi)
+            (w.cta, w.warp_index)
         };
         let env = self.env;
         let cta = self.ctas[slot].as_mut().unwrap();
-        let idx = cta.step(wi, env, now, acc)?;
+        let idx = cta.step(warp_index, env, now, acc)?;
         let inst = &env.prog.code[idx];
-        self.c.insts += 1;
-        self.c.issue_slots += 1;
-        self.hist[idx] += 1;
+        self.counters.insts += 1;
+        self.counters.issue_slots += 1;
+        self.executions[idx] += 1;
         if matches!(inst.op, Op::SpecialRegister(SpecialRegister::S2r(SReg::Clock) | SpecialRegister::Cs2r { sreg: SReg::Clock, .. }))
             && *self.clock_reader.get_or_insert(k) == k
         {
@@ -45,44 +47,33 @@ impl SmSim<'_, '_> {
         // --- stall attribution: to `next` the stall count or a barrier, to `ready` a scoreboard, to `now` fetches, pipes and other warps
         {
             let w = self.warps[k].as_mut().unwrap();
-            let st = &mut self.c.stalls;
-            let gap = now - w.last_issue;
-            self.wait_hist[idx] += gap.saturating_sub(1);
-            let fixed = w.next.min(now).saturating_sub(w.last_issue + 1);
-            match w.ready_why {
-                Why::Barrier => st.barrier += fixed,
-                _ => st.fixed_latency += fixed,
-            }
-            let sbw = w.ready.min(now).saturating_sub(w.next.max(w.last_issue + 1));
-            match w.ready_why {
-                Why::ShortSb => st.short_scoreboard += sbw,
-                Why::LongSb => st.long_scoreboard += sbw,
-                Why::XuSb => st.xu_scoreboard += sbw,
-                Why::TensorSb => st.tensor_scoreboard += sbw,
-                Why::Barrier => st.barrier += sbw,
-                Why::StallCount => st.fixed_latency += sbw,
-            }
-            let rest = now.saturating_sub(w.ready.max(w.last_issue + 1));
+            let stalls = &mut self.counters.stalls;
+            self.wait_cycles[idx] += (now - w.last_issue).saturating_sub(1);
+            let first = w.last_issue + 1; // the first cycle in which it could have issued
+            let is_barrier = w.ready_reason == WaitReason::Barrier;
+            *stalls.of(if is_barrier { WaitReason::Barrier } else { WaitReason::StallCount }) += w.next.min(now).saturating_sub(first);
+            *stalls.of(w.ready_reason) += w.ready.min(now).saturating_sub(w.next.max(first));
+            let rest = now.saturating_sub(w.ready.max(first));
             // idle cycles are skipped, so the scan counters only give proportions
-            let n = (w.scans - 1).max(1);
-            let nofetch = (rest * w.fetch_wait / n).min(rest);
-            let busy = (rest * w.pipe_wait / n).min(rest - nofetch);
-            st.no_instruction += nofetch;
-            st.pipe_busy += busy;
-            st.not_selected += rest - nofetch - busy;
+            let scans = (w.scans - 1).max(1);
+            let no_instruction = (rest * w.fetch_wait / scans).min(rest);
+            let pipe_busy = (rest * w.pipe_wait / scans).min(rest - no_instruction);
+            stalls.no_instruction += no_instruction;
+            stalls.pipe_busy += pipe_busy;
+            stalls.not_selected += rest - no_instruction - pipe_busy;
             (w.pipe_wait, w.fetch_wait, w.scans) = (0, 0, 0);
             w.last_issue = now;
         }
 
         // --- resources: without active lanes an instruction takes no unit
         let (wr, rd, why) = if acc.mask == 0 && !matches!(inst.unit, Unit::Ctl) {
-            (now + 1, now + 1, Why::ShortSb)
+            (now + 1, now + 1, WaitReason::ShortScoreboard)
         } else {
             self.occupy(s, k, idx, now, acc)
         };
 
         let w = self.warps[k].as_mut().unwrap();
-        let forwarded = if is_hmma884(inst) { now + self.m.hmma_forward } else { wr };
+        let forwarded = if is_hmma884(inst) { now + self.machine.hmma_forward } else { wr };
         for (sb, at, for_hmma) in [(inst.ctrl.wr_sb, wr, forwarded), (inst.ctrl.rd_sb, rd, rd)] {
             if sb < 6 {
                 let b = &mut w.sb[sb as usize];
@@ -93,7 +84,7 @@ impl SmSim<'_, '_> {
         }
         let mut next = now + (inst.ctrl.stall as u64).max(1);
         if acc.taken {
-            next = next.max(now + self.m.branch_cycles);
+            next = next.max(now + self.machine.branch_cycles);
         }
         if let Op::Barrier(Barrier::Depbar { sb, n }) = inst.op {
             let mut t: Vec<u64> = w.sb[sb as usize % 6].users.iter().map(|x| x.at).collect();
@@ -110,7 +101,7 @@ impl SmSim<'_, '_> {
         let cta = self.ctas[slot].as_mut().unwrap();
         let released = std::mem::take(&mut cta.released);
         let base = slot * cta.warps.len();
-        let ended = cta.warps[wi].done();
+        let ended = cta.warps[warp_index].done();
         let all_done = cta.done();
         if ended {
             self.warps[k] = None;
@@ -121,25 +112,25 @@ impl SmSim<'_, '_> {
                 }
             }
         } else {
-            self.refresh(k, Why::StallCount);
+            self.refresh(k, WaitReason::StallCount);
         }
         if !released.is_empty() {
-            self.c.barriers += 1;
+            self.counters.barriers += 1;
         }
         for r in released {
-            let t = now + self.m.bar_latency;
+            let t = now + self.machine.bar_latency;
             if let Some(w) = self.warps[base + r].as_mut() {
                 w.next = w.next.max(t);
-                self.refresh(base + r, Why::Barrier);
+                self.refresh(base + r, WaitReason::Barrier);
             }
         }
         Ok(all_done.then_some(slot))
     }
 
     /// Computes when warp `k` may issue its next instruction: after its stall count (reason `base_why`) and the scoreboards that it needs.
-    pub(super) fn refresh(&mut self, k: usize, base_why: Why) {
+    pub(super) fn refresh(&mut self, k: usize, base_why: WaitReason) {
         let w = self.warps[k].as_mut().unwrap();
-        let ww = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.wi];
+        let ww = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.warp_index];
         let Some(g) = ww.select() else {
             w.blocked = true;
             return;
@@ -147,7 +138,7 @@ impl SmSim<'_, '_> {
         w.blocked = false;
         let Some(inst) = self.env.prog.code.get((ww.groups[g].pc / 16) as usize) else { return };
         w.ready = w.next;
-        w.ready_why = base_why;
+        w.ready_reason = base_why;
         let is_hmma = is_hmma884(inst);
         for i in 0..6 {
             if inst.ctrl.wait >> i & 1 != 0 {
@@ -155,7 +146,7 @@ impl SmSim<'_, '_> {
                 if let Some(t) = sb.users.iter().map(|x| if is_hmma { x.for_hmma } else { x.at }).max() {
                     if t > w.ready {
                         w.ready = t;
-                        w.ready_why = sb.why.unwrap_or(Why::ShortSb);
+                        w.ready_reason = sb.why.unwrap_or(WaitReason::ShortScoreboard);
                     }
                 }
             }
@@ -164,9 +155,16 @@ impl SmSim<'_, '_> {
 
     /// Occupies the instruction's unit. Returns when the result is written, when the sources have been read, and the reason of waits for
     /// either. Results of fixed latency use no scoreboard, so the last case hardly matters.
-    pub(super) fn occupy(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, Why) {
-        let m = self.m;
+    pub(super) fn occupy(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
+        let m = self.machine;
         let inst = &self.env.prog.code[idx];
+        let (tensor_cycles, tensor_latency) = match inst.op {
+            Op::Tensor(Tensor::Hmma884 { f32: true, .. }) => (m.hmma_f32_cycles, m.hmma_latency),
+            Op::Tensor(Tensor::Hmma1688 { f32: true }) => (m.hmma_1688_f32_cycles, m.hmma_1688_f32_latency),
+            Op::Tensor(Tensor::Hmma1688 { f32: false }) => (m.hmma_1688_f16_cycles, m.hmma_1688_f16_latency),
+            Op::Tensor(Tensor::Imma8816 { .. }) => (m.imma_8816_cycles, m.imma_8816_latency),
+            _ => (m.hmma_f16_cycles, m.hmma_latency), // HMMA.884 with f16 accumulators; other operations do not use it
+        };
         let mut cost = match inst.unit {
             Unit::Fma => match inst.op {
                 Op::Integer(Integer::ImadWide { .. } | Integer::ImadHi { .. }) => m.imad_wide_cycles,
@@ -176,23 +174,17 @@ impl SmSim<'_, '_> {
             Unit::Fp16 => m.fp16_cycles,
             Unit::Fp64 => m.fp64_cycles,
             Unit::Xu => m.xu_cycles,
-            Unit::Tensor => match inst.op {
-                Op::Tensor(Tensor::Hmma884 { f32: true, .. }) => m.hmma_f32_cycles,
-                Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_cycles,
-                Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_cycles,
-                Op::Tensor(Tensor::Imma8816 { .. }) => m.imma_8816_cycles,
-                _ => m.hmma_f16_cycles,
-            },
+            Unit::Tensor => tensor_cycles,
             Unit::Uniform => m.uniform_cycles,
             Unit::Lsu => return self.memory(s, k, idx, now, acc),
-            Unit::Ctl => return (now + 2, now + 2, Why::ShortSb),
+            Unit::Ctl => return (now + SOURCES_READ, now + SOURCES_READ, WaitReason::ShortScoreboard),
         };
         if m.reg_banks && !matches!(inst.unit, Unit::Tensor | Unit::Xu | Unit::Uniform) && bank_conflict(inst) {
             cost += 1;
-            self.c.reg_conflicts += 1;
+            self.counters.reg_conflicts += 1;
         }
         self.subs[s].free[inst.unit as usize] = now + cost;
-        let c = &mut self.c;
+        let c = &mut self.counters;
         match inst.unit {
             Unit::Fma => c.fma_busy += cost,
             Unit::Alu => c.alu_busy += cost,
@@ -204,19 +196,13 @@ impl SmSim<'_, '_> {
             _ => {}
         }
         match inst.unit {
-            Unit::Xu => (now + m.xu_latency, now + cost, Why::XuSb),
-            Unit::Tensor => {
-                let latency = match inst.op {
-                    Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_latency,
-                    Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_latency,
-                    Op::Tensor(Tensor::Imma8816 { .. }) => m.imma_8816_latency,
-                    _ => m.hmma_latency,
-                };
-                (now + latency, now + cost + 2, Why::TensorSb)
+            Unit::Xu => (now + m.xu_latency, now + cost, WaitReason::XuScoreboard),
+            Unit::Tensor => (now + tensor_latency, now + cost + SOURCES_READ, WaitReason::TensorScoreboard),
+            Unit::Uniform if matches!(inst.op, Op::Uniform(Uniform::R2ur)) => {
+                (now + m.r2ur_latency, now + SOURCES_READ, WaitReason::ShortScoreboard)
             }
-            Unit::Uniform if matches!(inst.op, Op::Uniform(Uniform::R2ur)) => (now + m.r2ur_latency, now + 2, Why::ShortSb),
-            Unit::Fp64 => (now + m.fp64_latency, now + cost, Why::ShortSb),
-            _ => (now + 4, now + 2, Why::ShortSb),
+            Unit::Fp64 => (now + m.fp64_latency, now + cost, WaitReason::ShortScoreboard),
+            _ => (now + FIXED_LATENCY, now + SOURCES_READ, WaitReason::ShortScoreboard),
         }
     }
 }
@@ -225,7 +211,7 @@ fn is_hmma884(inst: &Inst) -> bool {
     matches!(inst.op, Op::Tensor(Tensor::Hmma884 { .. }))
 }
 
-/// Three distinct source registers in the same bank (even / odd), none served by the reuse cache.
+/// Returns whether it reads three distinct registers from one of the two banks, of even and of odd numbers. The reuse cache serves none.
 fn bank_conflict(inst: &Inst) -> bool {
     let mut r = [0; 3];
     for i in 0..3 {

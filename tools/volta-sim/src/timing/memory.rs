@@ -1,6 +1,6 @@
 //! Times of loads, stores, shuffles and other instructions of the MIO, the path to shared memory and the caches, from the lanes' addresses.
 
-use super::counters::Why;
+use super::counters::WaitReason;
 use super::SmSim;
 use crate::isa::*;
 use crate::machine::smem_wavefronts;
@@ -10,15 +10,15 @@ use crate::step::Access;
 impl SmSim<'_, '_> {
     /// Passes an instruction through the sub-partition's queue and the SM's data stage. Returns when the result is written, when the
     /// sources have been read, and the reason of waits for either.
-    pub(super) fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, Why) {
-        let m = self.m;
+    pub(super) fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
+        let m = self.machine;
         let inst = &self.env.prog.code[idx];
         match inst.op {
             Op::SpecialRegister(SpecialRegister::S2r(_)) | Op::Barrier(Barrier::B2r) => {
-                return (now + m.s2r_latency, now + 2, Why::ShortSb)
+                return (now + m.s2r_latency, now + 2, WaitReason::ShortScoreboard)
             }
-            Op::Barrier(Barrier::Membar) => return (now + m.l2_latency, now + 2, Why::LongSb),
-            Op::Memory(Memory::Qspc { .. }) => return (now + m.lds_latency, now + 2, Why::ShortSb),
+            Op::Barrier(Barrier::Membar) => return (now + m.l2_latency, now + 2, WaitReason::LongScoreboard),
+            Op::Memory(Memory::Qspc { .. }) => return (now + m.lds_latency, now + 2, WaitReason::ShortScoreboard),
             _ => {}
         }
         let prefetch = matches!(inst.op, Op::Memory(Memory::Prefetch));
@@ -42,7 +42,7 @@ impl SmSim<'_, '_> {
         let mut sectors: Vec<u64> = vec![];
         let waves = match space {
             None => {
-                self.c.shfl += 1;
+                self.counters.shfl += 1;
                 1
             }
             Some(Space::Shared) => {
@@ -56,54 +56,22 @@ impl SmSim<'_, '_> {
                 if atomic {
                     w = w.max(2);
                 }
-                self.c.smem_wavefronts += w as u64;
-                self.c.smem_ideal += ideal as u64;
-                self.smem_hist[idx] += w as u64;
-                self.conflict_hist[idx] += (w - ideal.min(w)) as u64;
+                self.counters.smem_wavefronts += w as u64;
+                self.counters.smem_ideal += ideal as u64;
+                self.smem_wavefronts[idx] += w as u64;
+                self.excess_wavefronts[idx] += (w - ideal.min(w)) as u64;
                 w
             }
             Some(Space::Const) => 1,
             Some(Space::Local) => {
-                // local memory interleaves lanes word by word, here from 2^60 on, above all buffers; warp k has 32 lanes of lb bytes
-                self.c.local_insts += 1;
-                let lb = self.env.local_bytes as u64;
-                for l in 0..32u64 {
-                    if acc.mask >> l & 1 != 0 {
-                        for j in 0..(bytes / 4).max(1) as u64 {
-                            let a = (1u64 << 60) + k as u64 * lb * 32 + ((acc.addr[l as usize] / 4 + j) * 32 + l) * 4;
-                            sectors.push(a / 32);
-                        }
-                    }
-                }
-                sectors.sort_unstable();
-                sectors.dedup();
+                self.counters.local_insts += 1;
+                sectors = local_sectors(acc, bytes, k as u64, self.env.local_bytes as u64);
                 sectors.len().div_ceil(4) as u32
             }
             Some(Space::Global | Space::Generic) => {
-                // lanes of a wavefront: 128 bytes
-                let per = match bytes {
-                    16 => 8,
-                    8 => 16,
-                    _ => 32,
-                };
-                let mut waves = 0;
-                for g in 0..32 / per {
-                    let mut lines: Vec<u64> = vec![];
-                    for l in g * per..(g + 1) * per {
-                        if acc.mask >> l & 1 != 0 {
-                            lines.push(acc.addr[l] / 128);
-                            for b in (0..bytes as u64).step_by(32).chain([bytes as u64 - 1]) {
-                                sectors.push((acc.addr[l] + b) / 32);
-                            }
-                        }
-                    }
-                    lines.sort_unstable();
-                    lines.dedup();
-                    waves += lines.len() as u32;
-                }
-                sectors.sort_unstable();
-                sectors.dedup();
-                waves.max(1)
+                let waves;
+                (waves, sectors) = global_wavefronts(acc, bytes);
+                waves
             }
         };
         // address generation in the sub-partition, then the data stage shared by all four
@@ -115,7 +83,7 @@ impl SmSim<'_, '_> {
         let store = if write && space == Some(Space::Shared) { m.sts_extra_cycles } else { 0 };
         let busy = waves as u64 * each + store;
         self.lsu_free = start + busy;
-        self.c.mio_busy += busy;
+        self.counters.mio_busy += busy;
         let q = &mut self.subs[s].mio;
         while q.front().is_some_and(|&t| t <= now) {
             q.pop_front();
@@ -125,19 +93,19 @@ impl SmSim<'_, '_> {
         let rd = done + m.rd_release;
         let tail = |lat: u64| lat - m.mio_delay; // latencies count from the address unit
         match space {
-            None if matches!(inst.op, Op::WarpWide(WarpWide::Movm)) => (done + tail(m.movm_latency), rd, Why::ShortSb),
-            None => (done + tail(m.shfl_latency), rd, Why::ShortSb),
-            Some(Space::Shared) => (done + tail(m.lds_latency), rd, Why::ShortSb),
-            Some(Space::Const) => (done + tail(m.ldc_latency), rd, Why::ShortSb),
+            None if matches!(inst.op, Op::WarpWide(WarpWide::Movm)) => (done + tail(m.movm_latency), rd, WaitReason::ShortScoreboard),
+            None => (done + tail(m.shfl_latency), rd, WaitReason::ShortScoreboard),
+            Some(Space::Shared) => (done + tail(m.lds_latency), rd, WaitReason::ShortScoreboard),
+            Some(Space::Const) => (done + tail(m.ldc_latency), rd, WaitReason::ShortScoreboard),
             Some(sp) => {
-                self.c.global_wavefronts += waves as u64;
+                self.counters.global_wavefronts += waves as u64;
                 let mut ready = done + tail(m.l1_latency);
                 for sct in sectors {
                     let a = sct * 32;
                     if write && sp == Space::Global {
                         // write-through; atomics are performed in L2. access(.., true) fills a sector that misses
                         let t = self.l2_xfer(done, false);
-                        self.c.store_sectors += 1;
+                        self.counters.store_sectors += 1;
                         if !self.l2.access(a, true) && self.is_written_back(a) {
                             self.dram_xfer(t as f64);
                         }
@@ -154,13 +122,13 @@ impl SmSim<'_, '_> {
                         continue;
                     }
                     if !strong {
-                        self.c.l1_sectors += 1;
+                        self.counters.l1_sectors += 1;
                         if self.l1.access(a, true) || write {
-                            self.c.l1_hits += 1;
+                            self.counters.l1_hits += 1;
                             continue;
                         }
                     }
-                    self.c.l2_sectors += 1;
+                    self.counters.l2_sectors += 1;
                     let hit = self.l2.access(a, true) || sp == Space::Local || !self.first_touch(a);
                     let t = self.l2_xfer(done, !hit);
                     ready = ready.max(t + tail(if hit { m.l2_latency } else { m.dram_latency }));
@@ -168,7 +136,7 @@ impl SmSim<'_, '_> {
                         ready = ready.max(arrives);
                     }
                 }
-                (ready, rd, Why::LongSb)
+                (ready, rd, WaitReason::LongScoreboard)
             }
         }
     }
@@ -176,10 +144,10 @@ impl SmSim<'_, '_> {
     /// Moves one 32-byte sector over this SM's share of the L2 bandwidth, with `dram` of DRAM's too, from cycle `at` on. Returns when it
     /// starts.
     pub(super) fn l2_xfer(&mut self, at: u64, dram: bool) -> u64 {
-        let c = 32.0 / self.m.l2_bytes_per_clk;
+        let c = 32.0 / self.machine.l2_bytes_per_clk;
         let mut t = (at as f64).max(self.l2_free);
         self.l2_free = t + c;
-        self.c.l2_busy += c;
+        self.counters.l2_busy += c;
         if dram {
             t = self.dram_xfer(t);
         }
@@ -188,18 +156,18 @@ impl SmSim<'_, '_> {
 
     /// Moves one sector over this SM's share of the DRAM bandwidth. Returns when it starts.
     pub(super) fn dram_xfer(&mut self, at: f64) -> f64 {
-        let c = 32.0 / self.m.dram_bytes_per_clk();
+        let c = 32.0 / self.machine.dram_bytes_per_clk();
         let t = at.max(self.dram_free);
         self.dram_free = t + c;
-        self.c.dram_busy += c;
-        self.c.dram_sectors += 1;
+        self.counters.dram_busy += c;
+        self.counters.dram_sectors += 1;
         t
     }
 
     /// Returns whether this SM pays for writing a stored sector to DRAM: for its share of each buffer larger than L2. Others stay in L2.
     pub(super) fn is_written_back(&mut self, addr: u64) -> bool {
         let buffers = &self.env.mem.bufs;
-        buffers.iter().find(|b| b.touches(addr)).is_some_and(|b| b.len > self.m.l2_bytes) && self.first_touch(addr)
+        buffers.iter().find(|b| b.touches(addr)).is_some_and(|b| b.len > self.machine.l2_bytes) && self.first_touch(addr)
     }
 
     /// Returns whether this SM pays the DRAM fetch of a sector that no warp of it touched before. It pays
@@ -210,4 +178,30 @@ impl SmSim<'_, '_> {
         self.dram_budget[i] -= u64::from(pays);
         pays
     }
+}
+
+/// Returns the 32-byte sectors that the active lanes of warp `k` access in local memory. It interleaves lanes word by word, and here begins
+/// at 2^60, above all buffers. A warp has 32 lanes of `lane_bytes`.
+fn local_sectors(acc: &Access, bytes: u32, k: u64, lane_bytes: u64) -> Vec<u64> {
+    let words = (bytes / 4).max(1) as u64;
+    let address = |l: u64, word: u64| (1 << 60) + k * lane_bytes * 32 + ((acc.addr[l as usize] / 4 + word) * 32 + l) * 4;
+    let active = (0..32).filter(|l| acc.mask >> l & 1 != 0);
+    sorted_set(active.flat_map(|l| (0..words).map(move |word| address(l, word) / 32)))
+}
+
+/// Returns the wavefronts of a global access, one for each 128-byte line that a group of lanes touches, and the access's 32-byte sectors.
+/// A group is the lanes of 128 bytes: 32 lanes, 16 with 8 bytes each, or 8 with 16.
+fn global_wavefronts(acc: &Access, bytes: u32) -> (u32, Vec<u64>) {
+    let group = (128 / bytes as usize).min(32);
+    let active = |l: &usize| acc.mask >> l & 1 != 0;
+    let lines = |first: usize| sorted_set((first..first + group).filter(active).map(|l| acc.addr[l] / 128)).len() as u32;
+    let sectors = |l: usize| [acc.addr[l] / 32, (acc.addr[l] + bytes as u64 - 1) / 32]; // a lane has at most 16 bytes
+    ((0..32).step_by(group).map(lines).sum::<u32>().max(1), sorted_set((0..32).filter(active).flat_map(sectors)))
+}
+
+fn sorted_set(values: impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut found: Vec<u64> = values.collect();
+    found.sort_unstable();
+    found.dedup();
+    found
 }

@@ -1,5 +1,5 @@
-//! Timing model of one SM: issue follows the control codes, pipes and memory are resources with a
-//! "free at" time, and instructions execute functionally when they issue.
+//! Timing model of one SM, which `launch` runs: issue follows the control codes, pipes and memory are resources with a "free at" time, and
+//! instructions execute functionally when they issue. Times are cycles. A line of code is 128 bytes, 8 instructions.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -15,23 +15,24 @@ mod memory;
 pub use counters::{Counters, Stalls};
 
 use cache::{Cache, ICache, ABSENT};
-use counters::{Sub, WarpT, Why};
+use counters::{SubPartition, WarpTiming};
 
 /// The simulated SM. Fields with `free` are cycles from which a resource is free. `l15` is the L1.5 instruction cache.
 pub struct SmSim<'a, 'e> {
     env: &'a Env<'e>,
-    m: &'a Machine,
-    pub c: Counters,
-    pub hist: Vec<u64>,
+    machine: &'a Machine,
+    pub counters: Counters,
+    /// by instruction of the code, like the next three: how often a warp executed it
+    pub executions: Vec<u64>,
     /// issue-to-issue cycles attributed to waiting before each instruction
-    pub wait_hist: Vec<u64>,
-    /// shared-memory wavefronts, and those beyond the ideal, per instruction
-    pub smem_hist: Vec<u64>,
-    pub conflict_hist: Vec<u64>,
+    pub wait_cycles: Vec<u64>,
+    /// shared-memory wavefronts, and those beyond the ideal
+    pub smem_wavefronts: Vec<u64>,
+    pub excess_wavefronts: Vec<u64>,
     /// resident warps, those of CTA slot s from s * (warps of a CTA) on, and CTAs by slot
-    warps: Vec<Option<WarpT>>,
+    warps: Vec<Option<WarpTiming>>,
     ctas: Vec<Option<Cta>>,
-    subs: Vec<Sub>,
+    subs: Vec<SubPartition>,
     lsu_free: u64,
     l15: ICache,
     l15_free: u64,
@@ -60,20 +61,20 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
         let warps_per_cta = env.block.iter().product::<u32>().div_ceil(32);
         let n = env.prog.code.len();
-        let lines = n.div_ceil(8); // of 8 instructions, 128 bytes
+        let lines = n.div_ceil(8);
         let sharers = m.sms.min(env.grid.iter().product()) as u64; // SMs that have a CTA
         SmSim {
             env,
-            m,
-            c: Counters::default(),
-            hist: vec![0; n],
-            wait_hist: vec![0; n],
-            smem_hist: vec![0; n],
-            conflict_hist: vec![0; n],
+            machine: m,
+            counters: Counters::default(),
+            executions: vec![0; n],
+            wait_cycles: vec![0; n],
+            smem_wavefronts: vec![0; n],
+            excess_wavefronts: vec![0; n],
             warps: (0..slots * warps_per_cta).map(|_| None).collect(),
             ctas: (0..slots).map(|_| None).collect(),
             // the second argument: a seed of its own for each cache
-            subs: (0..m.subs).map(|i| Sub { l0: ICache::new(lines, i as u64 + 1), ..Sub::default() }).collect(),
+            subs: (0..m.subs).map(|i| SubPartition { l0: ICache::new(lines, i as u64 + 1), ..SubPartition::default() }).collect(),
             lsu_free: 0,
             l15: ICache::new(lines, 1),
             l15_free: 0,
@@ -98,7 +99,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let mut acc = Access::default();
         for s in 0..self.ctas.len() {
             if let Some(&id) = pending.next() {
-                self.launch(s, id, self.m.cta_launch);
+                self.launch(s, id, self.machine.cta_launch);
             }
         }
         let mut live = self.ctas.iter().filter(|c| c.is_some()).count();
@@ -113,10 +114,10 @@ impl<'a, 'e> SmSim<'a, 'e> {
                         if let Some(slot) = self.issue(s, w, now, &mut acc)? {
                             // CTA finished: refill its slot
                             live -= 1;
-                            self.c.ctas += 1;
+                            self.counters.ctas += 1;
                             self.ctas[slot] = None;
                             if let Some(&id) = pending.next() {
-                                self.launch(slot, id, now + self.m.cta_launch);
+                                self.launch(slot, id, now + self.machine.cta_launch);
                                 live += 1;
                             }
                             resident = self.warps.iter().flatten().count() as u64;
@@ -136,10 +137,10 @@ impl<'a, 'e> SmSim<'a, 'e> {
             } else {
                 next_event.max(now + 1) - now
             };
-            self.c.resident_warp_cycles += resident * step;
+            self.counters.resident_warp_cycles += resident * step;
             now += step;
         }
-        self.c.cycles = now;
+        self.counters.cycles = now;
         Ok(())
     }
 
@@ -147,25 +148,13 @@ impl<'a, 'e> SmSim<'a, 'e> {
     fn launch(&mut self, slot: usize, id: [u32; 3], at: u64) {
         let cta = Cta::new(self.env, id);
         let n = cta.warps.len();
-        for wi in 0..n {
-            let k = slot * n + wi;
-            self.warps[k] = Some(WarpT {
-                cta: slot,
-                wi,
-                age: self.age,
-                next: at,
-                ready: at,
-                ready_why: Why::StallCount,
-                sb: Default::default(),
-                last_issue: at,
-                blocked: false,
-                pipe_wait: 0,
-                fetch_wait: 0,
-                scans: 0,
-            });
+        for warp_index in 0..n {
+            let k = slot * n + warp_index;
+            self.warps[k] =
+                Some(WarpTiming { cta: slot, warp_index, age: self.age, next: at, ready: at, last_issue: at, ..Default::default() });
             self.age += 1;
             // warp w -> sub-partition (w % 4), continuing across CTAs for odd warp counts
-            let sub = (self.sub_cursor % self.m.subs) as usize;
+            let sub = (self.sub_cursor % self.machine.subs) as usize;
             self.sub_cursor += 1;
             self.subs[sub].warps.push(k);
         }
@@ -177,7 +166,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let mut best: Option<usize> = None;
         let mut best_age = u64::MAX;
         let mut next = u64::MAX;
-        let (greedy, avoid) = (self.subs[s].last, self.subs[s].last_yield);
+        let (last, last_yielded) = (self.subs[s].last, self.subs[s].last_yield);
         for i in 0..self.subs[s].warps.len() {
             let k = self.subs[s].warps[i];
             let Some(w) = self.warps[k].as_ref() else { continue };
@@ -190,13 +179,13 @@ impl<'a, 'e> SmSim<'a, 'e> {
             }
             let age = w.age;
             let cta = self.ctas[w.cta].as_mut().unwrap();
-            let ww = &mut cta.warps[w.wi];
+            let ww = &mut cta.warps[w.warp_index];
             self.warps[k].as_mut().unwrap().scans += 1;
             let g = ww.select().expect("unblocked warp has a runnable group");
             let pc = ww.groups[g].pc;
             // Cta::step fails for a pc outside the code
             let Some(inst) = self.env.prog.code.get((pc / 16) as usize) else { return Ok(k) };
-            if self.m.icache {
+            if self.machine.icache {
                 let t = self.fetch(s, pc / 128, now);
                 if t > now {
                     next = next.min(t);
@@ -211,8 +200,8 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 continue;
             }
             // greedy, then oldest; a yield hint pushes the last warp to the back
-            let age = if greedy == Some(k) {
-                if avoid {
+            let age = if last == Some(k) {
+                if last_yielded {
                     u64::MAX - 1
                 } else {
                     0
@@ -230,23 +219,23 @@ impl<'a, 'e> SmSim<'a, 'e> {
 
     /// Returns when sub-partition `s` can issue from the code line. Starts fetches of it and of `l0_prefetch` lines after it.
     fn fetch(&mut self, s: usize, line: u32, now: u64) -> u64 {
-        let cap = (self.m.l0_bytes / 128) as usize;
+        let cap = (self.machine.l0_bytes / 128) as usize;
         self.subs[s].l0.used[line as usize] = now;
-        for l in line..=(line + self.m.l0_prefetch).min(self.subs[s].l0.ready.len() as u32 - 1) {
+        for l in line..=(line + self.machine.l0_prefetch).min(self.subs[s].l0.ready.len() as u32 - 1) {
             if self.subs[s].l0.ready[l as usize] != ABSENT {
                 continue;
             }
             let start = self.in_l15(l, now).max(self.l15_free);
-            self.l15_free = start + self.m.l0_line_cycles;
-            self.c.l0_fills += 1;
-            self.subs[s].l0.fill(l, line, cap, self.m.l0_random, now, start + self.m.l0_miss_latency);
+            self.l15_free = start + self.machine.l0_line_cycles;
+            self.counters.l0_fills += 1;
+            self.subs[s].l0.fill(l, line, cap, self.machine.l0_random, now, start + self.machine.l0_miss_latency);
         }
         self.subs[s].l0.ready[line as usize]
     }
 
     /// Returns when the code line can leave the L1.5, which may have to fetch it from L2.
     fn in_l15(&mut self, line: u32, now: u64) -> u64 {
-        if self.m.l15_bytes == 0 {
+        if self.machine.l15_bytes == 0 {
             return now;
         }
         if self.l15.ready[line as usize] == ABSENT {
@@ -255,11 +244,11 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 now
             } else {
                 let start = now.max(self.l15_fill_free);
-                self.l15_fill_free = start + self.m.l15_line_cycles;
-                self.c.l15_fills += 1;
-                start + self.m.l2_latency
+                self.l15_fill_free = start + self.machine.l15_line_cycles;
+                self.counters.l15_fills += 1;
+                start + self.machine.l2_latency
             };
-            self.l15.fill(line, line, (self.m.l15_bytes / 128) as usize, false, now, ready);
+            self.l15.fill(line, line, (self.machine.l15_bytes / 128) as usize, false, now, ready);
         }
         self.l15.used[line as usize] = now;
         self.l15.ready[line as usize].max(now)
