@@ -5,6 +5,7 @@ two from row to row, so that softmax maxima change for some rows of a warp and n
 (`test_without_the_option_bits_differ`). The fixture `family` runs a test with each kernel family (volta, turing), `machine` with one; both
 in the simulator and, if there is one, on the GPU. Results are (out, softmax_lse)."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,10 +89,16 @@ class Sequence:
 CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
     "64": (64, torch.float16, {}),
     "128": (128, torch.float16, {}),
+    "256": (256, torch.float16, {}),
+    "512": (512, torch.float16, {}),
     "bf16": (128, torch.bfloat16, {}),
+    "bf16_256": (256, torch.bfloat16, {}),
     "window": (64, torch.float16, {"window_left": 70}),
+    "window_128": (128, torch.float16, {"window_left": 70}),
     "softcap": (64, torch.float16, {"softcap": 20.0}),
+    "softcap_128": (128, torch.float16, {"softcap": 20.0}),
     "no_splits": (64, torch.float16, {"num_splits": 1}),
+    "no_splits_128": (128, torch.float16, {"num_splits": 1}),
 }
 
 
@@ -104,6 +111,37 @@ def test_decode_verification_chunks_and_prompt_agree(family: None, case: str) ->
     # decoding of one row, verification of five draft tokens, the same early in the sequence, and chunks of a prompt
     for first, last in ((LONG - 1, LONG), (LONG - 5, LONG), (3, 4), (3, 8), (100, 341), (0, 513)):
         assert_same(sequence.attend(first, last), rows(prompt, first, last))
+
+
+@pytest.mark.parametrize("case", ["64", "128"])
+def test_chunks_of_pages_and_large_groups_agree(family: None, case: str) -> None:
+    """Shuffled pages, and five query heads per KV head, so that tiles begin and end inside a query's heads."""
+    headdim, dtype, options = CASES[case]
+    page, group = 16, 5
+    sequence = Sequence(headdim, dtype, **options)
+    sequence.q = uneven(1, LONG, group * KV_HEADS, headdim, dtype=dtype)
+    prompt = sequence.attend(0, LONG)
+    count = -(-LONG // page)
+    sequence.options["block_table"] = table = torch.randperm(count).int()[None]
+    for name in "kv":
+        dense = torch.nn.functional.pad(getattr(sequence, name)[0], (0, 0, 0, 0, 0, count * page - LONG))
+        pages = torch.empty(count, page, *dense.shape[1:], dtype=dtype)
+        pages[table[0].long()] = dense.unflatten(0, (count, page))
+        setattr(sequence, name, pages)
+    for first, last in ((LONG - 1, LONG), (LONG - 7, LONG), (90, 131), (0, LONG)):
+        assert_same(sequence.attend(first, last), rows(prompt, first, last))
+
+
+@pytest.mark.parametrize("case", ["64", "128", "256", "bf16"])
+def test_tiles_of_32_and_of_64_rows_run(family: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 32 query rows per KV head take a tile of 64 rows. So the comparisons above are of different kernels."""
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
+    sequence = Sequence(*CASES[case][:2])
+    group = HEADS // KV_HEADS
+    for queries, tile in ((1, 32), (32 // group, 32), (32 // group + 1, 64), (300, 64)):
+        sequence.attend(LONG - queries, LONG)
+        (launch,) = json.loads(torch.ops.volta_fa._sim_report())
+        assert launch["kernel"].endswith(f"x{tile}")
 
 
 @pytest.mark.parametrize("case", ["64", "128", "bf16", "no_splits"])
@@ -125,6 +163,15 @@ def test_both_grids_agree(machine: None) -> None:
     q, k, v = (t.double().transpose(1, 2) for t in (sequence.q, sequence.k, sequence.v))
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     assert (spread[0].double() - exact).abs().max() < 2e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256, 512])
+def test_chunks_are_near_fp64(machine: None, headdim: int) -> None:
+    sequence = Sequence(headdim)
+    chunk, _ = sequence.attend(LONG - 77, LONG)
+    q, k, v = (t.double().transpose(1, 2) for t in (sequence.q, sequence.k, sequence.v))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)[:, -77:]
+    assert (chunk.double() - exact).abs().max() < 2e-3 * exact.abs().max()
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])

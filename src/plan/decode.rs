@@ -82,9 +82,10 @@ fn decode_shape(
 ) -> Result<DecodePlan> {
     /// Most rows to fit in a batch with long sequences: prefill computes those, and most others have one query.
     const MIXED_ROWS: i64 = 32;
-    // batch-invariant calls take the tile that fits the rows of one query, whatever the number of queries
+    // Batch-invariant calls over latents take the tile that fits the rows of one query, because their tiles have different bits.
     let wanted = match has_long {
-        _ if shape.is_batch_invariant => group,
+        _ if shape.is_batch_invariant && pass == Pass::DecodeMla => group,
+        _ if shape.is_batch_invariant => rows,
         true => rows.min(MIXED_ROWS),
         false => rows,
     };

@@ -137,6 +137,19 @@ fn every_variant_is_chosen_for_some_problem() {
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
 }
 
+/// Batch-invariant tiles of a headdim have the same bits if as many groups of warps divide a split's tokens.
+#[test]
+fn batch_invariant_tiles_divide_tokens_alike() {
+    let groups = |v: &kernels::Variant| v.threads / 32 * v.step / v.block_rows;
+    let invariant = || kernels::variants().filter(|v| v.pass == Pass::Decode && v.is_batch_invariant);
+    for v in invariant() {
+        let key = |v: &kernels::Variant| (v.family.name, v.headdim, v.is_bf16, v.cache);
+        for other in invariant().filter(|other| key(other) == key(v)) {
+            assert_eq!(groups(v), groups(other), "{} {}", v.name, other.name);
+        }
+    }
+}
+
 /// The dequantize kernel zeroes tokens before the first visible one up to the largest step of forward kernels. Its grid covers all tokens.
 #[test]
 fn dequantize_grid_covers_padding_of_key_steps() {

@@ -37,16 +37,15 @@ const TILES: [DecodeTile; 13] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// Returns the one tile of each headdim for batch-invariant calls. It has 32 rows whatever the number of rows, so a row's bits cannot
-/// depend on that.
-fn invariant_tiles() -> impl Iterator<Item = DecodeTile> {
-    TILES.into_iter().filter(|&(_, [block_rows, _], ..)| block_rows == 32)
-}
+/// Tiles of batch-invariant calls. A headdim's tiles have the same number of warps with other tokens (threads * rows of a warp / rows of a
+/// block), and a row's bits depend on nothing else of a tile: so they are the same in all, and the planner is free to choose.
+const INVARIANT_TILES: [DecodeTile; 8] =
+    [TILES[1], (64, [64, 16], 256, 1), TILES[4], (128, [64, 16], 128, 2), TILES[7], TILES[8], TILES[11], TILES[12]];
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
     let of_tile = |tile| shared::decode(TURING, DECODE, CacheFormat::Unquantized, tile);
     let rows = shared::in_both_types(TILES.into_iter().map(of_tile));
-    let invariant = shared::in_both_types(invariant_tiles().map(of_tile)).into_iter().map(Variant::batch_invariant);
+    let invariant = shared::in_both_types(INVARIANT_TILES.into_iter().map(of_tile)).into_iter().map(Variant::batch_invariant);
     // calls with a tree mask (speculative decoding) and batch-invariant calls have kernels of their own
     rows.clone().into_iter().chain(shared::with_tree(rows.into_iter())).chain(invariant)
 }

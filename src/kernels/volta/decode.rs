@@ -46,9 +46,21 @@ const TILES: [DecodeTile; 16] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// Returns the one tile of each headdim for batch-invariant calls. It has 32 rows whatever the number of rows, so a row's bits cannot
-/// depend on that.
-fn invariant_tiles() -> impl Iterator<Item = DecodeTile> {
+/// Tiles of batch-invariant calls. A headdim's tiles have the same number of warps with other tokens (threads * rows of a warp / rows of a
+/// block), and a row's bits depend on nothing else of a tile: so they are the same in all, and the planner is free to choose.
+const INVARIANT_TILES: [DecodeTile; 8] = [
+    (64, [32, 8], 128, 4),
+    (64, [64, 16], 128, 3),
+    (128, [32, 8], 128, 3),
+    (128, [64, 16], 128, 2),
+    TILES[10],
+    (256, [64, 16], 128, 2),
+    TILES[14],
+    TILES[15],
+];
+
+/// Returns the one tile of each headdim for batch-invariant calls over quantized caches: that of 32 rows.
+fn quantized_invariant_tiles() -> impl Iterator<Item = DecodeTile> {
     TILES.into_iter().filter(|&(_, [block_rows, _], ..)| block_rows == 32)
 }
 
@@ -99,12 +111,9 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
     // for 32 rows of headdim 512.
     let tile_of_drafts = |row: &Variant| row.block_rows == if row.headdim > 256 { 16 } else { 32 };
     let trees = shared::with_tree(of_formats.clone().filter(move |row| row.cache == CacheFormat::Unquantized || tile_of_drafts(row)));
-    let invariant = FORMATS.iter().flat_map(move |row| {
-        let of_tiles = invariant_tiles().map(|tile| decode(row.format, tile));
-        match row.format {
-            CacheFormat::Unquantized => shared::in_both_types(of_tiles),
-            _ => of_tiles.collect(),
-        }
+    let invariant = FORMATS.iter().flat_map(move |row| match row.format {
+        CacheFormat::Unquantized => shared::in_both_types(INVARIANT_TILES.into_iter().map(|tile| decode(row.format, tile))),
+        quantized => quantized_invariant_tiles().map(|tile| decode(quantized, tile)).collect(),
     });
     let invariant = invariant.map(Variant::batch_invariant);
     of_formats.chain(trees).filter(is_built).chain(invariant)
