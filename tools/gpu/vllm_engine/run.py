@@ -145,7 +145,7 @@ def main() -> int:
     versions = options.versions or [path.name.removeprefix("vllm-") for path in sorted(options.work.glob("vllm-[0-9]*"), reverse=True)]
     found = [j for v in versions for j in jobs(v, (options.work / f"vllm-{v}/{FA3}").exists())]
     found = [job for job in found if not options.only or job["name"] in options.only]
-    found.sort(key=lambda job: job["kind"] != "load")  # jobs of kind load first: they take longest
+    found.sort(key=lambda job: job["kind"] not in ("load", "server"))  # servers first: they take longest
     gpus = max(torch.cuda.device_count(), 1)
     for job in found:
         if job.get("gpus", 1) > gpus:
