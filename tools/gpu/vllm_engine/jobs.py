@@ -217,6 +217,8 @@ def fork_jobs() -> list[dict]:
     backend = {"VOLTA_FA_VLLM_1CAT": "backend", "VOLTA_FA_LOG": "1"}
     kernels = ("FA2_D256_PREFILL", "FP8_PREFILL_BRIDGE", "PREFILL_GATHER_DENSE")  # of 1Cat-vLLM, which would take long prompts
     package = {"VOLTA_FA_VLLM_1CAT": "package", "VOLTA_FA_LOG": "1"} | {f"VLLM_FLASH_V100_{kernel}": "0" for kernel in kernels}
+    # as PyTorch 2.10, which 1Cat-vLLM pins: torch.compile of 2.11 fails in its Gated DeltaNet
+    plain_names, delta_net = {"VLLM_USE_LAYERNAME": "0"}, _HYBRID | cached
     return [
         *pair("llama128", "llama128"),
         job("1cat-backend-custom", "llama128", name, env=backend),
@@ -224,14 +226,15 @@ def fork_jobs() -> list[dict]:
         *pair("jamba", "jamba", engine=cached),
         job("1cat-hybrid-custom", "jamba", name, env=package, engine=cached | _EAGER),
         job("1cat-hybrid-backend-custom", "jamba", name, env=backend, engine=cached),
-        *pair("qwen3-next", "qwen3-next", engine=_HYBRID | cached),
-        job("1cat-next-backend-custom", "qwen3-next", name, env=backend, engine=_HYBRID | cached),
-        job("1cat-next-package-custom", "qwen3-next", name, env=package, engine=_HYBRID | cached | _EAGER),
+        job("qwen3-next-custom", "qwen3-next", OURS, env=plain_names, engine=delta_net),
+        job("qwen3-next-triton", "qwen3-next", TRITON, env=plain_names, engine=delta_net | _EAGER),
+        job("1cat-next-backend-custom", "qwen3-next", name, env=backend | plain_names, engine=delta_net),
+        job("1cat-next-package-custom", "qwen3-next", name, env=package | plain_names, engine=delta_net | _EAGER),
         server("server-custom", "llama128", OURS),
         server("server-1cat-backend-custom", "llama128", name, env=backend),
         server("server-1cat-package-custom", "llama128", name, "--enforce-eager", env=package),
         server("server-jamba-custom", "jamba", name, *_SERVE_HYBRID[:1], env=backend),
-        server("server-hybrid-custom", "qwen3-next", name, *_SERVE_HYBRID, env=backend),
+        server("server-hybrid-custom", "qwen3-next", name, *_SERVE_HYBRID, "--enforce-eager", env=backend | plain_names),
         {"name": "load", "kind": "load", "model": "llama128", "backend": name, "cache_bytes": 96 << 20, "env": backend},
     ]
 
