@@ -217,7 +217,7 @@ def fork_jobs() -> list[dict]:
     backend = {"VOLTA_FA_VLLM_1CAT": "backend", "VOLTA_FA_LOG": "1"}
     kernels = ("FA2_D256_PREFILL", "FP8_PREFILL_BRIDGE", "PREFILL_GATHER_DENSE")  # of 1Cat-vLLM, which would take long prompts
     package = {"VOLTA_FA_VLLM_1CAT": "package", "VOLTA_FA_LOG": "1"} | {f"VLLM_FLASH_V100_{kernel}": "0" for kernel in kernels}
-    # as PyTorch 2.10, which 1Cat-vLLM pins: torch.compile of 2.11 fails in its Gated DeltaNet
+    # torch.compile of 2.11 refuses the layer names of its Gated DeltaNet; 1Cat-vLLM pins 2.10. This setting has not run.
     plain_names, delta_net = {"VLLM_USE_LAYERNAME": "0"}, _HYBRID | cached
     return [
         *pair("llama128", "llama128"),
