@@ -138,7 +138,13 @@ def adapter(version: Version, ours: str, _theirs: str, _found: Difference) -> tu
     return not any(using), text
 
 
-PAIR_RULES: list[Callable[[Version, str, str, Difference], tuple[bool, str]]] = [errors, counts, pages, plans, adapter]
+def chats(version: Version, ours: str, _theirs: str, _found: Difference) -> tuple[bool, str]:
+    """The server's chat answers, whole and streamed, have the tokens of its completions, up to a tie."""
+    found = version.results[ours].get("chat")
+    return not found or not found["wrong"], f", {found['compared']} tokens of chats, {len(found['wrong'])} wrong" if found else ""
+
+
+PAIR_RULES: list[Callable[[Version, str, str, Difference], tuple[bool, str]]] = [errors, counts, pages, plans, adapter, chats]
 
 
 # ---- checks of a version: each yields a mark and a line ----------------------------------------------------------

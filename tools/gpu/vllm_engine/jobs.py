@@ -1,9 +1,10 @@
 """What runs: jobs of each vLLM version, and which results are compared. Import `jobs`, `COMPARISONS`, `ALONE`, `CONTROLS`.
 
 A job is one engine with one backend. Its keys:
-- name, version; kind: tokens, encoder or load; model: a name of models.py; backend: a name for --attention-backend
+- name, version; kind: tokens, encoder, load or server; model: a name of models.py; backend: a name for --attention-backend
 - engine: arguments of `vllm.LLM`; env: environment variables; gpus: GPUs that it needs
-- prompts: mixed, repeated, long, longer or images (engine.py). Of kind load: serve, arguments of `vllm serve`; cache_bytes, its KV cache
+- prompts: mixed, repeated, long, longer or images (engine.py)
+- of kinds load and server: serve, arguments of `vllm serve`; cache_bytes, its KV cache
 - lora: every other prompt uses the adapter; logprobs: False where vLLM has none
 - refused: part of the error with which vLLM must refuse the job
 """
@@ -26,6 +27,7 @@ _GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max":
 _SMALL_CACHE = {"kv_cache_memory_bytes": 40 << 20, "disable_log_stats": False}
 #: Options of models with linear attention: vLLM's own implementation of it, because the others need packages.
 _HYBRID = {"additional_config": {"gdn_prefill_backend": "triton"}}
+_SERVE_HYBRID = ["--enable-prefix-caching", "--gdn-prefill-backend", "triton"]
 #: fp16 states of linear attention, which make vLLM's pages smaller: 800 tokens in place of 1,568 (models.py).
 _HALF_STATES = {"mamba_ssm_cache_dtype": "float16"}
 #: 160 MiB are 100 pages of qwen3.5's 800 tokens. The prompts of `longer` need 120 or more.
@@ -35,11 +37,21 @@ _FEW_LATENTS = {"kv_cache_memory_bytes": 23 << 20, "disable_log_stats": False}
 _MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False}
 #: 0.26.0 has no int8 cache, no class for Qwen3.5 without images, and refuses Gemma 3 without images too.
 #: Jobs of Gemma 4, PaliGemma 2 and Molmo 2 are 0.33.0's.
-_NOT_0_26 = ("qwen3.5", "deepseek-int8", "gemma3-text", "gemma4", "paligemma2", "molmo2")
+_NOT_0_26 = ("qwen3.5", "qwen3-next", "deepseek-int8", "gemma3-text", "gemma4", "paligemma2", "molmo2")
 #: _SDPA makes vLLM's vision encoder call PyTorch's attention, in all jobs with images; _VISION makes volta_fa run these calls.
 _VISION = {"VOLTA_FA_VLLM_VISION": "1", "VOLTA_FA_LOG": "1"}
 _SDPA = {"mm_encoder_attn_backend": "TORCH_SDPA"}
 
+_WITH_DELTA_NET = ("qwen3.5", "qwen3-next")
+_DELTA_NET = [
+    ("-custom", "-triton", "CUDA graphs, prefix caching"),
+    ("-piecewise-custom", "-triton", "piecewise CUDA graphs"),
+    ("-mtp-custom", "-triton", "draft head of three tokens"),
+    ("-mtp-triton", "-triton", "the same with vLLM's backend"),
+    ("-uncached-custom", "-uncached-triton", "half states, no prefix caching, eager"),
+    ("-fp8-custom", "-fp8-triton", "fp8 cache"),
+    ("-int8-custom", "-int8-triton", "int8 cache"),
+]
 #: Results compared: the job, the job with the expected tokens, and what the pair shows.
 COMPARISONS = [
     ("llama128-custom", "llama128-triton", "CUDA graphs, torch.compile, chunked prompts, prefix caching"),
@@ -61,14 +73,13 @@ COMPARISONS = [
     ("two-gpus-custom", "two-gpus-triton", "tensor parallelism"),
     ("dcp-custom", "dcp-triton", "decode context parallelism, against none"),
     ("dcp-graph-custom", "dcp-triton", "the same, CUDA graphs"),
-    ("qwen3.5-custom", "qwen3.5-triton", "Gated DeltaNet, pages of 1,568 tokens, CUDA graphs, prefix caching"),
-    ("qwen3.5-piecewise-custom", "qwen3.5-triton", "Gated DeltaNet, piecewise CUDA graphs"),
-    ("qwen3.5-mtp-custom", "qwen3.5-triton", "Gated DeltaNet, draft head of three tokens"),
-    ("qwen3.5-mtp-triton", "qwen3.5-triton", "the same with vLLM's backend"),
-    ("qwen3.5-uncached-custom", "qwen3.5-uncached-triton", "Gated DeltaNet, pages of 800 tokens, no prefix caching, eager"),
+    ("sinks-custom", "sinks-triton", "sinks without windows"),
+    ("dcp-sinks-custom", "sinks-triton", "the same, decode context parallelism of two ranks on one GPU"),
+    ("dcp-sinks-ag-custom", "sinks-triton", "the same, all-gather and reduce-scatter, 16 tokens at a time"),
+    ("server-custom", "llama128-custom", "HTTP server, against the engine"),
+    ("server-hybrid-custom", "qwen3-next-custom", "the same, Gated DeltaNet"),
+    *((name + ours, name + theirs, f"Gated DeltaNet, {what}") for name in _WITH_DELTA_NET for ours, theirs, what in _DELTA_NET),
     ("qwen3.5-preempted-custom", "qwen3.5-longer-triton", "Gated DeltaNet, preemption"),
-    ("qwen3.5-fp8-custom", "qwen3.5-fp8-triton", "Gated DeltaNet, fp8 cache"),
-    ("qwen3.5-int8-custom", "qwen3.5-int8-triton", "Gated DeltaNet, int8 cache"),
     ("granite4-custom", "granite4-triton", "Mamba 2, CUDA graphs, prefix caching"),
     ("granite4-uncached-custom", "granite4-uncached-triton", "Mamba 2, no prefix caching, eager"),
     ("jamba-custom", "jamba-triton", "Mamba 1"),
@@ -97,6 +108,11 @@ COMPARISONS = [
     ("1cat-package-custom", "llama128-triton", "1Cat-vLLM's backend on volta_fa's functions, eager"),
     ("1cat-hybrid-custom", "jamba-triton", "the same, Mamba 1"),
     ("1cat-hybrid-backend-custom", "jamba-triton", "1Cat-vLLM's own name for volta_fa's backend, Mamba 1, CUDA graphs"),
+    ("1cat-next-backend-custom", "qwen3-next-triton", "the same, Gated DeltaNet"),
+    ("1cat-next-package-custom", "qwen3-next-triton", "1Cat-vLLM's backend on volta_fa's functions, Gated DeltaNet"),
+    ("server-1cat-backend-custom", "1cat-backend-custom", "HTTP server, against the engine"),
+    ("server-1cat-package-custom", "1cat-package-custom", "the same"),
+    ("server-jamba-custom", "1cat-hybrid-backend-custom", "the same, Mamba 1"),
 ]  # fmt: skip
 #: Results without a counterpart in vLLM: the job, a job whose error against float32 its own may reach twice, and what it shows.
 ALONE = [("anchored-short-custom", "llama128-triton", "anchored windows of 200 tokens, CUDA graphs")]
@@ -123,17 +139,19 @@ def hybrid_jobs() -> list[dict]:
     """Returns the jobs of models whose other layers have states of a fixed size: vLLM makes large pages for them."""
     cached, eager = _HYBRID | {"enable_prefix_caching": True}, _HYBRID | _EAGER
     uncached = eager | _HALF_STATES | {"enable_prefix_caching": False}
-    found = pair("qwen3.5", "qwen3.5", env={"VOLTA_FA_LOG": "1"}, engine=cached)
-    found += pair("qwen3.5-mtp", "qwen3.5", logprobs=False, engine=cached | _MTP)
+    found = []
+    for name in _WITH_DELTA_NET:
+        found += pair(name, name, env={"VOLTA_FA_LOG": "1"}, engine=cached)
+        found += pair(f"{name}-mtp", name, logprobs=False, engine=cached | _MTP)
+        found += pair(f"{name}-uncached", name, engine=uncached)
+        found += pair(f"{name}-fp8", name, engine=cached | _EAGER | {"kv_cache_dtype": "fp8"})
+        found += pair(f"{name}-int8", name, engine=cached | _EAGER | {"kv_cache_dtype": "int8_per_token_head"})
+        found += [job(f"{name}-piecewise-custom", name, OURS, engine=cached | {"compilation_config": {"cudagraph_mode": "PIECEWISE"}})]
     found += pair("granite4", "granite4", engine=cached)
-    found += pair("qwen3.5-uncached", "qwen3.5", engine=uncached)
-    found += pair("qwen3.5-fp8", "qwen3.5", engine=cached | _EAGER | {"kv_cache_dtype": "fp8"})
-    found += pair("qwen3.5-int8", "qwen3.5", engine=cached | _EAGER | {"kv_cache_dtype": "int8_per_token_head"})
     longer = {"prompts": "longer", "engine": cached | _EAGER | _HALF_STATES}
     found += [
         job("qwen3.5-preempted-custom", "qwen3.5", OURS, **longer | {"engine": longer["engine"] | _FEW_PAGES}),
         job("qwen3.5-longer-triton", "qwen3.5", TRITON, **longer),
-        job("qwen3.5-piecewise-custom", "qwen3.5", OURS, engine=cached | {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}),
     ]
     found += pair("granite4-uncached", "granite4", engine=_EAGER | {"enable_prefix_caching": False})
     return found + pair("jamba", "jamba", engine=_EAGER | {"enable_prefix_caching": True})
@@ -178,12 +196,29 @@ def image_jobs() -> list[dict]:
     ]
 
 
+def sinks_jobs() -> list[dict]:
+    """Returns the jobs of sinks with decode context parallelism. It has no windows, so no layer may fall back to the model's."""
+    plain = _EAGER | {"hf_overrides": {"sliding_window": None}}
+    two = plain | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "worker_cls": "one_gpu.Worker"}
+    shared = two | {"decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"}
+    gathered = shared | {"dcp_comm_backend": "ag_rs", "cp_kv_cache_interleave_size": 16}
+    found = pair("sinks", "sinks", engine=plain)
+    return [*found, job("dcp-sinks-custom", "sinks", OURS, engine=shared), job("dcp-sinks-ag-custom", "sinks", OURS, engine=gathered)]
+
+
+def server(name: str, model: str, backend: str, *serve: str, env: dict | None = None) -> dict:
+    """Returns a job that sends the prompts of kind tokens by HTTP."""
+    return {"name": name, "kind": "server", "model": model, "backend": backend, "cache_bytes": 2 << 30, "serve": serve, "env": env or {}}
+
+
 def fork_jobs() -> list[dict]:
     """Returns the jobs of 1Cat-vLLM: its three ways to volta_fa (docs/guides/1cat-vllm.md)."""
     name, cached = "FLASH_ATTN_V100", {"enable_prefix_caching": True}  # name: 1Cat-vLLM's for its backend
     backend = {"VOLTA_FA_VLLM_1CAT": "backend", "VOLTA_FA_LOG": "1"}
     kernels = ("FA2_D256_PREFILL", "FP8_PREFILL_BRIDGE", "PREFILL_GATHER_DENSE")  # of 1Cat-vLLM, which would take long prompts
     package = {"VOLTA_FA_VLLM_1CAT": "package", "VOLTA_FA_LOG": "1"} | {f"VLLM_FLASH_V100_{kernel}": "0" for kernel in kernels}
+    # torch.compile of 2.11 refuses the layer names of its Gated DeltaNet; 1Cat-vLLM pins 2.10. This setting has not run.
+    plain_names, delta_net = {"VLLM_USE_LAYERNAME": "0"}, _HYBRID | cached
     return [
         *pair("llama128", "llama128"),
         job("1cat-backend-custom", "llama128", name, env=backend),
@@ -191,6 +226,16 @@ def fork_jobs() -> list[dict]:
         *pair("jamba", "jamba", engine=cached),
         job("1cat-hybrid-custom", "jamba", name, env=package, engine=cached | _EAGER),
         job("1cat-hybrid-backend-custom", "jamba", name, env=backend, engine=cached),
+        job("qwen3-next-custom", "qwen3-next", OURS, env=plain_names, engine=delta_net),
+        job("qwen3-next-triton", "qwen3-next", TRITON, env=plain_names, engine=delta_net | _EAGER),
+        job("1cat-next-backend-custom", "qwen3-next", name, env=backend | plain_names, engine=delta_net),
+        job("1cat-next-package-custom", "qwen3-next", name, env=package | plain_names, engine=delta_net | _EAGER),
+        server("server-custom", "llama128", OURS),
+        server("server-1cat-backend-custom", "llama128", name, env=backend),
+        server("server-1cat-package-custom", "llama128", name, "--enforce-eager", env=package),
+        server("server-jamba-custom", "jamba", name, *_SERVE_HYBRID[:1], env=backend),
+        server("server-hybrid-custom", "qwen3-next", name, *_SERVE_HYBRID, "--enforce-eager", env=backend | plain_names),
+        {"name": "load", "kind": "load", "model": "llama128", "backend": name, "cache_bytes": 96 << 20, "env": backend},
     ]
 
 
@@ -204,8 +249,9 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
         return [{"version": version, **j} for j in fork_jobs()]
     found = [{"name": "load", "kind": "load", "model": "llama128", "backend": OURS, "cache_bytes": 96 << 20}]
     if version == NEWEST:
-        hybrid = {"cache_bytes": 400 << 20, "serve": ["--enable-prefix-caching", "--gdn-prefill-backend", "triton"]}
+        hybrid = {"cache_bytes": 400 << 20, "serve": _SERVE_HYBRID}
         found += [{"name": "load-hybrid", "kind": "load", "model": "qwen3.5", "backend": OURS, **hybrid}]
+        found += [server("server-custom", "llama128", OURS), server("server-hybrid-custom", "qwen3-next", OURS, *_SERVE_HYBRID)]
     found += pair("llama128", "llama128", env={"VOLTA_FA_LOG": "1"})
     found += pair("gpt-oss", "gpt-oss", engine=_EAGER)  # FlashAttention 3 takes sinks with bf16 only
     if flash_attention:
@@ -234,7 +280,7 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
             job("anchored-short-custom", "llama128", OURS, env={"VOLTA_FA_VLLM_ANCHORED_WINDOW": "4:200"}),
             job("volta-custom", "llama64", OURS, env={"VOLTA_FA_FAMILY": "volta"}, engine=_EAGER),
         ]
-        found += hybrid_jobs() + latent_jobs() + image_jobs()
+        found += sinks_jobs() + hybrid_jobs() + latent_jobs() + image_jobs()
     else:
         found += [int8[0] | {"name": "int8-refused", "refused": "kv_cache_dtype not supported"}]
         found += [job("llama64-graph-triton", "llama64", TRITON)]

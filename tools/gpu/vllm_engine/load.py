@@ -1,8 +1,13 @@
 """Serves a model under a mixed load: python load.py JOB.json RESULT.json MODELS [--minutes 10] [--url http://127.0.0.1:8000]
 
-run.py starts it for jobs of kind load (jobs.py). Starts `vllm serve` with a KV cache that is too small for the load, so it preempts.
-Generates greedily for each prompt alone (the quiet run), then for minutes with random arrivals, lengths and cancellations, then alone
-again. Writes wrong tokens, memory over time, and blocks in use at the end. With --url, uses a running server instead of starting one.
+run.py starts it for jobs of kinds load and server (jobs.py). Both start `vllm serve`; with --url, they use a running server.
+
+Kind load has a KV cache that is too small for the load, so vLLM preempts. Generates greedily for each prompt alone (the quiet run), then
+for minutes with random arrivals, lengths and cancellations, then alone again. Writes wrong tokens, memory over time, and blocks in use at
+the end.
+
+Kind server sends engine.py's prompts all at once, twice, and writes what engine.py writes. It streams half of the answers.
+Then it sends the first prompts as chats.
 """
 
 import argparse
@@ -16,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +37,8 @@ ARRIVALS_PER_S, BURST, BURST_PROBABILITY, CANCELLED, SAMPLED = 6.0, 64, 0.05, 0.
 TIE = 0.05
 #: Tokens of a step whose log-probabilities are kept: more than two can tie.
 RANKED = 5
+#: The first prompts of kind server, which are short, are chats, too.
+CHATS = 8
 
 
 def parse():
@@ -58,30 +66,48 @@ class Client:
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self.session, self.url, self.model = session, url, model
 
-    async def complete(self, prompt: list[int], new: int = NEW_TOKENS, stop_after: int | None = None, temperature: float = 0.0):
+    async def choices(self, path: str, body: dict, stream: bool) -> AsyncIterator[dict]:
+        """Yields the choice in each event of the answer to a request, after an empty one."""
+        body = {"model": self.model, "ignore_eos": True, "return_token_ids": True, "stream": stream, **body}
+        async with self.session.post(f"{self.url}/v1/{path}", json=body) as response:
+            response.raise_for_status()
+            yield {}  # the request runs: it may be canceled before its first token
+            if not stream:
+                yield (await response.json())["choices"][0]
+                return
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        yield choice
+
+    async def complete(
+        self, prompt: list[int], new: int = NEW_TOKENS, stop_after: int | None = None, temperature: float = 0.0, stream: bool = True
+    ):
         """Returns the tokens of a completion, and of each step the RANKED best tokens with their log-probabilities, the best first.
 
         Args:
             stop_after: closes the connection after this many tokens, which cancels the request; None: never.
         """
-        body = {"model": self.model, "prompt": prompt, "max_tokens": new, "temperature": temperature, "ignore_eos": True, "stream": True}
-        body |= {"logprobs": RANKED, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        body = {"prompt": prompt, "max_tokens": new, "temperature": temperature, "logprobs": RANKED, "return_tokens_as_token_ids": True}
         tokens, best = [], []
-        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
-            response.raise_for_status()
-            if stop_after == 0:
-                return tokens, best
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                for choice in json.loads(line[6:])["choices"]:
-                    tokens += choice.get("token_ids") or []
-                    for step in (choice.get("logprobs") or {}).get("top_logprobs") or []:
-                        ranked = sorted(step.items(), key=lambda item: -item[1])
-                        best.append([(int(name.removeprefix("token_id:")), value) for name, value in ranked])
+        async with contextlib.aclosing(self.choices("completions", body, stream)) as choices:
+            async for choice in choices:
+                tokens += choice.get("token_ids") or []
+                for step in (choice.get("logprobs") or {}).get("top_logprobs") or []:
+                    ranked = sorted(step.items(), key=lambda item: -item[1])
+                    best.append([(int(name.removeprefix("token_id:")), value) for name, value in ranked])
                 if stop_after is not None and len(tokens) >= stop_after:
-                    return tokens, best
+                    break
         return tokens, best
+
+    async def chat(self, prompt: list[int], new: int, stream: bool) -> tuple[list[int], str]:
+        """Returns the tokens and the text of a greedy answer to a chat whose template adds nothing to its one message."""
+        messages = [{"role": "user", "content": " ".join(f"t{token}" for token in prompt)}]
+        tokens, text = [], ""
+        async for choice in self.choices("chat/completions", {"messages": messages, "max_tokens": new, "temperature": 0}, stream):
+            tokens += choice.get("token_ids") or []
+            text += (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+        return tokens, text
 
     async def metrics(self) -> dict[str, float]:
         """Returns the server's counters by name, without vLLM's prefix."""
@@ -188,8 +214,31 @@ def growth(samples: list[Memory]) -> dict[str, float]:
     return {"host_mb": last.host_mb - first.host_mb, "gpu_mb": last.gpu_mb - first.gpu_mb}
 
 
-async def measure(options, url: str, server: subprocess.Popen | None) -> dict:
-    """Runs quietly, under load and quietly again."""
+async def generate(client: Client) -> dict:
+    """Returns the result of kind server: rounds, as engine.py writes them, and what the chats' tokens showed."""
+    from engine import prompts
+
+    (inputs, new), rounds = prompts("mixed"), []
+    for _ in range(2):
+        begin, before = time.time(), await client.metrics()
+        outputs = await asyncio.gather(*(client.complete(text, new, stream=i % 2 == 0) for i, text in enumerate(inputs)))
+        after = await client.metrics()
+        found = {"seconds": time.time() - begin, "tokens": [tokens for tokens, _ in outputs]}
+        found["cached"] = int(after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"])
+        found["logprobs"] = [[[value for _, value in step[:2]] for step in best] for _, best in outputs]
+        rounds.append(found)
+    checker = Checker(outputs)
+    for i in range(CHATS):
+        (tokens, text), streamed = [await client.chat(inputs[i], new, stream) for stream in (False, True)]
+        checker.check(i, tokens, [])
+        checker.check(i, streamed[0], [])
+        if not text or len(tokens) != new or (tokens == streamed[0] and text != streamed[1]):
+            checker.wrong.append(f"chat {i}: got {text!r}, streamed {streamed[1]!r}")
+    return {"rounds": rounds, "chat": {"compared": checker.compared, "wrong": checker.wrong}}
+
+
+async def measure(options, job: dict, url: str, server: subprocess.Popen | None) -> dict:
+    """Of kind load, runs quietly, under load and quietly again."""
     timeout = aiohttp.ClientTimeout(total=300)
     # the server closes idle connections, and a request that meets this is not sent again
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
@@ -205,6 +254,8 @@ async def measure(options, url: str, server: subprocess.Popen | None) -> dict:
                 await asyncio.sleep(0.5)
         result = {"start_s": time.time() - begin}
         client, prompts = Client(session, url, model), texts()
+        if job["kind"] == "server":
+            return result | await generate(client)
         checker = Checker([await client.complete(prompt) for prompt in prompts])
         result["quiet_s"] = time.time() - begin - result["start_s"]
         before = await client.metrics()
@@ -235,10 +286,10 @@ def main() -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.models / job["model"]), "--port", port]
         command += ["--attention-backend", job["backend"], "--dtype", "half", "--max-model-len", "4096", "--max-num-seqs", "64"]
         command += ["--kv-cache-memory-bytes", str(job["cache_bytes"]), "--gpu-memory-utilization", "0.05"]
-        command += ["--enable-prompt-tokens-details", *job.get("serve", [])]
+        command += ["--enable-prompt-tokens-details", "--chat-template", "{{ messages[0]['content'] }}", *job.get("serve", [])]
         server = subprocess.Popen(command)
     try:
-        result = asyncio.run(measure(options, url, server))
+        result = asyncio.run(measure(options, job, url, server))
     finally:
         if server:
             server.terminate()

@@ -4,8 +4,10 @@ run.py calls it on the GPU machine, which needs no checkpoints. Sharp: a few key
 seed is fixed, so all runs on one kind of device have the same weights. Weights are float16.
 """
 
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import molmo2
@@ -38,6 +40,11 @@ _HYBRID_LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 _QWEN3_5 = {
     "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
     "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, **_HYBRID_LAYERS,
+}  # fmt: skip
+#: Qwen3-Next's sizes. All experts are active, as gpt-oss's.
+_QWEN3_NEXT = {
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 8, **_HYBRID_LAYERS,
 }  # fmt: skip
 #: without experts, as Granite 4's smallest
 _GRANITE4 = {
@@ -88,6 +95,11 @@ CONFIGS = {
         vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=4, head_dim=128, **_SMALL | {"hidden_size": 2048}
     ),
     "mqa": t.LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=1, head_dim=64, **_SMALL),
+    # sinks without windows: vLLM's gpt-oss has no decode context parallelism
+    "sinks": t.GraniteSWAConfig(
+        vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=1, attention_multiplier=64**-0.5, sliding_window=8192,
+        layer_types=["full_attention"] * 4, **_SMALL,
+    ),
     "mistral": t.MistralConfig(
         vocab_size=VOCABULARY, num_attention_heads=8, num_key_value_heads=2, head_dim=128, sliding_window=300, **_SMALL
     ),
@@ -100,6 +112,7 @@ CONFIGS = {
     "gpt-oss": t.GptOssConfig(vocab_size=VOCABULARY, **_GPT_OSS),
     "bert": t.BertConfig(vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8),
     "qwen3.5": t.Qwen3_5TextConfig(vocab_size=VOCABULARY, **_QWEN3_5, **_SMALL),
+    "qwen3-next": t.Qwen3NextConfig(vocab_size=VOCABULARY, **_QWEN3_NEXT, **_SMALL),
     "granite4": t.GraniteMoeHybridConfig(vocab_size=VOCABULARY, **_GRANITE4, **_SMALL),
     "jamba": t.JambaConfig(vocab_size=VOCABULARY, **_JAMBA, **_SMALL),
     "qwen3-vl": t.Qwen3VLConfig(
@@ -149,13 +162,14 @@ CONFIGS = {
     ),
 }  # fmt: skip
 #: Families whose norms add 1 to their weights, but for the gated one after linear attention.
-_PLUS_ONE = ("gemma2", "gemma3", "paligemma2", "qwen3.5")
+_PLUS_ONE = ("gemma2", "gemma3", "paligemma2", "qwen3.5", "qwen3-next")
 #: Models whose embeddings are also their output projection, and the weight of the last norm. Small embeddings and a large weight keep these
 #: models from repeating a token.
 _LAST_NORM = {"gemma3": 6.0, "gemma4": 14.0, "gemma4-text": 14.0, "paligemma2": 21.0}
 #: Sizes of embeddings, of models whose embeddings are not near 1.
 _EMBEDDINGS = {
     "gemma2": 0.01, "gemma3": 0.005, "gemma4": 0.0025, "gemma4-text": 0.0025, "paligemma2": 0.0015, "bloom": 0.05, "qwen3.5": 9.0,
+    "qwen3-next": 9.0,
 }  # fmt: skip
 
 
@@ -183,7 +197,7 @@ def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generato
 
 
 def drafter(state: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Returns the weights of Qwen3.5's draft head: an attention layer, and a projection that mostly repeats the last token's embedding.
+    """Returns the weights of a draft head: an attention layer, and a projection that mostly repeats the last token's embedding.
 
     As the models' embeddings are large, its guesses are right now and then.
     """
@@ -194,6 +208,17 @@ def drafter(state: dict[str, torch.Tensor], generator: torch.Generator) -> dict[
     noise = draw("qwen3.5", "mtp.fc.weight", torch.Size((columns, 2 * columns)), generator).cpu()
     found["mtp.fc.weight"] = (0.2 * noise + 6.0 * torch.eye(columns, 2 * columns)).half()
     return {key: x.clone() for key, x in found.items()}  # files hold no tensor twice
+
+
+def parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Size]]:
+    """Yields names and shapes as in checkpoints, where each expert of Qwen3-Next has matrices of its own."""
+    for key, p in model.named_parameters():
+        if type(model).__name__ != "Qwen3NextForCausalLM" or ".experts." not in key:
+            yield key, p.shape
+            continue
+        parts = ("gate_proj", "up_proj") if key.endswith("gate_up_proj") else ("down_proj",)
+        for i, part in itertools.product(range(p.shape[0]), parts):
+            yield f"{key.rpartition('.')[0]}.{i}.{part}.weight", torch.Size((p.shape[1] // len(parts), p.shape[2]))
 
 
 def write_processor(name: str, folder: Path, tokenizer: t.PreTrainedTokenizerFast) -> None:
@@ -239,14 +264,14 @@ def write_model(name: str, folder: Path, device: str) -> None:
         with torch.device("meta"):
             kind = t.AutoModel if name == "bert" else t.AutoModelForImageTextToText if name in IMAGE_TOKENS else t.AutoModelForCausalLM
             model = kind.from_config(CONFIGS[name], dtype=torch.float16)
-        shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+        shapes = dict(parameters(model))
         CONFIGS[name].architectures, CONFIGS[name].dtype = [type(model).__name__], "float16"
         CONFIGS[name].save_pretrained(folder)
     generator = torch.Generator(device).manual_seed(1)
     state = {key: draw(name, key, torch.Size(shape), generator).half().cpu() for key, shape in shapes.items()}
     if name in ("gemma3", "paligemma2"):  # checkpoints have an older name, which vLLM reads
         state = {key.replace("vision_tower.", "vision_tower.vision_model."): x for key, x in state.items()}
-    if name == "qwen3.5":
+    if name in ("qwen3.5", "qwen3-next"):
         state |= drafter(state, generator)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(name, folder)

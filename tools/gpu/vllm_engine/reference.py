@@ -98,10 +98,10 @@ def errors(model, job: dict, result: dict) -> list[float]:
 
 
 def main() -> None:
-    """Measures all results of kind tokens that have log-probabilities."""
+    """Measures all results of kinds tokens and server that have log-probabilities."""
     folder, models = map(Path, sys.argv[1:])
     jobs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.job.json"))]
-    jobs = [j for j in jobs if j["kind"] == "tokens" and j.get("logprobs", True) and (folder / f"{j['name']}.json").exists()]
+    jobs = [j for j in jobs if j["kind"] in ("tokens", "server") and j.get("logprobs", True) and (folder / f"{j['name']}.json").exists()]
     measured, loaded, model = {}, None, None
     for job in sorted(jobs, key=lambda j: (j["model"], j.get("lora", False))):  # so that each model is loaded once
         result = json.loads((folder / f"{job['name']}.json").read_text())
@@ -121,7 +121,7 @@ def main() -> None:
             measured[job["name"]] = {"max": largest, "rms": (sum(x * x for x in found) / len(found)) ** 0.5}
         except Exception as error:  # one model must not keep the others from being measured
             print(f"{job['name']}: {type(error).__name__}: {error}", file=sys.stderr)
-    (folder / "reference.json").write_text(json.dumps(measured, indent=1))
+        (folder / "reference.json").write_text(json.dumps(measured, indent=1))  # a run that is stopped keeps what is measured
 
 
 if __name__ == "__main__":

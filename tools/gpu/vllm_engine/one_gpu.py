@@ -1,0 +1,48 @@
+"""A worker of vLLM that shares its GPU: the engine argument `worker_cls="one_gpu.Worker"` runs all ranks on the first GPU.
+
+NCCL refuses two ranks on a GPU. So their tensors go through the host, by gloo, which CUDA graphs cannot capture.
+"""
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.platforms import current_platform
+from vllm.v1.worker import gpu_worker
+
+
+class Communicator(DeviceCommunicatorBase):
+    """What tensor and decode context parallelism call. Sums in float32."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        total = input_.float().cpu()
+        dist.all_reduce(total, group=self.cpu_group)
+        return total.to(input_)
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        own = input_.contiguous().cpu()
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own, group=self.cpu_group)
+        return torch.cat(parts, dim).to(input_.device)
+
+    def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return self.all_reduce(input_).chunk(self.world_size, dim)[self.rank_in_group].contiguous()
+
+
+def _all_to_all_single(output: torch.Tensor, input_: torch.Tensor, group=None, async_op: bool = False):
+    """Replaces PyTorch's in vLLM's dcp_a2a_lse_reduce, which waits for the returned work."""
+    received = torch.empty_like(output, device="cpu")
+    work = dist.distributed_c10d.all_to_all_single(received, input_.cpu(), group=group, async_op=True)
+    work.wait()
+    output.copy_(received)
+    return work
+
+
+class Worker(gpu_worker.Worker):
+    def init_device(self) -> None:
+        """Takes the first GPU, and gloo in place of NCCL."""
+        self.parallel_config.get_local_gpu_index = lambda *_: 0
+        platform = type(current_platform)
+        platform.dist_backend = "gloo"
+        platform.get_device_communicator_cls = classmethod(lambda cls: "one_gpu.Communicator")
+        dist.all_to_all_single = _all_to_all_single
+        super().init_device()
