@@ -133,8 +133,11 @@ def test_chunks_of_pages_and_large_groups_agree(family: None, case: str) -> None
 
 
 @pytest.mark.parametrize("case", ["64", "128", "256", "bf16"])
-def test_tiles_of_32_and_of_64_rows_run(family: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpu", GPUS.values())
+def test_tiles_of_32_and_of_64_rows_run(gpu: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 32 query rows per KV head take a tile of 64 rows. So the comparisons above are of different kernels."""
+    need("sim")
+    monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
     sequence = Sequence(*CASES[case][:2])
     group = HEADS // KV_HEADS
