@@ -12,7 +12,7 @@ use crate::launch::{only_family, Launcher};
 use crate::limits;
 use crate::ops::all_are_batch_invariant;
 use crate::plan::{self, BackwardMode, BackwardPlan, DeviceLimits, PlannedKernel};
-use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
+use crate::problem::{padded_headdim, Attention, Cache, CacheLayout, DType, Keys, RequestedFeatures, Window};
 use crate::value::{arguments, Value};
 use serde_json::{json, Value as Json};
 
@@ -246,12 +246,8 @@ pub fn plan(values: &[Value]) -> Result<Json> {
         headdim_v: padded_headdim(positive("headdim_v", headdim_v)?),
         softmax_scale: 1.0,
         window: Window { left: None, right: is_causal.bool().then_some(0) },
-        dtype: DType::Half,
-        queries: Queries::Dense,
-        keys: Keys::Dense,
         features,
-        appended: Appended::default(),
-        num_splits: 0,
+        ..Attention::default()
     };
     // VOLTA_FA_BATCH_INVARIANT asks for batch-invariant kernels in all calls; gradients have none
     let forward = Attention { features: RequestedFeatures { batch_invariant: all_are_batch_invariant()?, ..a.features }, ..a };

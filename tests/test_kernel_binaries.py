@@ -36,7 +36,7 @@ def test_the_plan_shows_kernels_for_features_and_modes():
     found = plan(features="alibi,dropout", deterministic=True)
     assert {"alibi", "dropout"} <= set(found["forward"]["features"])
     assert backward_kernels(found, "pass") == ["BackwardPreprocess", "Backward", "BackwardPostprocess"]
-    # one launch, in which each of the 4 blocks of 128 keys has an accumulator of dq of its own
+    # one launch, in which each of the 4 blocks of 128 keys has an accumulator of dq of its own; no tail, a last launch with smaller blocks
     assert (found["backward"]["main_launches"], found["backward"]["dq_accum_splits"], found["backward"]["tail"]) == (1, 4, None)
     found = plan(deterministic=True, major=7, minor=5)
     assert backward_kernels(found, "pass") == ["BackwardPreprocess", "BackwardDkDv", "BackwardDq"]

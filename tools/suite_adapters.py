@@ -281,7 +281,7 @@ def select_fast_kernels(device: str) -> None:
     if device != "cuda":
         return
     names = [v["name"] for v in volta_fa.info()["variants"] if v["pass"] == "FastForward"]
-    # the plain one first, then that with lengths and masks
+    # By headdim_v, after the name's x. The first kernel that fits wins: the plain one, then that with lengths and masks.
     names.sort(key=lambda name: (int(name.rpartition("x")[2]), "generic" in name))
     choices = [{"pass": "FastForward", "variant": name} for name in names]
     torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices}))

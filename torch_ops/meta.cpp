@@ -24,6 +24,7 @@ std::vector<Tensor> attention(const Tensor& q, const c10::SymInt& columns) {
     return {at::empty_symint(out, q.options()), at::empty_symint(lse, q.options().dtype(at::kFloat))};
 }
 
+// Returns out, softmax_lse and rng_state: int64, seed and offset with dropout, else empty.
 std::vector<Tensor> fwd(const Arguments& arguments, int64_t) {
     const Tensor& q = arguments.tensor("q");
     auto found = attention(q, arguments.tensor("v").sym_size(-1));
@@ -78,6 +79,7 @@ std::vector<Tensor> kvcache(const Arguments& arguments, int64_t columns) {
 // `columns`: those of out, which are a latent's without its columns of positions.
 std::vector<Tensor> mla(const Arguments& arguments, int64_t columns) { return attention(arguments.tensor("q"), columns); }
 
+// Returns logits, fp32 (batch, seqlen_q, columns). `columns`: max_seqlen_k beside pages, else the rows of k.
 std::vector<Tensor> indexer_logits(const Arguments& arguments, int64_t) {
     const Tensor& q = arguments.tensor("q");
     const auto& given = arguments["max_seqlen_k"];
@@ -85,9 +87,10 @@ std::vector<Tensor> indexer_logits(const Arguments& arguments, int64_t) {
     return {at::empty_symint({q.sym_size(0), q.sym_size(1), columns}, q.options().dtype(at::kFloat))};
 }
 
+// Returns out (total_q, nheads, columns), softmax_lse and max_logits, both fp32 (nheads, total_q).
 std::vector<Tensor> sparse_mla(const Arguments& arguments, int64_t columns) {
     const Tensor& q = arguments.tensor("q");
-    // (nheads, queries), a transposed view as from Rust
+    // a transposed view of (total_q, nheads), as from Rust
     const auto of_heads = [&] { return at::empty_symint({q.sym_size(0), q.sym_size(1)}, q.options().dtype(at::kFloat)).t(); };
     return {attention(q, columns)[0], of_heads(), of_heads()};
 }

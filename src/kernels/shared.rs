@@ -197,9 +197,10 @@ fn gradients_source(family: Family, kernel: &str) -> Source {
     source(family, &["backward/stored_gradients.cuh", "FAMILY/backward/stored.cuh"], kernel, "p.backward, p.stored")
 }
 
-/// Returns the kernels for headdims above 256, which pass P and dS through memory (csrc/backward/stored_scores.cuh). Tiles are 128 by 128,
-/// four warps with 64 by 64 each, so that two blocks an SM have all registers. Two buffers of both operands, 128 rows of 32 fp16 numbers
-/// each, are 32 KB; two blocks have the 64 KB of Turing.
+/// Returns the backward kernels that pass P and dS through memory (csrc/backward/stored_scores.cuh), for headdims above 256. Where they are
+/// faster, the planner takes them above `Family::stored_above` (volta: 192) too. Tiles are 128 by 128, four warps with 64 by 64 each, so
+/// that two blocks an SM have all registers. Two buffers of both operands, 128 rows of 32 fp16 numbers each, are 32 KB; two blocks have the
+/// 64 KB of Turing.
 pub fn stored_backward(family: Family) -> [Variant; 5] {
     let row = |pass, source| Variant {
         headdim: 512,

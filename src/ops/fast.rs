@@ -40,6 +40,7 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
         return empty_forward(inputs, &a);
     }
     let o = &inputs.options;
+    // checks its size, and gives views of its parts
     let prepared = o.prepared.as_ref().map(|t| code_sizes(inputs, &a).within(t, o.rotate, inputs.q.device())).transpose()?;
     match &target {
         Target::Cpu if a.headdim.max(a.headdim_v) > MAX_FAST_HEADDIM => forward_on(&target, &with_bias(inputs), &a),

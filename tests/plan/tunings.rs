@@ -2,6 +2,10 @@
 //!
 //! A tuning lists failed kernels, which no plan may use, and choices. A choice names a pass and a class of problems (ranges of headdim,
 //! seqlen_q, rows = batch * seqlen_q * nheads; mask; features), and a variant for them, or `deterministic`: no atomics.
+//!
+//! Helpers of main.rs: `attention(seqlen_q, seqlen_k, headdim, headdim_v)` has batch 2, 8 query heads and 2 KV heads.
+//! `tuned(failed, choices)` is a V100 with that tuning. `like(name, family)` is a kernel of Volta in another family, such as `MADE_UP` for
+//! sm_75. `volta_and(tables)` adds such kernels before Volta's.
 
 use super::*;
 
@@ -197,6 +201,7 @@ fn never_plans_failed_kernels() {
 fn replaces_failed_kernels() {
     let a = attention(900, 900, 64, 64);
     assert_eq!(forward_of(&a, &tuned(&["volta_fwd_64x64"], &[])), ("volta_fwd_64x64_medium", Reason::FailedAvoided));
+    // Resident: all blocks run at once. NoMoreBlocks: smaller blocks, but no more of them
     let small = attention(64, 64, 64, 64);
     assert_eq!(forward_of(&small, &V100), ("volta_fwd_64x64_small", Reason::Resident));
     assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64_medium", Reason::NoMoreBlocks));

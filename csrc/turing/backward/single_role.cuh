@@ -78,6 +78,7 @@ struct BackwardSingleRole {
         clear_tiles(dv);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
+        // No kernel before a fused one writes them. Here, because no registers are free between heads.
         if (kFused) write_all_statistics<S>(p, sequence);
         if (kFused) __syncthreads();  // the statistics are written
 #pragma unroll 1

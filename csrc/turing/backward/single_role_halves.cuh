@@ -60,6 +60,7 @@ struct BackwardSingleRoleHalves {
 
         load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
         OperandA v[2][S::kChunks];
+        // 0: a negative softmax_scale flips the signs of K (load_own_keys), not of V
         load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + 32 * warp,
                            sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 

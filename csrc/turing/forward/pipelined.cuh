@@ -17,7 +17,8 @@
 // Row maxima lag: a tile takes the maxima so far. If a sum of probabilities then exceeds kLargestSum, end_softmax() moves the
 // maxima and computes the tile's probabilities again. With kRescaleBeforeExp the test comes first: fewer registers, more time. A
 // thread copies one chunk (8 columns) of K and of V in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias,
-// kOnlyFunction and kCarriedDropout: all problems of the kernel use that feature. kGeneric: parameters say which they use.
+// kOnlyFunction and kCarriedDropout: all problems of the kernel use that feature. Carried: registers keep the generator (`philox`)
+// for the whole loop. kGeneric: parameters say which features a problem uses.
 //
 // PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers, and the reason of each constant kName below. run() is the
 // schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
@@ -62,6 +63,11 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
     //   kStreamsInShared  whether those addresses lie in shared memory, after the ring
     // kPagesInBranch: a branch guards loads of page numbers, else a predicate. kBlockLoop: loops over listed blocks and inside over
     // their steps. kBitsAhead: steps from the load of a block mask's bits to their use. kEnd: a copy after a tile's last products.
+    // CopyPlacement (reasons: pipelined_parts.cuh); kCopiesInTiles is kLoadFirst, kStoreFirst or kBothPasses:
+    //   kBetweenTiles     after the first tile, with two passes also after the second: store, then load
+    //   kLoadFirst        one pass: the first tile loads, the second stores; kStoreFirst: the first stores, the second loads
+    //   kBothPasses       two passes: each tile stores one and loads the other
+    //   kAtProducts       between products, by copy_at(): kernels with kBlockLoop
 
     __device__ __forceinline__ static void run(const FwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared[];
@@ -248,6 +254,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     s.clear();
             };
             StepDropoutMask<RowTiles> dropout;
+            // Carried: seed, offset and head are read once, here. Else tile() reads them in each step.
             const Philox philox = kCarriedDropout ? dropout.numbers_of(p) : Philox();
             Philox::RoundKeys round_keys;  // of the random generator, if registers have room (kKeysKept)
             if (kCarriedDropout && kKeysKept) {
@@ -286,6 +293,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     store(i % kPasses, i / kPasses * kSlotBytes);
                 }
             }
+            // With other placements a step stores before it loads, so what the first step stores is loaded here.
             if (kCopyPlacement != CopyPlacement::kLoadFirst) load(0, key_after(key, kAhead));
             __syncthreads();
 
@@ -349,7 +357,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                         bias.add_to(s, p.score_options);
                     }
                 }
-                if (kHasDropout && !kCarriedDropout && half == 0) {
+                if (kHasDropout && !kCarriedDropout && half == 0) {  // a generic kernel: the problem may have no dropout
                     if (p.score_options.rng_state) {
                         const Philox philox = dropout.numbers_of(p);
                         dropout.template draw<kRegistersFull>(p, warp_row(), step_key,
@@ -376,7 +384,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 if (kRescaleBeforeExp && needs_rescale(s, softmax, scale)) update_row_max_before_exp(s, softmax, scale, o, p_last);
                 if constexpr (kCopiesInTiles && kRescaleBeforeExp) copy_in_tile(half, slot, step_key);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
-                if (kCarriedDropout && half == 0)
+                if (kCarriedDropout && half == 0)  // the mask of both tiles of the step
                     dropout.template draw<kRegistersFull>(p, warp_row(), step_key, [&](int row, int key) {
                         return kKeysKept ? philox.numbers(row, key, round_keys) : philox.numbers(row, key);
                     });

@@ -61,8 +61,8 @@ struct DecodeLayout {
     __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
     static constexpr int kRowLaneMasks[2] = {2, 8};  // shfl_xor masks that reach the other lanes of a row
 
-    // Sets x to the lane's two scores of each row tile, Q K^T of eight tokens. Keys with kTwoScales (int4) have slots 4 to 7 of a
-    // chunk times 16, because unpack8 leaves high nibbles in place (quantized.cuh): they get accumulators of their own.
+    // Sets x to the lane's two scores of each row tile, Q K^T of eight tokens. Keys with kTwoScales (int4) have the last four
+    // fp16 numbers of a chunk times 16, because unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c[RowTiles], split[RowTiles];
@@ -103,8 +103,9 @@ struct DecodeLayout {
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
         each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
     }
-    // Replaces each output x by f(x, `own` of its row, whether x is in the last four of a lane's eight columns). A lane has outputs
-    // of two rows: its score_row and that of lane ^ 4. e & 2 tells which.
+    // Replaces each output x by f(x, `own` of its row, whether x is in the last four of a lane's eight columns). In the last
+    // four, int4 values have 16 times the factor (mainloop.cuh). A lane has outputs of two rows: its score_row and that of
+    // lane ^ 4. e & 2 tells which.
     template <int Loads, class F>
     __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll

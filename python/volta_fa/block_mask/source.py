@@ -22,7 +22,9 @@ from .recording import MaskMod, Recording, recorded
 class Source:
     """A mask function, and torch's lists of the blocks that exist."""
 
-    mask_mod: MaskMod | None  # the mask function, if possible a Recording; None: every element is visible
+    #: the mask function; None: every element is visible. A Recording if possible: the list of torch operations that the function applies,
+    #: with the tensors that it reads
+    mask_mod: MaskMod | None
     seq_lengths: tuple[int, int]  # numbers of queries and keys
     #: sizes of the mask. The lists may have fewer, which then repeat: entry b has the lists of b modulo their number.
     batch: int

@@ -44,12 +44,13 @@ class Simulated:
     """Results on one GPU."""
 
     gpu: Gpu
-    errors: dict[str, Error]  # the largest error of each of out, dq, dk and dv
+    errors: dict[str, Error]  # the largest error of each of out, dq, dk and dv, over all elements
     forward: list[dict[str, Any]]  # the simulator's reports, one for each kernel
     backward: list[dict[str, Any]]
 
     @property
     def right(self) -> bool:
+        """Whether no error exceeds the allowed one. `share` is error / allowed error."""
         return all(error.share <= 1 for error in self.errors.values())
 
     @property
@@ -103,6 +104,7 @@ def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
     finally:
         torch.ops.volta_fa._set_tuning("")
     errors = (error for part in parts for error in part.errors(found))
+    # others have another `kind`, such as "rms", or are of some elements only, which `where` describes (check/problems.py)
     return {error.result: error for error in errors if error.kind == "largest" and not error.where}
 
 

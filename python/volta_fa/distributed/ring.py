@@ -37,7 +37,8 @@ class Problem:
     q_ranges: Sequence[tuple[Range, ...]]
     k_ranges: Sequence[tuple[Range, ...]]
     mask: Mask
-    #: options of the operators that every launch gets, such as softcap. A launch is one call of the operator, planned by plan.py
+    #: options of the operators that every launch gets, such as softcap. A launch is one call of the operator, planned by plan.py: one
+    #: rectangle of rows and keys (`calls`), or several as packed sequences (`packed`)
     scores: dict[str, Any]
     deterministic: bool
     dropout_p: float = 0.0
@@ -100,6 +101,7 @@ def _arguments(p: Problem, launch: Launch, q: Tensor) -> tuple[dict[str, Any], T
         slopes = p.alibi_slopes
         if slopes.dim() == 2 and len(p.mask.queries) > 1:
             slopes = slopes[[call.sequence for call in launch.calls]]
+        # OWN: the operator measures the right distances. BEFORE, AFTER: all keys lie before, or after, all rows
         if call.distance is Distance.OWN:
             options["alibi_slopes"] = slopes
         else:
@@ -167,7 +169,8 @@ def backward(
     back: _Returning | None = None
     number = 0  # of the launch
     for t, (step, keys, values) in enumerate(_steps(p, k, v)):
-        # own: the step reads all of this rank's keys, so their gradients are added to dk and dv directly
+        # step.rows: ranges of the shard's keys that the step reads. adds_up: several launches read a key. own: the step reads all of this
+        # rank's keys, so their gradients are added to dk and dv directly
         if own := t == 0 and step.rows == ((0, k.shape[1]),):
             dkeys, dvalues = dk, dv
         else:
@@ -212,7 +215,8 @@ def _parts(p: Problem) -> tuple[list[Range], list[Range]]:
         of_rows += [launch.q for launch in p.step(p.rank, rank).launches]
         of_keys += p.step(rank, p.rank).rows if rank != p.rank else []
     own = p.step(p.rank, p.rank)
-    # launch.k indexes the keys that the step reads. Unless it reads all of the shard, assume 3 additions for each: more than two
+    # launch.k indexes the own.count keys that the step reads, in own.rows. If these are not one range from key 0, assume 3 additions for
+    # each: more than two
     of_keys += [launch.k for launch in own.launches] if own.rows == ((0, own.count),) else 3 * list(own.rows)
     return of_rows, of_keys
 

@@ -40,7 +40,7 @@ DEVICE = torch.device("cpu")
 LIMIT = 0.01
 #: A value of --kv-cache-dtype; all but auto quantize.
 CACHE_DTYPE = os.environ.get("CACHE", "auto")
-#: The prompt of image_prompts: three images.
+#: The prompt of image_prompts: 300 words and three images; PaliGemma's has one image.
 WHICH = 5
 #: Where chunks end, if that is not inside of an image.
 ENDS = (150, 400, 500)
@@ -50,6 +50,7 @@ def configuration(folder: Path, with_images: bool):
     """Returns vLLM's configuration of an engine, on the CPU."""
     options: dict = {}
     if with_images:
+        # the most images of a prompt: models without a mark (PaliGemma) take one
         count = 3 if IMAGE_MARKS[folder.name] else 1
         options = {"limit_mm_per_prompt": {"image": count, "video": 0}, "mm_encoder_attn_backend": "TORCH_SDPA"}
     arguments = EngineArgs(

@@ -133,7 +133,7 @@ class VoltaMLABackend(VoltaBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Returns False: neither form of latent attention has spans."""
+        """Returns False: neither form of latent attention has spans, runs of image tokens that see each other."""
         return False
 
     @classmethod
