@@ -76,7 +76,7 @@ OTHERS = [
 ]
 #: Prefill of 4096 tokens over a paged cache: headdim, query heads, KV heads, cached tokens before, target TFLOP/s.
 PREFILL = [(256, 6, 1, before, 70) for before in (0, 16384)] + [(128, 32, 8, before, 85) for before in (0, 16384)]
-#: Rows of benchmarks.models by the beginnings of their names, and target TFLOP/s, of decoding the share of GB/s.
+#: Rows of benchmarks.models by the beginnings of their names, and target TFLOP/s. LOCAL_DECODE's target is in GB/s.
 MODELS_TARGETS = {
     "gpt-oss 20B, sliding, forward": 42,
     "gpt-oss 20B, sliding, training": 36,
@@ -87,6 +87,7 @@ MODELS_TARGETS = {
 LOCAL_DECODE, LOCAL_DECODE_GB_S = "Gemma 4 E4B, local, decode", 550
 
 
+# A `Row.target` is TFLOP/s. `Row.targets` are shares of a rate: here of DRAM's, and only the decoding row has them.
 def target_rows(_: argparse.Namespace) -> list[Row]:
     found = []
     for direction, feature, n, batch, targets in USUAL:
@@ -238,7 +239,7 @@ def fast_rows(options: argparse.Namespace) -> Iterator[Row]:
     for gpu, seqlen, kind, headdim in itertools.product(options.gpu, options.seqlen, options.case, options.headdim):
         fast = FastCase("fwd_fast", kind, headdim, seqlen, options.rows or seqlen, GPUS[gpu].sms)
         for case in (fast, replace(fast, op="fwd")):
-            yield Row(f"{case.op}, {seqlen} keys, {kind}, headdim {headdim}", case, gpu, (options.settings,))
+            yield Row(f"{case.op}, {seqlen} keys, {kind}, headdim {headdim}", case, gpu, models=(options.settings,))
 
 
 def fast_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
@@ -364,7 +365,7 @@ class InvariantCase(Case):
 
 
 def invariant_rows(_: argparse.Namespace) -> list[Row]:
-    found = []
+    found = []  # models: settings of volta-sim, a simulation for each; "": its default model
     for name, lengths, seqlen_q, page in INVARIANT:
         case = decode.Case(128, lengths, 4, seqlen_q, page, kv_heads=8)
         found += [Row(f"{name}, usual", case, models=("",)), Row(f"{name}, invariant", InvariantCase(case), models=("",))]
@@ -440,11 +441,11 @@ def feature_rows(options: argparse.Namespace) -> list[Row]:
             for feature in FEATURES:
                 case = volta.Case(direction, replace(plain, causal=feature == "causal"), feature=feature if feature != "causal" else "")
                 if size.get(feature, 0) <= MOST_BYTES and (direction == BACKWARD or feature not in (BIAS_GRADIENT, volta.DETERMINISTIC)):
-                    found.append(Row(f"{plain} {direction}, {feature or 'plain'}", case, "", ("",)))
+                    found.append(Row(f"{plain} {direction}, {feature or 'plain'}", case, gpu="", models=("",)))
             for kernels in ("efficient", "flash"):
                 for causal in (False, True):
                     case = AtenCase(kernels, direction, replace(plain, causal=causal))
-                    found.append(Row(f"{plain} {direction}, PyTorch {kernels}{', causal' * causal}", case, "", ("",)))
+                    found.append(Row(f"{plain} {direction}, PyTorch {kernels}{', causal' * causal}", case, gpu="", models=("",)))
     return found
 
 

@@ -24,7 +24,8 @@ public:
 };
 
 // Stands in for MaskBits (forward/block_mask.cuh), a block mask's bits of single scores. Its calls compile to nothing.
-// Unnamed arguments are those of MaskBits. Keys is an iterator over steps.
+// Unnamed ints are those of MaskBits. load(): a step, counted from the current one, or the warp's first row (split.cuh). combine():
+// the warp's first row. apply_to(): first key of the tiles, counted from the step's. Keys is an iterator over steps.
 struct NoMaskBits {
     static constexpr bool kHidesAll = false;  // whether the bits also hide what lengths, causal masks and windows hide
     template <class Grid, class Keys>

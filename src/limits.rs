@@ -6,7 +6,8 @@ use std::ops::RangeInclusive;
 
 /// Largest headdim of q, k and v. A device may have fewer kernels above [`COMMON_HEADDIM`]: see `Kernels::max_headdim`.
 pub const MAX_HEADDIM: i64 = 512;
-/// Largest headdim for which a complete family has all kernels of `fwd` and `bwd`; above, `bwd` has only those that keep scores in memory.
+/// Largest headdim for which a family (the kernels of one architecture) has all kernels of `fwd` and `bwd`; above, `bwd` has only those
+/// that keep scores in memory.
 pub const COMMON_HEADDIM: i64 = 256;
 /// Largest headdim of the kernels of `fwd_fast` (int8 scores). Above, the kernels of `fwd` compute the call.
 pub const MAX_FAST_HEADDIM: i64 = 256;
@@ -27,7 +28,7 @@ pub const MAX_HEADS: i64 = MAX_GRID_YZ;
 pub const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
 /// Largest headdim of the merge kernel, which counts the chunks of a block's rows in int32.
 pub const MAX_MERGED_HEADDIM: i64 = 1 << 20;
-/// Softcaps other than 0 (off). Kernels compute a capped score as cap - 2 * cap / (e^2x + 1) (csrc/score_function.cuh), with an error of
+/// Softcaps other than 0 (off). Kernels compute a capped score as cap - 2 * cap / (exp(2x) + 1) (csrc/score_function.cuh), with an error of
 /// about cap * 2^-23. At 1e4 it is 4e-4 (RMS, simulated), beside 5e-4 of a probability in fp16. Below 1e-4 scores are equal within that.
 pub const SOFTCAPS: RangeInclusive<f64> = 1e-4..=1e4;
 /// Page sizes are multiples of this: kernels load 16 rows together, and every server's page size is a multiple of it.

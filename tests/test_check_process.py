@@ -1,9 +1,9 @@
 """`python -m volta_fa check`: kernels that crash their process, interrupted and continued checks, speed (`fast`), and tuning.
 
 The check runs kernels in subprocesses (check/isolation.py), because a kernel that hangs or faults destroys its CUDA context. It kills a
-process after a timeout and tries its kernel once more alone. check/state.py saves results, so that an interrupted check continues.
-Tests use fake kernels (`troubled`), fake GPUs, and the CPU backend. test_check.py tests what a check finds, and has `check`, which runs the
-command and returns its exit status and JSON."""
+process after a timeout and tries its kernel once more alone. check/state.py saves results, so that an interrupted check continues. Tests
+use fake kernels (`troubled`), fake GPUs, and the CPU backend. Device -1 is the simulator. test_check.py tests what a check finds, and has
+`check`, which runs the command and returns its exit status and JSON."""
 
 import dataclasses
 import json
@@ -402,11 +402,13 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
 
     monkeypatch.setattr(performance, "_ours", planned)
     monkeypatch.setattr(performance, "card_figures", lambda target: {})
-    monkeypatch.setattr(performance, "HEADS", {"forward": 200})  # heads of the measured problems
+    # heads of the measured problems: with 200, unlike 32, one plain kernel (no stream-K) is planned at all lengths, unless it failed
+    monkeypatch.setattr(performance, "HEADS", {"forward": 200})
     for failed in ("volta_fwd_64x64", "volta_fwd_64x64_medium", "volta_fwd_64x64_small"):
         seen.clear()
         performance.measure(CPU, [failed], time.monotonic() + 60, True, lambda at: None)
         assert seen and failed not in seen
+    # headdims above 32, up to 64
     shape = tune.Class("Backward", headdim=64, above=32, seqlen=512, nheads=40, causal=False)
     alternatives = [tune.Alternative({}), tune.Alternative({"deterministic": True}, deterministic=True)]
     of_headdim = [v["name"] for v in SIMULATED if v["pass"] == "Backward" and v["headdim"] >= 64]

@@ -1,10 +1,11 @@
 """Dropout of `fwd` and `bwd`, gradients against finite differences (gradcheck), and random combinations of all options.
 
 Dropout's mask follows from `rng_state` (seed, offset) and a score's position alone (`_dropout_mask`), so backward repeats forward's.
-`on(...)` lists the backends of a test: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `repeat` runs a `Case` on a backend against the
-fp64 reference, and prints a command that repeats a failure. Fields of a Case: `lengths` is (queries, keys) of packed sequences, `spare`
-max_seqlen beyond the longest, `used` seqused_k. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype ("own": q's);
-`sinks` names a dtype, `alibi` the dimensions of the slopes. BASE is a small Case, `changed` returns a Case with other fields."""
+`backend.simulate()` makes the simulator run later calls. `on(...)` lists the backends of a test: CPU (`cpu-DTYPE`), simulator (`sim`), GPU
+(`cuda`). `repeat` runs a `Case` on a backend against the fp64 reference, and prints a command that repeats a failure. Fields of a Case:
+`lengths` is (queries, keys) of packed sequences, `spare` max_seqlen beyond the longest, `used` seqused_k. `bias` names its dimensions that
+are not 1 (b, h, q, k), then its dtype ("own": q's); `sinks` names a dtype, `alibi` the dimensions of the slopes. BASE is a small Case,
+`changed` returns a Case with other fields."""
 
 import math
 import os
@@ -39,7 +40,7 @@ def test_dropout_mask(backend):
     dout = torch.zeros_like(out)
     dout[:, torch.arange(seqlen_q), :, torch.arange(seqlen_q)] = 1.0
     [(_, _, dv), *_] = backend.backward(dout, q, k, v, out, lse, dropout_p=p, rng_state=rng_state)
-    # dv (batch, key, head, row)
+    # dv, of the first run of bwd: (batch, key, head, row)
     assert torch.equal(dv[..., :seqlen_q].permute(0, 2, 3, 1) != 0, mask)
 
 

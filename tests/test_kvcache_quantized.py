@@ -11,6 +11,9 @@ new tokens have cu_seqlens_k_new. `all_cached`: no cache_seqlens, so all tokens 
 and v. `problem(backend)` draws its tensors q, new, k_cache and v_cache, the call's other arguments (`options`), and `places`: for each
 sequence the cache entry (page) and row of each token. WRITTEN names the options that appending writes.
 
+VOLTA_FA_CHECK_LENGTHS=0: the call reads no lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid
+ones.
+
 `on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
 
 from __future__ import annotations
@@ -427,7 +430,7 @@ def test_a_page_that_does_not_exist_while_dequantizing(backend, kv_dtype):
 @on("cpu-fp32", "sim", "cuda")
 def test_appending_to_more_sequences_than_pages(backend, kv_dtype):
     """Five sequences append to rows of one page, as a server's cache update does. Scales belong to pages (int) or sequences (fp8)."""
-    backend.simulate()
+    backend.simulate()  # run(), which other tests of kernels call, does this
     k, v = backend.randn(5, 1, 2, 32), backend.randn(5, 1, 2, 32)
     scale = None if kv_dtype.startswith("int") else 0.5
     made = [volta_fa.quantize_kv(t[:, 0], of, scale=scale) for t, of in zip((k, v), parts_of(kv_dtype))]

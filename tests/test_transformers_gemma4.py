@@ -2,7 +2,8 @@
 headdim 256 and a window, and a global layer of headdim 512.
 
 Helpers are those of test_transformers.py: `padding(kind)` is a mask, `tokens()` are input_ids, and `profile` counts volta_fa's calls, those
-with a bias, and other attention ops (`theirs`)."""
+with a bias, and other attention ops (`theirs`). GENERATION has ways to generate. `assert_right` accepts results close to eager's, or at
+most twice as far from fp64's as eager's. `check_in_fp16` allows twice the error of eager in fp16."""
 
 import copy
 
@@ -103,6 +104,7 @@ def test_on_kernels(backend):
 @pytest.mark.parametrize("pages", [False, True], ids=["gathered", "pages"])
 def test_continuous_batching(pages, monkeypatch):
     """Global layers only: the cache of transformers 5.23 has one headdim."""
+    # per_layer_config={}: no layer has options of its own. By default transformers sets head_dim (512) for global layers.
     made = config(layer_types=["full_attention"] * 3, head_dim=512, per_layer_config={})
     pair = [make(made, implementation) for implementation in ("eager", "volta_fa")]
-    plain.check_continuous_batching(*pair, pages, pages, monkeypatch, memory=2**30)
+    plain.check_continuous_batching(*pair, pages=pages, paged=pages, monkeypatch=monkeypatch, memory=2**30)  # bytes

@@ -19,7 +19,7 @@ constexpr int kColumns = 8;  // output columns that a thread combines at a time
 // Floats between output rows in shared memory: four more than columns, so that rows begin in different banks.
 constexpr int kPartialStride = HEADDIM_V + 4;
 
-// Softmax state of one row: its lazy maximum and the sum of its probabilities, as in SoftmaxRow.
+// Softmax state of one row: its lazy maximum (log2 units) and the sum of its probabilities, as in SoftmaxRow.
 struct RowState {
     float row_max, sum;
 };

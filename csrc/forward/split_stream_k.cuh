@@ -6,10 +6,11 @@
 // TileSplit (tile_split.cuh) is a block's work: a row tile (row_block), and a range of its steps of kStep keys (first to end). It
 // is split number `index` of `splits`; 1 means all keys. stream_k_tile numbers the split tiles. Family: mma layout (split.cuh).
 // StreamKParams (src/params) has scratch memory for max_splits splits of each split tile (partials), and semaphores that count
-// finished splits. The kernel's row in src/kernels gives BLOCK_ROWS (of a row tile) and THREADS (of a block).
+// finished splits. Counts with another launch_id are 0, so a semaphore's memory needs no initialization (semaphore.cuh). The
+// kernel's row in src/kernels gives BLOCK_ROWS (of a row tile) and THREADS (of a block).
 #pragma once
 
-#include "forward/split.cuh"  // SeenKeys, kStep; SoftmaxRows: row_max and sum of rows
+#include "forward/split.cuh"  // SeenKeys (grid, keys that a block's rows see), kStep; SoftmaxRows: row_max and sum of rows
 #include "forward/tile_split.cuh"  // TileSplit, TileCoord, SplitBlock
 #include "semaphore.cuh"  // is_last_block()
 
@@ -28,7 +29,7 @@ class StreamKKeys : public SeenKeys {
 public:
     static_assert(!kVarlen && !kGeneric, "the grid has no axes for head and batch, which these features read");
     __device__ __forceinline__ explicit StreamKKeys(const StreamKParams& params) : params_(params) {}
-    // The grid has one axis, so heads are never first: the bool (EitherOrder of RowTileGrid::block) is unused.
+    // The grid has one axis, so heads are never first: RowTileGrid::block's bool EitherOrder (they may be) is unused.
     template <int Rows, bool>
     __device__ __forceinline__ SplitBlock<Rows> block(const Problem& p) const {
         static_assert(Rows == BLOCK_ROWS, "the planner counts tiles of BLOCK_ROWS rows");

@@ -48,7 +48,8 @@ enum Phase {
     RestoreLse,
 }
 
-/// Rows of [`CastParams::largest`], a magnitude for each group, and the numbers of two of them: `cast::Magnitude`.
+/// Rows of [`CastParams::largest`], a magnitude for each group: the largest of q, k and v, the smallest of k and v, and the largest of k
+/// and v without hidden outlying ones. Then the numbers of two of them, as in `cast::Magnitude`.
 const MAGNITUDES: i64 = 7;
 const LARGEST_V: i64 = 2;
 const LARGEST_VISIBLE_V: i64 = 6;

@@ -67,6 +67,7 @@ pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Res
     check_contiguous_last("q", q)?;
     reject_if!(!same_size(headdim, INDEXER_HEADDIM), "q", format!("headdim {headdim}"), INDEXER_HEADDIM);
     reject_if!(nheads == 0 || nheads > MAX_INDEXER_HEADS, "q", format!("nheads {nheads}"), format!("1 to {MAX_INDEXER_HEADS}"));
+    // UNKNOWN: a symbolic size of torch.compile
     if batch != UNKNOWN && seqlen_q != UNKNOWN {
         check_at_most("q", "rows", batch.saturating_mul(seqlen_q), MAX_SEQLEN)?;
     }

@@ -91,6 +91,7 @@ fn every_variant_of_the_indexer_is_chosen() {
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
     let others = [Pass::SparseSelect, Pass::SparseMla, Pass::Indexer];
+    // CACHED (main.rs): the passes of calls with a KV cache
     let is_tested = |v: &&Variant| CACHED.contains(&v.pass) && !others.contains(&v.pass);
     let mut unused: Vec<_> = kernels::variants().filter(is_tested).map(|v| v.name).collect();
     for d in [V100, T4] {
@@ -140,6 +141,8 @@ fn every_variant_is_chosen_for_some_problem() {
 /// Batch-invariant tiles of a headdim have the same bits if as many groups of warps divide a split's tokens.
 #[test]
 fn batch_invariant_tiles_divide_tokens_alike() {
+    // A warp computes `step` of the tile's `block_rows`, so block_rows / step warps have the same tokens: one group. (Warps that share
+    // columns add a factor that the headdim decides.)
     let groups = |v: &kernels::Variant| v.threads / 32 * v.step / v.block_rows;
     let invariant = || kernels::variants().filter(|v| v.pass == Pass::Decode && v.is_batch_invariant);
     for v in invariant() {

@@ -2,7 +2,8 @@
 //!
 //! A GPU prefers the newest family that it runs: natively as machine code (Cubin), else as PTX that the driver compiles. The tests use
 //! made-up families (MADE_UP in main.rs is one of sm_75): `volta_and` puts their tables before Volta's, `like` copies a kernel into another
-//! family. The real Turing family takes part only where a test uses `plan::forward` or `kernels::variants`.
+//! family. tuned(failed, choices) is a V100 whose tuning has these failed kernels, and these choices. forward_of() returns a plan's kernel
+//! and the reason for it. The real Turing family takes part only where a test uses `plan::forward` or `kernels::variants`.
 
 use super::*;
 
@@ -71,7 +72,7 @@ fn chooses_backward_kernels_from_one_family() {
         assert_eq!(plan.scratch, plan.main.variant.family.scratch.unwrap());
         (names[0], plan.scratch_rows, plan.preprocess.unwrap().blocks[0])
     };
-    // scratch rows: 1000 rounded up to Volta's 32, or to the made-up family's 16
+    // scratch rows: 1000 rounded up to Volta's 32, or to the made-up family's 16; preprocess has blocks of 64 of them: 16 either way
     assert_eq!(of(&rows, &a, DEFAULT), ("volta", 1024, 16), "the made-up family lacks a kernel, preprocess");
     rows.push(like("volta_bwd_varlen_preprocess", turing));
     assert_eq!(of(&rows, &a, DEFAULT), (MADE_UP.name, 1008, 16));
@@ -85,7 +86,8 @@ fn chooses_backward_kernels_from_one_family() {
 fn environment_restricts_families() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", MADE_UP)]]);
     let only = |name: &str, device: DeviceLimits| DeviceLimits { only: kernels.families().find(|f| f.name == name), ..device };
-    let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) }; // full waves
+    let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) };
+    // full waves, so no stream-K grid: 16 tiles of 128 rows for each of 2 * 10 heads are 4 waves of the T4's 80 resident blocks
     let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
     assert_eq!((volta.variant.family.name, volta.variant.name), ("volta", "volta_fwd_64x64"));
     assert_eq!(plan::forward_among(kernels, &a, &only(MADE_UP.name, T4)).unwrap().variant.family.name, MADE_UP.name);

@@ -221,6 +221,7 @@ def judge(model: Model, found: Tensors, theirs: Tensors, expected: Tensors, stat
     right = right and set(fell_back) <= set(model.falls_back) and ran + sum(fell_back.values()) > 0
     cells = {"error": f"{errors[0][0]:.1e}", "PyTorch's": f"{errors[0][1]:.1e}"}
     if len(errors) > 1:
+        # a table's columns have different names: the trailing space
         cells |= {"gradient": f"{errors[1][0]:.1e}", "PyTorch's ": f"{errors[1][1]:.1e}"}
     return cells | {"ran": str(ran), "fell back": fallen(stats)}, right
 

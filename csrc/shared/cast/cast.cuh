@@ -85,7 +85,8 @@ __device__ __forceinline__ unsigned largest_of(const CastParams& p, Tensor tenso
 }
 
 // Returns the exponent of a group's values, which brings the largest |v| below 2^largest_v_exponent. Ordinary groups are scaled
-// too: v times a power of two then gives out times this power, bitwise. With keeps_ordinary_v (batch-invariant calls) they are not.
+// too: v times a power of two then gives out times this power, bitwise. With keeps_ordinary_v (batch-invariant calls) they are
+// not: the exponent depends on all tokens of the group, and bits of v must not depend on other tokens.
 __device__ __forceinline__ int value_exponent(const CastParams& p, int group) {
     const unsigned largest = largest_of(p, kV, group);
     const int exponent = exponent_of(largest);

@@ -30,7 +30,8 @@ struct DqProduct {
 
     // Addresses that a lane gives to ldmatrix, for a warp. ds, keys: shared addresses of dS^T and K. pair_after(x, n) is 2 * n
     // chunks (of 8 columns) after x, score_offset() a chunk's offset in dS^T. dS^T is transposed by the load: matrices 0 and 1 are
-    // the two groups of eight queries of the first eight keys. K's matrices 0 and 1 are all 16 keys of the first chunk.
+    // the two groups of eight queries of the first eight keys. K's matrices 0 and 1 are all 16 keys of the first chunk: by_rows()
+    // (fragments.cuh) orders matrices down the rows of a tile first.
     static __device__ __forceinline__ u32 a_operand(u32 ds, u32 lane, u32 warp) {
         return ds + score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
     }
@@ -41,7 +42,7 @@ struct DqProduct {
     static __device__ __forceinline__ u32 output_offset(u32 lane, u32 warp) {
         // With dropout alone (kOneCallPerLane), a step's queries lie in shared memory in the order 0, 4, 1, 5, 2, 6, 3, 7, so that
         // a lane has the two of one call of the random generator (fragments.cuh). The accumulator keeps their own order: query q
-        // of eight is that of lanes 4 * q to 4 * q + 3.
+        // of eight is that of lanes 4 * q to 4 * q + 3. KeysLayout<2> is the main kernels' layout of a tile with 32 keys.
         if (kOneCallPerLane) lane = 4 * KeysLayout<2>::query_of_row(lane / 4) + lane % 4;
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }

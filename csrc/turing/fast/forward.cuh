@@ -1,6 +1,9 @@
-// Fast forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V in spans with fp16 sums. prepare.cuh makes
-// K's int8 codes (codes.cuh) before. GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies codes, and a span of
-// keys sums P V in fp16 before it is added to the fp32 output. Scores of a few tiles (8 keys) become probabilities, for a span.
+// Fast forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V in spans with fp16 sums. GeForce runs
+// products with fp32 sums at half rate. Here Q K^T multiplies codes, and a span of keys sums P V in fp16 before it is added to the
+// fp32 output. Scores of a few tiles (8 keys) become probabilities, for a span. prepare.cuh makes K's int8 codes (codes.cuh)
+// before: of K less its mean (smooth_k), and after a Hadamard transform of K's columns (rotate), which load_queries() applies to Q
+// too. With smooth_k all scores of a row lack q times the mean. load_queries() leaves it in softmax_lse, and write_output() adds it
+// to the row's lse.
 //
 // Instructions: masked and unmasked spans, which run at the same time, share one P V of 15.6 KB (L0 instruction cache: 16 KB). A
 // block's code stays below 46 KB (L1.5): so queries and output have rolled loops, and rare code is behind branches.
@@ -140,10 +143,9 @@ struct FastForward {
     }
     // A barrier of the block. Returns whether a unit may exceed 1 (log2 units) for a row and a key of the block: the largest
     // element of q is above 176 (127 / 4 / (2^-3 log2(e)): headdim 64, usual softmax scale), or of k - mean above 508 (127 * 4).
-    // With `rotate`, a Hadamard transform multiplies deviations by sqrt(Headdim), 8 at headdim 64. Keys with a deviation of 20 then
-    // reach 508: the largest of 1024 elements (16 keys share a scale) is about 3.3 deviations of 160. Such blocks run all spans as
-    // masked ones: others have no test in their loop. Each thread tests some of the keys' scales. `largest`: its first scale.
-    // `scale`: the index of its second.
+    // With `rotate`, deviations grow by sqrt(Headdim), 8 at headdim 64. Keys with a deviation of 20 then reach 508: the largest of
+    // 1024 elements (16 keys share a scale) is about 3.3 deviations of 160. Such blocks run all spans as masked ones: others have
+    // no test in their loop. Each thread tests some of the keys' scales. `largest`: its first scale. `scale`: index of its second.
     template <class Rows>
     __device__ __forceinline__ static bool barrier_or_coarse(const Rows& state, float largest, const float* scales, int scale,
                                                              int end_scale) {
@@ -223,8 +225,7 @@ struct FastForward {
                                   sequence.seqlen_q(), codes.mean, lse);
             // Products take V * 2^-exponent, below 1: prepare.cuh has scaled bf16 V, store_piece() multiplies fp16 V.
             exponent = v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element);
-            // the end of the block needs it, and no register is free for it
-            if (threadIdx.x == 0) store_shared1(ring + kOffsetExponent, exponent);
+            if (threadIdx.x == 0) store_shared1(ring + kOffsetExponent, exponent);  // for write_output(): no register is free
             const float power = p.element == ElementType::Bf16 ? 1.f : times_power(1.f, -exponent);
             const Offsets offsets(threadIdx.x);
             from.of_block.v_factor = to_half2(power, power);

@@ -6,10 +6,10 @@
 
 namespace volta {
 
-// ALiBi adds -slope * |i + o - j| to the score of query i and key j, where o = seqlen_k - seqlen_q. With r the warp's first row,
-// this is slope * (j - r - o) - slope * (i - r) up to the diagonal j = i + o, and slope * (r + o - j) + slope * (i - r) after it.
-// The term with i is constant in a row, so any row_max absorbs it. So products begin with a number that depends on the key alone,
-// only tiles on the diagonal need a correction, and the sign changes once.
+// ALiBi adds -slope * |i + o - j| to the score of query i and key j, where o = seqlen_k - seqlen_q. With `row` the warp's first,
+// this is slope * (j - row - o) - slope * (i - row) up to the diagonal j = i + o, and slope * (row + o - j) + slope * (i - row)
+// after it. The term with i is constant in a row, so any row_max absorbs it. So products begin with a number that depends on the
+// key alone, only tiles on the diagonal need a correction, and the sign changes once.
 //
 // AfterFunction: products begin with 0, because the function takes them alone; the number is added to its value, log2 units.
 //
@@ -24,7 +24,7 @@ class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
 
     const Grid& grid_;
     float slope_;  // in the scores' units (unscaled products, AfterFunction log2 units); changes its sign after the diagonal
-    float distance_;  // j - r - o of the lane's first key in the next tile
+    float distance_;  // j - row - o of the lane's first key in the next tile
 
     // Returns the head's slope as slope_ is up to the diagonal.
     __device__ __forceinline__ float slope_of(const FwdParams& p) const {
@@ -89,8 +89,8 @@ public:
                 }
             }
             if (AfterFunction) dot = ScoreFunction(problem, p.score_options)(dot);
-            // Scores leave out -slope * (i - r), where i - r is the lane. fmaxf turns a NaN into -inf, which raises no maximum: the
-            // product Q K^T has the NaN too, and passes it to the row.
+            // Scores leave out -slope * (i - row), where i - row is the lane. fmaxf turns a NaN into -inf, which raises no maximum:
+            // the product Q K^T has the NaN too, and passes it to the row.
             x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
         }
         __syncwarp();
@@ -123,6 +123,7 @@ public:
 #pragma unroll
         for (int nt = 0; nt < KeyTiles; nt++) {
             float key_terms[ForwardLayout::kKeys];
+            // A softcap is constant() plus a multiple of its state. of_product() omits the constant: the key's term contains it.
             terms(key_terms, nt, function.constant());
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
@@ -145,7 +146,7 @@ public:
         const auto row_of = [&](int mt, int r) { return 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r); };
         const int from_diagonal = key + ForwardLayout::first_key(lane) - row - offset(mask);
         const bool last_time = key + kKeys >= row + kRows - 1 + offset(mask);  // the next tile is after the diagonal of all rows
-        // i counts from the warp's first row here: i - r above
+        // i counts from the warp's first row here: i - row above
         s.each([&](float& x, int mt, int nt, int v) {
             const int i = row_of(mt, ForwardLayout::row_of(v)),
                       past_diagonal = from_diagonal + 16 * nt + ForwardLayout::key_slot(v) - i;
@@ -163,7 +164,7 @@ public:
         slope_ = -slope_;
         set_interval(unmasked, mask, row, true);  // after the diagonal
     }
-    // Adds the term that scores left out, -slope_ * (i - r), to row maxima, and so to lse.
+    // Adds the term that scores left out, -slope_ * (i - row), to row maxima, and so to lse.
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float scale_log2) const {
         const ForwardLane lane(remat_thread_index() & 31);
 #pragma unroll

@@ -46,8 +46,8 @@ def describe(target: Target) -> dict[str, Any]:
         "library": _without_home(build["library"]),
         "torch_architectures": torch.cuda.get_arch_list(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
-        "families": target.families,
-        # without its path, which may contain the user's name
+        "families": target.families,  # the kernel families that it runs, preferred first
+        # the tuning file of each device, without its path, which may contain the user's name
         "tuning": [{name: value for name, value in tuning.items() if name != "path"} for tuning in build["tuning"]],
     }
     if target.kind == "cpu" and torch.cuda.device_count() == 0:

@@ -2,7 +2,8 @@
 //!
 //! A group is one KV head of one batch entry with its query heads. A [`Chunk`] is some query positions of some groups, with all keys that
 //! any of them sees. Its scores are a matrix (groups, rows * heads of a group, keys), which fits a CPU's caches. It has whole rows, so the
-//! softmax needs no rescaling.
+//! softmax needs no rescaling. A [`Part`] (part.rs) is one dense problem of the call, whose first batch entry is number `first` of the
+//! call's. [`Sums`] are gradients to which all parts add.
 
 use super::chunk::{chunks, heads_per_group, window_offsets, Chunk};
 use super::layout::{from_groups, lse_from_rows, rows_from_lse, to_groups};
@@ -65,7 +66,8 @@ impl<'a> Work<'a> {
         Ok(t.f_narrow(0, c.group, c.groups)?.f_narrow(1, c.key, c.keys)?)
     }
 
-    /// Computes the logits of the chunk in `buffer`, -inf for hidden keys. `kept` receives what [`multiply_derivative`] takes.
+    /// Computes the logits of the chunk in `buffer`, -inf for hidden keys. `kept` receives what [`multiply_derivative`] takes:
+    /// the softcap's tanh of each score.
     fn scores(&self, buffer: &Tensor, kept: Option<&mut Tensor>, c: &Chunk) -> Result<Tensor> {
         let mut scores = self.matrix(buffer, c)?;
         let _ = self.rows(&self.scaled_q, c)?.f_bmm_out(&scores, &self.keys(&self.k, c)?.f_transpose(1, 2)?)?;

@@ -2,6 +2,10 @@
 
 For a model vLLM asks `VoltaBackend` what it supports. For each step (a forward pass of all scheduled sequences) the model runner calls
 `VoltaMetadataBuilder.build`, and each layer's `VoltaAttentionImpl` then writes the new tokens into the paged cache and attends to it.
+
+An anchored window (VOLTA_FA_VLLM_ANCHORED_WINDOW=ANCHORS:WINDOW) applies to decoder layers without a window of their own: a query sees the
+first ANCHORS tokens of its sequence and the last WINDOW up to its own.
+
 Written for vLLM 0.19.1 to 0.33.0. (0.26) marks what only releases up to 0.26 call, (0.33) what only later ones call."""
 
 from __future__ import annotations
@@ -134,6 +138,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         if self._ranks is not None:
             new_tokens, count = common.query_start_loc.diff(), len(common.seq_lens)
             self._earlier_lengths[:count] = self._ranks.local_lengths((common.seq_lens - new_tokens).clamp(min=0))
+            # tokens before the step's are shared among the ranks, those of the step are whole on each
             is_any = seq_lens_cpu is None or bool((seq_lens_cpu[:count] > common.query_start_loc_cpu.diff()).any())
             metadata.earlier = Earlier(self._ranks, self._earlier_lengths[:count], is_any)
         if ranges and common.causal and common.max_query_len > 1:
@@ -182,7 +187,7 @@ class VoltaBackend(AttentionBackend):
     accept_output_buffer = True  # (0.26) the backend writes into the output that vLLM allocates
     #: not bfloat16: the operators would copy its cache in steps with more than 64 query rows per KV head
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
-    #: vLLM's cache has room for the scales of tokens if the backend can ask for it
+    #: int8 codes need scales of tokens beside them: vLLM's cache has room for these if the backend can ask for it (`customize_spec`, 0.33)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = paged.cache_dtypes(beside_codes=hasattr(AttentionBackend, "customize_spec"))
     forward_includes_kv_cache_update = False  # vLLM calls `do_kv_cache_update` before `forward`
 
@@ -213,7 +218,7 @@ class VoltaBackend(AttentionBackend):
         """(0.26) Returns the shape of a layer's cache, for `paged.split_cache`."""
         if block_size % PAGE_SIZE_MULTIPLE:
             raise bad_argument("block_size", block_size, f"a multiple of {PAGE_SIZE_MULTIPLE}")
-        paged.check_cache_dtype(cache_dtype_str, beside_codes=False)
+        paged.check_cache_dtype(cache_dtype_str, beside_codes=False)  # this shape has no room for scales
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     @classmethod

@@ -26,7 +26,7 @@ class Spans:
     rows: Tensor  # int64 (queries): their rows among the step's packed queries
     batch: Batch  # one sequence for each span, up to the span's last token
     max_seqlen_k: int  # tokens of the longest of these sequences
-    longest: int  # tokens of the longest span, those of earlier steps included
+    longest: int  # tokens of the longest span, those of earlier steps included: backend.py rejects one longer than a layer's window
 
 
 def find_spans(
@@ -37,7 +37,8 @@ def find_spans(
     Args:
         ranges: of each sequence by its index, the first and last position of each span. Spans do not overlap.
         starts: where each sequence's queries begin, and the total (batch + 1).
-        seq_lens: tokens of each sequence in the cache, new ones included. It may be too large for a sequence that generates.
+        seq_lens: tokens of each sequence in the cache, new ones included. It may be too large for a sequence that generates: all its
+            spans are in its prompt, before the new tokens, so they have no queries here either way.
         block_table: int32 (batch, max_blocks): the blocks of each sequence, in order.
     """
     rows: list[Tensor] = []
