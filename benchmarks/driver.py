@@ -231,7 +231,7 @@ class Kept:
         return self._known.get(json.dumps(key))
 
     def put(self, key: Any, figures: Any) -> None:
-        """Keeps the figures of a key. Does nothing with None: without a kernel there are no figures."""
+        """Keeps the figures of a key, in the file too. Does nothing with None: without a kernel there are no figures."""
         if figures is None:
             return
         self._known[json.dumps(key)] = figures
@@ -264,12 +264,16 @@ def timed(rows: Sequence[Row], kept: Kept, only_kept: bool = False, jobs: int = 
         started = {call: pool.submit(run, call) for call in calls if call not in known} if pool else {}
         for call, future in started.items():
             future.add_done_callback(partial(_keep, kept, keys.get(call)))
-        for row in rows:
-            if row.call not in known:
-                known[row.call] = started[row.call].result() if pool else run(row.call)
-                if not pool:
-                    kept.put(keys.get(row.call), known[row.call])
-            yield known[row.call]
+        try:
+            for row in rows:
+                if row.call not in known:
+                    known[row.call] = started[row.call].result() if pool else run(row.call)
+                    if not pool:
+                        kept.put(keys.get(row.call), known[row.call])
+                yield known[row.call]
+        finally:  # an error, or the caller, ended it: what has not begun does not begin
+            for future in started.values():
+                future.cancel()
 
 
 def _keep(kept: Kept, key: Any, ended: Future) -> None:
