@@ -5,6 +5,7 @@ use crate::env::Env;
 use crate::machine::Machine;
 use crate::step::{Access, SimResult};
 use std::cmp::Reverse;
+use std::collections::hash_map::{Entry, HashMap};
 use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::OnceLock;
@@ -176,14 +177,14 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
         *like = if varying[ax] { representatives(env.grid[ax], &mut cost)? } else { vec![0; env.grid[ax] as usize] };
     }
     let key = |id: [u32; 3]| -> [u32; 3] { std::array::from_fn(|ax| like[ax][id[ax] as usize]) };
-    let mut memo = std::collections::HashMap::new(); // costs of the CTAs that have run
+    let mut memo = HashMap::new(); // costs of the CTAs that have run
     let mut cost = vec![];
     for i in 0..total {
         let alike = key(cta_id(&env.grid, i));
-        if !memo.contains_key(&alike) {
-            memo.insert(alike, run_cta(env, alike, QUANTUM, &mut acc)?);
-        }
-        cost.push(memo[&alike]);
+        cost.push(match memo.entry(alike) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(unknown) => *unknown.insert(run_cta(env, alike, QUANTUM, &mut acc)?),
+        });
     }
     let (per_sm, finish) = deal(&cost, m.sms as usize, slots as usize);
     // slots of an SM share its pipes: total work decides, finish time breaks ties
