@@ -277,6 +277,11 @@ public:
 
                 if constexpr (kBf16 && !kCooperative) value_scaler.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
+                // Column groups must keep the same row maxima, but each has its own factor of values. So it rescales apart.
+                if (kColumnGroups > 1 && value_rescale != 1.f) {
+                    rescale_all(lane, o, value_rescale);
+                    value_rescale = 1.f;
+                }
                 // Softmax: moves row maxima if needed, then turns scores into probabilities
                 bool exceeds = value_rescale != 1.f;  // whether outputs of this lane's rows have to be rescaled
 #pragma unroll
