@@ -333,10 +333,11 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
     let is_tree_in_window = a.features.tree && a.window.left.is_some();
     if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() && !is_tree_in_window {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
-        return Ok(match &quantized {
-            None => (first(&inputs.k)?, first(&inputs.v)?, counts(&s.valid)?),
-            Some([k, v]) => (dequantized(k, &first)?, dequantized(v, &first)?, counts(&s.valid)?),
-        });
+        let (k, v) = match &quantized {
+            None => (first(&inputs.k)?, first(&inputs.v)?),
+            Some([k, v]) => (dequantized(k, &first)?, dequantized(v, &first)?),
+        };
+        return Ok((k, v, counts(&s.valid)?));
     }
     let device = inputs.q.device();
     if [cache_of(a).entries, cache_of(a).rows, seqlen_k, a.batch].contains(&0) {
