@@ -5,6 +5,7 @@
 use crate::error::{Error, Result};
 use crate::info;
 use crate::launch::tuning;
+use crate::operators::optional;
 use crate::ops::dropout;
 use crate::value::{arguments, Value};
 use std::mem::ManuallyDrop;
@@ -13,7 +14,7 @@ use tch::{Device, Tensor};
 /// Result of a call.
 pub enum Output {
     Nothing,
-    /// `str` in the schema; mostly JSON
+    /// `str` in the schema: JSON
     Text(String),
     Tensor(Tensor),
 }
@@ -38,7 +39,7 @@ pub const INTERNAL: &[Internal] = &[
         run: |values| json(info::plan(values)),
     },
     // A tuning, the JSON that `python -m volta_fa check --tune` writes, overrides the planner's choice of kernels. `text` replaces all
-    // files until it is set to "".
+    // files until a call with "".
     Internal {
         schema: "_set_tuning(str text) -> ()",
         run: |values| {
@@ -93,9 +94,7 @@ fn json(found: Result<serde_json::Value>) -> Result<Output> {
 
 fn dropout_mask(values: &[Value]) -> Result<Output> {
     let [rng_state, batch, nheads, seqlen_q, seqlen_k, dropout_p] = arguments(values);
-    let handle = rng_state.tensor().ok_or_else(|| Error::value("rng_state", "None", "a tensor"))?;
-    // SAFETY: the caller's tensor, which lives through the call and is not dropped here.
-    let rng_state = ManuallyDrop::new(unsafe { Tensor::from_ptr(handle.cast()) });
+    let rng_state = ManuallyDrop::new(optional(rng_state).ok_or_else(|| Error::value("rng_state", "None", "a tensor"))?);
     let shape = [batch, nheads, seqlen_q, seqlen_k].map(Value::int);
     let kept = dropout::mask(&rng_state.f_to_device(Device::Cpu)?, shape, dropout_p.float())?;
     Ok(Output::Tensor(kept.f_to_device(rng_state.device())?))

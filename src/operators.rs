@@ -292,8 +292,9 @@ impl<'a> Call<'a> {
 }
 
 /// Borrows an optional tensor of the caller without counting references, to save host time in a decode step. A drop would free the caller's
-/// tensor, so the structs below are [`ManuallyDrop`].
-fn optional(value: &Value) -> Option<Tensor> {
+/// tensor, so the result belongs in a [`ManuallyDrop`], as the structs below are.
+pub(crate) fn optional(value: &Value) -> Option<Tensor> {
+    // SAFETY: the handle of the caller's tensor, which lives through the call.
     value.tensor().map(|handle| unsafe { Tensor::from_ptr(handle.cast()) })
 }
 

@@ -143,6 +143,11 @@ pub fn empty(sizes: &[i64], kind: Kind, launcher: &dyn Launcher) -> Result<Tenso
     Ok(room.f_narrow(0, (skip / bytes) as i64, count)?.f_view(sizes)?)
 }
 
+/// Returns another handle of an optional tensor.
+pub fn share(t: &Option<Tensor>) -> Option<Tensor> {
+    t.as_ref().map(Tensor::shallow_clone)
+}
+
 /// Copies a tensor, to contiguous memory of its own. `f_contiguous` would return a contiguous tensor itself, also if it is not aligned.
 pub fn copied(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let mut copy = Tensor::f_empty(t.size(), (kind, t.device()))?;

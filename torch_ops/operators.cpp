@@ -13,15 +13,19 @@
 namespace volta_fa {
 namespace {
 
+// Makes an operator of a row, whose schema Rust passes as text.
+Operator read_row(size_t number, char* text, Autocast autocast) {
+    auto schema = torch::schema(take_string(text).c_str());
+    TORCH_INTERNAL_ASSERT(schema.arguments().size() <= kMaxArguments && schema.returns().size() <= kMaxResults);
+    auto name = toString(schema.operator_name());
+    return {number, std::move(name), std::move(schema), autocast};
+}
+
 // Asks Rust for rows until one is past the last (null).
 std::vector<Operator> read_table() {
     std::vector<Operator> found;
     Autocast autocast{};
-    while (char* text = volta_fa_operator(found.size(), &autocast)) {
-        const auto schema = torch::schema(take_string(text).c_str());
-        TORCH_INTERNAL_ASSERT(schema.arguments().size() <= kMaxArguments && schema.returns().size() <= kMaxResults);
-        found.push_back({found.size(), toString(schema.operator_name()), schema, autocast});
-    }
+    while (char* text = volta_fa_operator(found.size(), &autocast)) found.push_back(read_row(found.size(), text, autocast));
     return found;
 }
 
@@ -112,7 +116,7 @@ Values::Values(const Arguments& arguments, bool may_be_symbolic) {
         } else {
             // Rust rejects wrong types among the above, with the argument's name. backends.cpp passes a tensor for a generator.
             TORCH_CHECK_VALUE(v.isNone() || v.isGenerator(), "volta_fa: got a ", v.tagKind(),
-                              " as an argument, expected a tensor, a number, a bool or None");
+                              " as an argument, expected a tensor, a number, a bool, a string or None");
         }
     }
 }
@@ -143,8 +147,8 @@ bool has_rules(const Tensor& t) {
 
 VOLTA_FA_LIBRARY(m) {
     for (size_t number = 0; char* text = volta_fa_internal(number); ++number) {
-        const std::string schema = take_string(text);
-        m.def(schema.c_str(), boxed<Internal>(Operator{number, "", torch::schema(schema.c_str()), Autocast::Keep}));
+        const auto op = read_row(number, text, Autocast::Keep);
+        m.def(c10::FunctionSchema(op.schema), boxed<Internal>(op));
     }
     // python/volta_fa/integrations/dtensor.py implements it: true for a DTensor, after adding its rules
     m.def("_has_rules(Tensor t) -> bool");

@@ -56,7 +56,7 @@ private:
     at::ArrayRef<c10::IValue> values_;
 };
 
-// Limits of a schema, asserted when the table is read. A call's arrays have these sizes, so it allocates none.
+// Limits of a schema, asserted when its row is read. A call's arrays have these sizes, so it allocates none.
 constexpr size_t kMaxArguments = 48;  // some more than fwd_kvcache.append has, which has most
 constexpr size_t kMaxResults = 5;  // MAX_RESULTS of src/operators.rs: Rust writes this many
 

@@ -24,9 +24,12 @@ pub struct Driver {
 /// A handle of the driver: a context, or a function, a loaded kernel.
 #[derive(Clone, Copy)]
 struct Handle<T>(T);
-// SAFETY: handles are process-wide; the driver synchronizes their use.
-unsafe impl<T> Send for Handle<T> {}
-unsafe impl<T> Sync for Handle<T> {}
+// SAFETY: an opaque pointer, which only the driver follows. All threads of a process may use its contexts, and this one stays retained.
+unsafe impl Send for Handle<sys::CUcontext> {}
+unsafe impl Sync for Handle<sys::CUcontext> {}
+// SAFETY: as above. All threads may launch a function, and modules are never unloaded.
+unsafe impl Send for Handle<sys::CUfunction> {}
+unsafe impl Sync for Handle<sys::CUfunction> {}
 
 /// Properties of a device that do not change while the process lives. Queried at its first launch.
 #[derive(Clone, Copy)]
@@ -37,8 +40,10 @@ struct DeviceState {
 
 /// Devices that were queried, by index.
 static DEVICES: Memo<usize, DeviceState> = Memo::new();
-/// Loaded kernels, by device and name.
-static FUNCTIONS: Memo<(usize, &'static str), Handle<sys::CUfunction>> = Memo::new();
+/// Tuning files by device.
+static TUNINGS: Memo<usize, &'static DeviceTuning> = Memo::new();
+/// Loaded kernels, by device and address of the [`Variant`]: every launch searches, and comparing names would take longer.
+static FUNCTIONS: Memo<(usize, usize), Handle<sys::CUfunction>> = Memo::new();
 
 /// Returns true if this machine has a CUDA driver.
 pub fn is_available() -> bool {
@@ -131,7 +136,7 @@ impl Driver {
 
     /// Returns a kernel on this device, which the first call loads.
     fn function(&self, variant: &'static Variant, state: &DeviceState) -> Result<Handle<sys::CUfunction>> {
-        FUNCTIONS.get_or_make((self.device, variant.name), || self.load(variant, &state.limits))
+        FUNCTIONS.get_or_make((self.device, std::ptr::from_ref(variant) as usize), || self.load(variant, &state.limits))
     }
 
     /// Loads a kernel into the current context, and allows it the dynamic shared memory of its blocks.
@@ -188,8 +193,9 @@ fn driver_version() -> Result<String> {
     if !module.trim().is_empty() {
         return Ok(module.trim().into());
     }
-    let mut version = 0; // 1000 * major + 10 * minor
-                         // SAFETY: writes one number.
+    // 1000 * major + 10 * minor
+    let mut version = 0;
+    // SAFETY: writes one number.
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }.result())?;
     Ok(format!("CUDA {}.{}", version / 1000, version % 1000 / 10))
 }
@@ -201,10 +207,11 @@ impl Launcher for Driver {
 
     /// Creates no CUDA context.
     fn tuning(&self) -> Result<&'static DeviceTuning> {
-        tuning::of_device(self.device, || {
+        TUNINGS.get_or_make(self.device, || {
             let (device, limits) = self.attributes()?;
             let device = check("cuDeviceGetName", result::device::get_name(device))?;
-            Ok((Card { device, driver: driver_version()?, volta_fa: env!("CARGO_PKG_VERSION").into() }, limits))
+            let card = Card { device, driver: driver_version()?, volta_fa: env!("CARGO_PKG_VERSION").into() };
+            Ok(tuning::look_up(card, &limits))
         })
     }
 

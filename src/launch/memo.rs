@@ -1,10 +1,11 @@
-//! A process-wide table of values that are made once for each key. driver.rs keeps devices and loaded kernels in it, simulator.rs decoded
-//! kernels, and tuning.rs tuning files.
+//! A process-wide table of values that are made once for each key. driver.rs keeps devices, their tuning files and loaded kernels in it,
+//! simulator.rs tuning files and decoded kernels, and tuning.rs the tunings that it got as texts.
 
 use crate::error::Result;
 use std::sync::{Mutex, PoisonError, RwLock};
 
-/// Values by key, kept as long as the process lives. There are few keys, so a search compares all.
+/// Values by key, kept as long as the process lives. A search compares the keys one by one. Each launch searches the loaded kernels, of
+/// which there may be many, so driver.rs keys them by numbers.
 pub struct Memo<Key, Value> {
     values: RwLock<Vec<(Key, Value)>>,
     /// Held while a value is made: making may take seconds (PTX), in which other threads still find values.

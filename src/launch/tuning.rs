@@ -1,6 +1,6 @@
 //! Sources of tunings: a file of the user for each card (a GPU with its driver), or a text from [`force`]. A tuning says which kernels
-//! plans take or avoid on a card; `crate::tuning` parses it, and launchers put it into the `DeviceLimits` of a plan. The first plan for a
-//! device reads its file, once. A bad file costs one warning; the plan then has no tuning.
+//! plans take or avoid on a card; `crate::tuning` parses it, and launchers put it into the `DeviceLimits` of a plan. Launchers read a
+//! device's file once, for its first plan. A bad file costs one warning; the plan then has no tuning.
 
 use super::memo::Memo;
 use crate::error::{Error, Result};
@@ -47,17 +47,10 @@ impl DeviceTuning {
     }
 }
 
-/// Tuning files by device.
-static FOUND: Memo<usize, &'static DeviceTuning> = Memo::new();
 /// The tuning that [`force`] set; null: none.
 static FORCED: AtomicPtr<Tuning> = AtomicPtr::new(std::ptr::null_mut());
 /// Tunings by each text that [`force`] got.
 static PARSED: Memo<String, &'static Tuning> = Memo::new();
-
-/// Returns the tuning of a device. The first call asks `describe` for the card, and reads its file.
-pub fn of_device(device: usize, describe: impl FnOnce() -> Result<(Card, DeviceLimits)>) -> Result<&'static DeviceTuning> {
-    FOUND.get_or_make(device, || describe().map(|(card, limits)| look_up(card, &limits)))
-}
 
 /// Reads a card's file. The result lives as long as the process.
 pub fn look_up(card: Card, limits: &DeviceLimits) -> &'static DeviceTuning {

@@ -62,7 +62,7 @@ pub fn prepare(given: &Inputs) -> Result<Tensor> {
     let a = problem::validate_prepare(&d.k, &d.v, &d.options, target.backend())?;
     target.check_seqlens(given, &a)?;
     let mut inputs = given.share();
-    inputs.options.cu_seqlens_q = inputs.options.cu_seqlens_k.as_ref().map(Tensor::shallow_clone);
+    inputs.options.cu_seqlens_q = tensor::share(&inputs.options.cu_seqlens_k);
     inputs.options.max_seqlen_q = inputs.options.max_seqlen_k;
     let (inputs, o) = (&inputs, &inputs.options);
     let sizes = code_sizes(inputs, &a);

@@ -8,7 +8,7 @@ use crate::limits::MAX_HEADDIM;
 use crate::options::Options;
 use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
 use crate::shim::volta_fa_reduces_fp32;
-use crate::tensor::describe;
+use crate::tensor::{describe, share};
 use std::convert::Infallible;
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
@@ -43,7 +43,7 @@ impl Inputs {
             k: self.k.shallow_clone(),
             v: self.v.shallow_clone(),
             appended: self.appended.as_ref().map(|new| new.each_ref().map(Tensor::shallow_clone)),
-            rng_state: self.rng_state.as_ref().map(Tensor::shallow_clone),
+            rng_state: share(&self.rng_state),
             options,
             stream: self.stream,
         }
@@ -94,7 +94,7 @@ impl Saved {
             dout: self.dout.shallow_clone(),
             out: self.out.shallow_clone(),
             softmax_lse: self.softmax_lse.shallow_clone(),
-            dlse: self.dlse.as_ref().map(Tensor::shallow_clone),
+            dlse: share(&self.dlse),
             ..*self
         }
     }

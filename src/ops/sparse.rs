@@ -176,7 +176,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
         let (own, extra) = (own.narrow(first, rows)?, extra.as_ref().map(|t| t.narrow(first, rows)).transpose()?);
         // kernels find keys by the lists: q stands in for k and v
         let operands = [q_fp16.as_ref().unwrap_or(&given); 3].map(Tensor::shallow_clone);
-        let sinks_of_decode = finite_sinks.as_ref().map(Tensor::shallow_clone);
+        let sinks_of_decode = tensor::share(&finite_sinks);
         let options = Options { cache_seqlens: Some(lengths.shallow_clone()), sinks: sinks_of_decode, ..Options::default() };
         let inputs = Inputs::new(operands, options, call.stream);
         let Blocks { q: q_block, cache, problem, lengths: no_lengths, score_options, scales, .. } = Blocks::new(&inputs, a, (0, rows));

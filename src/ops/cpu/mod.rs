@@ -27,7 +27,7 @@ use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::ops::codes::Codes;
 use crate::problem::Attention;
-use crate::tensor::compute_kind;
+use crate::tensor::{compute_kind, share};
 use block_mask::BlockMask;
 use part::{Part, Rows, Span, Sums};
 use tch::{Device, Kind, Tensor};
@@ -107,10 +107,7 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
 
 /// Computes dq, dk and dv of one dense problem, and adds its part of the other gradients to `sums`.
 fn part_backward(span: &Span, part: &Part, saved: &Saved, sums: &Sums) -> Result<[Tensor; 3]> {
-    let sums = Sums {
-        dattn_bias: sums.dattn_bias.as_ref().map(|t| span.bias(t)).transpose()?,
-        dsinks: sums.dsinks.as_ref().map(Tensor::shallow_clone),
-    };
+    let sums = Sums { dattn_bias: sums.dattn_bias.as_ref().map(|t| span.bias(t)).transpose()?, dsinks: share(&sums.dsinks) };
     let rows = Rows {
         dout: span.queries(&saved.dout)?,
         out: span.queries(&saved.out)?,

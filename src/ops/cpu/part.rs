@@ -8,6 +8,7 @@ use crate::ops::codes::{ceil_div, Codes, SCALE_KEYS};
 use crate::ops::dropout::Dropout;
 use crate::ops::Inputs;
 use crate::problem::{Attention, Keys, Queries};
+use crate::tensor::share;
 use std::rc::Rc;
 use tch::Tensor;
 
@@ -153,7 +154,7 @@ impl Span {
             v: self.keys(&inputs.v)?,
             attn_bias: inputs.options.attn_bias.as_ref().map(|t| self.bias(t)).transpose()?,
             alibi_slopes: inputs.options.alibi_slopes.as_ref().map(slopes).transpose()?,
-            sinks: inputs.options.sinks.as_ref().map(Tensor::shallow_clone),
+            sinks: share(&inputs.options.sinks),
             dropout: match &inputs.rng_state {
                 Some(state) if a.features.dropout_p > 0.0 => Some(Dropout::new(state, a.features.dropout_p)?),
                 _ => None,

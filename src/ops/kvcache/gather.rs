@@ -17,7 +17,7 @@ use crate::ops::inputs::{Inputs, Target};
 use crate::options::scale_of_latents;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
-use crate::tensor::{compute_kind, copied};
+use crate::tensor::{compute_kind, copied, share};
 use tch::{Device, Kind, Tensor};
 
 /// Returns the cache of the problem; all calls here have one.
@@ -34,12 +34,11 @@ fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 
         // (batch, nheads_k): tokens are a dimension between the two
         Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
     };
-    let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
     let [keys, values] = format.parts();
     let (k_scale, v_scale) = (scale(&o.k_scale, &o.k_descale)?, scale(&o.v_scale, &o.v_descale)?);
     Ok([
-        Quantized { format: keys, data: bytes(&inputs.k, keys)?, scale: k_scale, zero_point: shared(&o.k_zero_point) },
-        Quantized { format: values, data: bytes(&inputs.v, values)?, scale: v_scale, zero_point: shared(&o.v_zero_point) },
+        Quantized { format: keys, data: bytes(&inputs.k, keys)?, scale: k_scale, zero_point: share(&o.k_zero_point) },
+        Quantized { format: values, data: bytes(&inputs.v, values)?, scale: v_scale, zero_point: share(&o.v_zero_point) },
     ])
 }
 
@@ -238,7 +237,7 @@ fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
         // the scale of fp8 is that of the sequence or of all; other formats write theirs
         let scale = match &cache.scale {
             Some(scale) if !cache.format.has_scales() && scale.dim() == 3 => Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?),
-            other => other.as_ref().map(Tensor::shallow_clone),
+            other => share(other),
         };
         let values = Quantized::new(new, cache.format, scale.as_ref())?;
         write(&cache.data, &values.data, &any)?;
@@ -325,7 +324,7 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
     // dequantizes what `part` takes of each tensor of a cache
     let dequantized = |cache: &Quantized, part: &dyn Fn(&Tensor) -> Result<Tensor>| -> Result<Tensor> {
         let of_tokens = |t: &Option<Tensor>| t.as_ref().map(part).transpose();
-        let scale = if cache.format.has_scales() { of_tokens(&cache.scale)? } else { cache.scale.as_ref().map(Tensor::shallow_clone) };
+        let scale = if cache.format.has_scales() { of_tokens(&cache.scale)? } else { share(&cache.scale) };
         let taken = Quantized { format: cache.format, data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
         taken.dequantize(kind)
     };
@@ -334,10 +333,11 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
     let is_tree_in_window = a.features.tree && a.window.left.is_some();
     if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() && !is_tree_in_window {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
-        return Ok(match &quantized {
-            None => (first(&inputs.k)?, first(&inputs.v)?, counts(&s.valid)?),
-            Some([k, v]) => (dequantized(k, &first)?, dequantized(v, &first)?, counts(&s.valid)?),
-        });
+        let (k, v) = match &quantized {
+            None => (first(&inputs.k)?, first(&inputs.v)?),
+            Some([k, v]) => (dequantized(k, &first)?, dequantized(v, &first)?),
+        };
+        return Ok((k, v, counts(&s.valid)?));
     }
     let device = inputs.q.device();
     if [cache_of(a).entries, cache_of(a).rows, seqlen_k, a.batch].contains(&0) {

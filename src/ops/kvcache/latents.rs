@@ -11,7 +11,7 @@ use crate::ops::scaled;
 use crate::options::Options;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries, Window};
-use crate::tensor::readable;
+use crate::tensor::{readable, share};
 use tch::{Kind, Tensor};
 
 /// Attends to fp16 copies of latents, because decode kernels cannot read bf16 latents, any latents beside bf16 queries, and rows off
@@ -27,11 +27,7 @@ pub(super) fn attend_to_copies(inputs: &Inputs, a: &Attention, seqlen_k: i64, la
     let rows = tokens.size()[1];
     let cache = Cache { layout: CacheLayout::Entries, entries: a.batch, rows, format: CacheFormat::Unquantized };
     let dense = Attention { dtype: DType::Half, keys: Keys::Latents(cache), seqlen_k: rows, ..*a };
-    let options = Options {
-        cache_seqlens: Some(used),
-        cu_seqlens_q: inputs.options.cu_seqlens_q.as_ref().map(Tensor::shallow_clone),
-        ..Options::default()
-    };
+    let options = Options { cache_seqlens: Some(used), cu_seqlens_q: share(&inputs.options.cu_seqlens_q), ..Options::default() };
     let copied = Inputs { q: readable(&inputs.q)?, k: tokens, options, ..inputs.share() };
     match kind {
         Kind::Half => attend(copied, &dense, launcher),

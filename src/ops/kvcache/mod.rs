@@ -16,7 +16,7 @@ use crate::kernels::FormatInfo;
 use crate::limits::LATENT_HEADDIMS;
 use crate::params::CacheFormat;
 use crate::problem::{self, Attention, Backend, CacheValues, CachedSequence};
-use crate::tensor::is_readable;
+use crate::tensor::{is_readable, share};
 use tch::{Kind, Tensor};
 
 /// A validated call.
@@ -63,8 +63,7 @@ pub(crate) fn forward_mla(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     }
     let mut inputs = inputs.share();
     let o = &mut inputs.options;
-    let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
-    (o.v_scale, o.v_descale) = (shared(&o.k_scale), shared(&o.k_descale));
+    (o.v_scale, o.v_descale) = (share(&o.k_scale), share(&o.k_descale));
     inputs.v = inputs.k.f_narrow(-1, 0, LATENT_HEADDIMS[0])?;
     match target {
         _ if a.has_no_output() => gather::no_output(&inputs, &a),

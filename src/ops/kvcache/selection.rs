@@ -15,6 +15,7 @@ use crate::ops::inputs::Inputs;
 use crate::options::Options;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache};
+use crate::tensor::share;
 use tch::{Kind, Tensor};
 
 /// Most bytes of copied tokens, and of their places, that exist at a time.
@@ -174,10 +175,9 @@ fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs>
     let o = &inputs.options;
     let of_tokens = |t: &Option<Tensor>| t.as_ref().map(|t| part(t, 2, 1)).transpose();
     let of_sequences = |t: &Option<Tensor>| t.as_ref().map(|t| part(t, t.dim() as i64 - 1, 1)).transpose();
-    let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
     let options = Options {
-        block_table: shared(&o.block_table),
-        cache_batch_idx: shared(&o.cache_batch_idx),
+        block_table: share(&o.block_table),
+        cache_batch_idx: share(&o.cache_batch_idx),
         k_scale: of_tokens(&o.k_scale)?,
         v_scale: of_tokens(&o.v_scale)?,
         k_zero_point: of_tokens(&o.k_zero_point)?,

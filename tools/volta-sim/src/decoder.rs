@@ -96,7 +96,7 @@ impl<'a> Decoder<'a> {
     }
     /// Returns the value of the first modifier that is one of these.
     pub fn one_of<T: Copy>(&self, known: &[(&str, T)]) -> Option<T> {
-        self.mods.iter().find_map(|m| known.iter().find(|(name, _)| name == m).map(|&(_, value)| value))
+        self.mods.iter().find_map(|m| operand::look_up(known, m))
     }
     pub fn ftz(&self) -> bool {
         self.has("FTZ")

@@ -363,20 +363,31 @@ impl Machine {
     }
 }
 
+/// Returns the lanes of 128 bytes, which an access of `bytes` per lane takes together: 32 lanes, 16 with 8 bytes each, or 8 with 16.
+pub(crate) fn lanes_per_group(bytes: u32) -> usize {
+    (128 / bytes as usize).min(32)
+}
+
+/// Returns the values in ascending order, each once.
+pub(crate) fn sorted_set(values: impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut found: Vec<u64> = values.collect();
+    found.sort_unstable();
+    found.dedup();
+    found
+}
+
 /// Shared-memory wavefronts of one warp access of `bytes` per lane (32 banks of 4 bytes). 32-bit and narrower: all lanes together;
 /// 64-bit: half-warps; 128-bit: quarter-warps. Inside a group, lanes that read the same word share it.
 pub(crate) fn smem_wavefronts(addr: &[u64; 32], mask: u32, bytes: u32) -> u32 {
-    let lanes_per_group = (128 / bytes as usize).min(32);
+    let group = lanes_per_group(bytes);
     let of_group = |g: usize| {
-        let lanes = (g * lanes_per_group..(g + 1) * lanes_per_group).filter(|l| mask >> l & 1 != 0);
-        let mut words: Vec<u64> = lanes.flat_map(|l| (0..(bytes / 4).max(1) as u64).map(move |k| addr[l] / 4 + k)).collect();
-        words.sort_unstable();
-        words.dedup();
+        let lanes = (g * group..(g + 1) * group).filter(|l| mask >> l & 1 != 0);
+        let words = sorted_set(lanes.flat_map(|l| (0..(bytes / 4).max(1) as u64).map(move |k| addr[l] / 4 + k)));
         let mut per_bank = [0; 32];
         words.iter().for_each(|w| per_bank[(w & 31) as usize] += 1);
         per_bank.into_iter().max().unwrap_or(0)
     };
-    (0..32 / lanes_per_group).map(of_group).sum::<u32>().max(1)
+    (0..32 / group).map(of_group).sum::<u32>().max(1)
 }
 
 #[cfg(test)]

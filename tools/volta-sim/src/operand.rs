@@ -38,6 +38,11 @@ pub fn int(s: &str) -> Option<i64> {
     Some(if neg { v.wrapping_neg() } else { v })
 }
 
+/// Returns the value of a name in a list of names with values.
+pub fn look_up<T: Copy>(known: &[(&str, T)], name: &str) -> Option<T> {
+    known.iter().find(|(known, _)| *known == name).map(|&(_, value)| value)
+}
+
 /// Returns whether this is a float literal: digits that are no integer, or as `+INF` and `-QNAN`.
 pub fn is_float(s: &str) -> bool {
     let number = s.trim_start_matches(['-', '+', '|']);
@@ -226,5 +231,5 @@ fn selector(suffix: &str) -> Option<Sel> {
         ("H0_H0", H0H0), ("H1_H1", H1H1), ("H1_H0", Sel::None), ("H0", H(0)), ("H1", H(1)),
         ("B0", B(0)), ("B1", B(1)), ("B2", B(2)), ("B3", B(3)), ("F32", F32),
     ];
-    known.iter().find(|(name, _)| *name == suffix).map(|&(_, selected)| selected)
+    look_up(&known, suffix)
 }

@@ -10,8 +10,8 @@ use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
-/// CTAs have the same work if it differs by less than this fraction.
-const SAME_WORK: f64 = 0.02;
+/// CTAs have the same work if it differs by at most one part in this many.
+const SAME_WORK: u64 = 50;
 /// Instructions that a warp executes before the next one runs, where a CTA runs only to measure its work.
 const QUANTUM: u32 = 32;
 
@@ -118,7 +118,7 @@ fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
 }
 
 /// Returns for each coordinate of a grid axis one that has as much work. Samples about 24 coordinates, and bisects between two neighbors
-/// that differ by more than [`SAME_WORK`], so that runs of CTAs of several kinds are told apart.
+/// that differ by more than [`SAME_WORK`] allows, so that runs of CTAs of several kinds are told apart.
 fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimResult<Vec<u32>> {
     let step = n.div_ceil(24);
     let mut like: Vec<u32> = (0..n).map(|c| (c / step * step + step / 2).min(n - 1)).collect();
@@ -131,7 +131,7 @@ fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimR
     let costs = known.iter().map(|&c| cost(c)).collect::<SimResult<Vec<_>>>()?;
     let ends: Vec<_> = known.into_iter().zip(costs).collect();
     let mut todo: Vec<_> = ends.windows(2).map(|pair| (pair[0], pair[1])).collect();
-    let differ = |a: u64, b: u64| a.abs_diff(b) * 50 > a.max(b); // by more than SAME_WORK, 1/50
+    let differ = |a: u64, b: u64| a.abs_diff(b) * SAME_WORK > a.max(b);
     for &(c, _) in &ends {
         like[c as usize] = c;
     }
@@ -163,7 +163,7 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
             if n > 1 && !varying[ax] {
                 let mut id = [0; 3];
                 id[ax] = c;
-                varying[ax] = (run_cta(env, id, QUANTUM, &mut acc)? as f64 / base - 1.0).abs() > SAME_WORK;
+                varying[ax] = (run_cta(env, id, QUANTUM, &mut acc)? as f64 / base - 1.0).abs() > 1.0 / SAME_WORK as f64;
             }
         }
     }

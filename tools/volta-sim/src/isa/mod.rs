@@ -14,7 +14,7 @@ pub struct Inst {
     pub guard: PredOp,
     /// mask of threads for which it writes even if they are not active: all for a uniform destination (see [`UR0`]), else none
     pub everywhere: u32,
-    /// destinations and sources, RZ and PT where there are fewer; p: predicates
+    /// destinations and sources, RZ and PT where there are fewer; `pred_`: predicates
     pub dst: Reg,
     pub pred_dst: [u8; 2],
     pub src: [Src; 3],

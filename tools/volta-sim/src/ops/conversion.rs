@@ -9,6 +9,7 @@ use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
+use crate::operand::look_up;
 use crate::step::{SimResult, Step};
 
 fn type_of(modifier: &str) -> Option<NumTy> {
@@ -18,7 +19,7 @@ fn type_of(modifier: &str) -> Option<NumTy> {
         ("U8", U8), ("S8", S8), ("U16", U16), ("S16", S16), ("U32", U32), ("S32", S32), ("U64", U64), ("S64", S64),
         ("F16", F16), ("F32", F32), ("F64", F64),
     ];
-    types.iter().find(|(name, _)| *name == modifier).map(|&(_, found)| found)
+    look_up(&types, modifier)
 }
 
 /// Returns how a conversion rounds to an integer; to nearest even without a modifier.

@@ -5,7 +5,7 @@ use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
-use crate::operand::Operand;
+use crate::operand::{look_up, Operand};
 use crate::step::{SimResult, Step};
 
 fn by_name(n: &str) -> Option<SReg> {
@@ -19,7 +19,7 @@ fn by_name(n: &str) -> Option<SReg> {
         ("SR_CLOCKLO", Clock), ("SR_CLOCKHI", ClockHi), ("SR_GLOBALTIMERLO", GlobalTimer),
         ("SR_EQMASK", EqMask), ("SR_LTMASK", LtMask), ("SR_LEMASK", LeMask), ("SR_GTMASK", GtMask), ("SR_GEMASK", GeMask),
     ];
-    known.iter().find(|(name, _)| *name == n).map(|&(_, register)| register)
+    look_up(&known, n)
 }
 
 impl Class for SpecialRegister {

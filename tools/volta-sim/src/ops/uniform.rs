@@ -62,7 +62,7 @@ impl Class for Uniform {
                 s.write(&v);
             }
             Uniform::R2ur => {
-                // all active lanes hold the same value, so that of the first one serves (`together`: mask of the lanes that execute)
+                // all active lanes hold the same value, so that of the first one serves (`group_mask`: mask of the lanes that execute)
                 let first = s.group_mask.trailing_zeros() as usize & 31;
                 let v = s.bits(0)?[first];
                 s.write(&[v; 32]);

@@ -9,7 +9,7 @@ use crate::step::{Access, SimResult};
 /// Cycles from the issue of an FMA, ALU, FP16 or uniform instruction to its result, as published. The code's stall counts contain them.
 const FIXED_LATENCY: u64 = 4;
 /// Cycles until an instruction has read its sources, assumed.
-const SOURCES_READ: u64 = 2;
+pub(super) const SOURCES_READ: u64 = 2;
 
 impl SmSim<'_, '_> {
     /// Returns when the instruction's unit can take it. A memory instruction needs a place in the MIO queue.

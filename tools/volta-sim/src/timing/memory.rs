@@ -1,9 +1,10 @@
 //! Times of loads, stores, shuffles and other instructions of the MIO, the path to shared memory and the caches, from the lanes' addresses.
 
 use super::counters::WaitReason;
+use super::issue::SOURCES_READ;
 use super::SmSim;
 use crate::isa::*;
-use crate::machine::smem_wavefronts;
+use crate::machine::{lanes_per_group, smem_wavefronts, sorted_set};
 use crate::ops::memory::shared_offset;
 use crate::step::Access;
 
@@ -15,10 +16,10 @@ impl SmSim<'_, '_> {
         let inst = &self.env.prog.code[idx];
         match inst.op {
             Op::SpecialRegister(SpecialRegister::S2r(_)) | Op::Barrier(Barrier::B2r) => {
-                return (now + m.s2r_latency, now + 2, WaitReason::ShortScoreboard)
+                return (now + m.s2r_latency, now + SOURCES_READ, WaitReason::ShortScoreboard)
             }
-            Op::Barrier(Barrier::Membar) => return (now + m.l2_latency, now + 2, WaitReason::LongScoreboard),
-            Op::Memory(Memory::Qspc { .. }) => return (now + m.lds_latency, now + 2, WaitReason::ShortScoreboard),
+            Op::Barrier(Barrier::Membar) => return (now + m.l2_latency, now + SOURCES_READ, WaitReason::LongScoreboard),
+            Op::Memory(Memory::Qspc { .. }) => return (now + m.lds_latency, now + SOURCES_READ, WaitReason::ShortScoreboard),
             _ => {}
         }
         let prefetch = matches!(inst.op, Op::Memory(Memory::Prefetch));
@@ -190,18 +191,11 @@ fn local_sectors(acc: &Access, bytes: u32, k: u64, lane_bytes: u64) -> Vec<u64> 
 }
 
 /// Returns the wavefronts of a global access, one for each 128-byte line that a group of lanes touches, and the access's 32-byte sectors.
-/// A group is the lanes of 128 bytes: 32 lanes, 16 with 8 bytes each, or 8 with 16.
+/// [`lanes_per_group`] has the size of a group.
 fn global_wavefronts(acc: &Access, bytes: u32) -> (u32, Vec<u64>) {
-    let group = (128 / bytes as usize).min(32);
+    let group = lanes_per_group(bytes);
     let active = |l: &usize| acc.mask >> l & 1 != 0;
     let lines = |first: usize| sorted_set((first..first + group).filter(active).map(|l| acc.addr[l] / 128)).len() as u32;
     let sectors = |l: usize| [acc.addr[l] / 32, (acc.addr[l] + bytes as u64 - 1) / 32]; // a lane has at most 16 bytes
     ((0..32).step_by(group).map(lines).sum::<u32>().max(1), sorted_set((0..32).filter(active).flat_map(sectors)))
-}
-
-fn sorted_set(values: impl Iterator<Item = u64>) -> Vec<u64> {
-    let mut found: Vec<u64> = values.collect();
-    found.sort_unstable();
-    found.dedup();
-    found
 }
