@@ -41,9 +41,6 @@ struct BackwardDq {
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "a warp has whole tiles of 16 rows");
     static constexpr int kPairs = S::kChunks / 2;
-    // Pairs of chunks between __syncwarp(), which stops ptxas from loading more operands ahead and spilling registers for them.
-    // Only headdims above 128 would need it. No row in src/kernels has one: those take dq_warp_specialized.cuh.
-    static constexpr int kPairsAtOnce = Headdim > 128 ? 2 : kPairs;
     using Layout = QueriesLayout;
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
@@ -194,7 +191,6 @@ struct BackwardDq {
                 const u32 step = keys_by_chunks<S>(tile, remat_thread() % 32);
 #pragma unroll
                 for (int c = 0; c < kPairs; c++) {
-                    if (c > 0 && c % kPairsAtOnce == 0) __syncwarp();
                     OperandA a[kRowTiles][2], b[kRowTiles][2];
 #pragma unroll
                     for (int m = 0; m < kRowTiles; m++)
@@ -248,7 +244,6 @@ struct BackwardDq {
                 const u32 step = keys_by_rows<S>(tile, remat_thread() % 32);
 #pragma unroll
                 for (int c = 0; c < kPairs; c++) {
-                    if (c > 0 && c % kPairsAtOnce == 0) __syncwarp();
                     accumulate_pair<S>(dq, ds, pair_after<S>(step, c), c);
                 }
             }
