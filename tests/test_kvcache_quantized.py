@@ -96,6 +96,19 @@ def test_quantize(kv_dtype, dtype):
             assert math.isnan(found[3, 1, 5]) if math.isnan(bad) else found[3, 1, 5] == math.copysign(largest, bad)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int4_of_a_range_beyond_float32(dtype):
+    """max x - min x exceeds float32's largest number, which no x does. Codes and zero points are those of x / 4."""
+    x = ((torch.rand(7, 3, 64, generator=torch.Generator().manual_seed(3)) * 2 - 1) * 3.3e38).to(dtype)
+    x[0, 0, ::2], x[0, 0, 1::2] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    assert (x.float().amax(-1) - x.float().amin(-1)).isinf().all()
+    made, quarter = volta_fa.quantize_kv(x, "int4"), volta_fa.quantize_kv(x / 4, "int4")
+    assert torch.equal(made.data, quarter.data) and torch.equal(made.zero_point, quarter.zero_point)
+    assert torch.equal(made.scale, quarter.scale * 4)
+    back = volta_fa.dequantize_kv(made.data, "int4", made.scale, made.zero_point)
+    assert ((back.double() - x.double()).abs() <= made.scale.double()[..., None] * (0.5 + 1e-4)).all()
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @on("cuda")
 def test_quantizes_on_a_gpu_bitwise_as_on_the_cpu(backend, kv_dtype):
@@ -277,6 +290,18 @@ def test_tokens_of_all_magnitudes(backend, kv_dtype):
             store(which, cache, problem.options, place, volta_fa.quantize_kv(x, case.kv_dtype_of(which)))
     out, lse, *caches, _ = run(backend, problem)
     check_sequences(backend, problem, out, lse, *caches)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int4", "int8k_int4v"])
+@on("cpu-fp32", "cpu-bf16", "sim-bf16", "cuda-bf16")
+def test_appends_tokens_of_a_range_beyond_float32(backend, kv_dtype):
+    problem = Cached(APPEND, nheads=4, nheads_k=2, kv_dtype=kv_dtype).problem(backend)
+    problem.q.zero_()  # scores are 0: others of such keys would overflow
+    for t in problem.new:
+        t.copy_((torch.rand(t.shape, generator=backend.generator, device=backend.device) * 2 - 1) * 3.3e38)
+    out, _, *caches, options = run(backend, problem)
+    check_cache(problem, *caches, options)
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8_e5m2", "fp8_e4m3"])

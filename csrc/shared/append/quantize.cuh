@@ -27,9 +27,10 @@ __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
     return sign | (rounded + kBias) << kMantissa | (__float_as_uint(y) >> (23 - kMantissa) & ((1 << kMantissa) - 1));
 }
 
-// Scale and zero point of a row; fp8 has the scale alone. `origin`: what code 0 stands for. `finite`: whether all numbers are.
+// Scale and zero point of a row; fp8 has the scale alone. `finite`: whether all numbers are. Codes are computed from x * unit:
+// `origin` is what code 0 stands for, times unit.
 struct RowScale {
-    float scale, zero_point, origin;
+    float scale, zero_point, origin, unit;
     bool finite;
 
     // Computes them from the row's smallest and largest number (int8 and int4).
@@ -37,16 +38,21 @@ struct RowScale {
     __device__ __forceinline__ static RowScale of(float low, float high) {
         using Info = CacheFormatInfo<Format>;
         RowScale r;
-        r.finite = fabsf(low) <= 3.402823466e38f && fabsf(high) <= 3.402823466e38f;  // fp32's largest
+        constexpr float kLargest = 3.402823466e38f;  // fp32's largest number
+        r.finite = fabsf(low) <= kLargest && fabsf(high) <= kLargest;
         if constexpr (Info::kZeroPoints) {
-            const float spread = __fdiv_rn(high - low, Info::kMaxCode);
+            // The range may overflow. Then codes are computed from halves of the numbers, which are exact.
+            const bool overflows = high - low > kLargest;
+            r.unit = overflows ? 0.5f : 1.f;
+            r.origin = low * r.unit;
+            const float spread = __fdiv_rn(high * r.unit - r.origin, Info::kMaxCode);
             // a row of equal numbers: code 0 and the zero point 1 or -1 give exactly this number
-            r.scale = spread == 0.f ? fabsf(low) : spread;
+            r.scale = spread == 0.f ? fabsf(low) : overflows ? 2.f * spread : spread;
             r.zero_point = r.scale == 0.f ? 0.f : __fdiv_rn(-low, r.scale);
-            r.origin = low;
         } else {
             r.scale = __fdiv_rn(fmaxf(-low, high), Info::kMaxCode);
             r.zero_point = r.origin = 0.f;
+            r.unit = 1.f;
         }
         return r;
     }
@@ -56,7 +62,7 @@ struct RowScale {
         using Info = CacheFormatInfo<Format>;
         if constexpr (!Info::kTokenScales) return fp8_code<Format>(x, scale);
         if (!finite || scale == 0.f) return 0;
-        const float code = rintf(__fdiv_rn(x - origin, scale));
+        const float code = rintf(__fdiv_rn(x * unit - origin, scale * unit));
         return static_cast<int>(fminf(fmaxf(code, Info::kZeroPoints ? 0.f : -Info::kMaxCode), Info::kMaxCode));
     }
 };

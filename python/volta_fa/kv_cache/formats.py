@@ -109,7 +109,7 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     int8: scale = max |x| / 127. int4: scale = (max x - min x) / 15, and zero_point = -(min x) / scale, not rounded. There, if all x of a
     token and head are equal, scale = |x|, which loses nothing. Column 2 i is in the low half of byte i, column 2 i + 1 in the high half. A
     token and head with a NaN or infinity has codes 0 and scale NaN, so it dequantizes to NaN. All is computed in float32, rounded to
-    nearest even. fp8 saturates; NaN stays NaN.
+    nearest even; max x - min x may exceed float32's largest number. fp8 saturates; NaN stays NaN.
 
     Raises ValueError for another kv_dtype, an x of another dtype, an odd headdim with int4, and a scale with int8 or int4."""
     require_tensors(x=x)
@@ -133,18 +133,21 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     else:
         low, high = x.amin(-1), x.amax(-1)
     if f.has_zero_points:
+        # The range of a row may overflow. Then its codes are computed from halves of its numbers, which are exact. Else `unit` is 1.
+        unit = torch.ones_like(low).masked_fill(high - low == torch.inf, 0.5)
+        x, low, high = x * unit[..., None], low * unit, high * unit
         spread = (high - low) / _number(x, f.largest)
         step = torch.where(spread == 0, low.abs(), spread)
         zero = torch.where(step == 0, torch.zeros_like(low), -low / step)
-        origin = low
+        origin, scales = low, step / unit
     else:
         step, zero = torch.maximum(-low, high) / _number(x, f.largest), None
-        origin = torch.zeros_like(low)
+        origin, scales = torch.zeros_like(low), step
     wrong = ~(torch.isfinite(low) & torch.isfinite(high))
     # nan_to_num: where step is 0, x is 0 too, and 0 / 0 becomes code 0
     codes = ((x - origin[..., None]) / step[..., None]).round().nan_to_num(0.0, 0.0, 0.0)
     codes = codes.clamp(0 if f.has_zero_points else -f.largest, f.largest).masked_fill(wrong[..., None], 0.0)
-    scales = step.masked_fill(wrong, torch.nan)
+    scales = scales.masked_fill(wrong, torch.nan)
     if not f.has_zero_points:
         return QuantizedKV(codes.to(f.dtype), scales, None)
     assert zero is not None

@@ -79,17 +79,22 @@ impl Quantized {
         let wrong = finite(&low)?.f_logical_and(&finite(&high)?)?.f_logical_not()?;
         let divided = |t: Tensor| -> Result<Tensor> { Ok(t.f_div(&Tensor::f_full_like(&t, Scalar::float(largest))?)?) };
         let is_int4 = format.info().has_zero_point;
-        let (scale, zero_point) = if is_int4 {
+        let (scale, zero_point, quotients) = if is_int4 {
+            // The range of a row may overflow. Then its codes are computed from halves of its numbers, which are exact. Else `unit` is 1.
+            let ones = Tensor::f_full_like(&low, Scalar::float(1.0))?;
+            let unit = ones.f_masked_fill(&high.f_sub(&low)?.f_eq(f64::INFINITY)?, 0.5)?;
+            let (x, low, high) = (x.f_mul(&unit.f_unsqueeze(-1)?)?, low.f_mul(&unit)?, high.f_mul(&unit)?);
             let spread = divided(high.f_sub(&low)?)?;
             // if all are equal, their magnitude: code 0 with a zero point of 1 or -1
-            let scale = low.f_abs()?.f_where_self(&spread.f_eq(0.0)?, &spread)?;
-            let zero = low.f_neg()?.f_div(&scale)?.f_masked_fill(&scale.f_eq(0.0)?, 0.0)?;
-            (scale, Some(zero))
+            let step = low.f_abs()?.f_where_self(&spread.f_eq(0.0)?, &spread)?;
+            let zero = low.f_neg()?.f_div(&step)?.f_masked_fill(&step.f_eq(0.0)?, 0.0)?;
+            (step.f_div(&unit)?, Some(zero), x.f_sub(&low.f_unsqueeze(-1)?)?.f_div(&step.f_unsqueeze(-1)?)?)
         } else {
-            (divided(low.f_neg()?.f_maximum(&high)?)?, None)
+            let scale = divided(low.f_neg()?.f_maximum(&high)?)?;
+            let quotients = x.f_div(&scale.f_unsqueeze(-1)?)?;
+            (scale, None, quotients)
         };
-        let offset = if is_int4 { x.f_sub(&low.f_unsqueeze(-1)?)? } else { x };
-        let mut codes = offset.f_div(&scale.f_unsqueeze(-1)?)?.f_round()?.f_nan_to_num_(0.0, Some(0.0), Some(0.0))?;
+        let mut codes = quotients.f_round()?.f_nan_to_num_(0.0, Some(0.0), Some(0.0))?;
         codes = codes.f_clamp(if is_int4 { 0.0 } else { -largest }, largest)?.f_masked_fill(&wrong.f_unsqueeze(-1)?, 0.0)?;
         let data = match is_int4 {
             false => codes.f_to_kind(Kind::Int8)?.f_view_dtype(Kind::Uint8)?,
