@@ -71,7 +71,8 @@ pub const INTERNAL: &[Internal] = &[
             json(info::families((major.int() as i32, minor.int() as i32)))
         },
     },
-    // bool (batch, nheads, seqlen_q, seqlen_k): true for each probability that dropout with this random state keeps
+    // bool (batch, nheads, seqlen_q, seqlen_k): true for each probability that dropout with this random state keeps. Its kernel for meta
+    // tensors, of the same shape, is in torch_ops/operators.cpp.
     Internal {
         schema: "_dropout_mask(Tensor rng_state, int batch, int nheads, int seqlen_q, int seqlen_k, float dropout_p) -> Tensor",
         run: dropout_mask,

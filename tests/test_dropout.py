@@ -16,6 +16,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch.library import opcheck
 
 import reference
 from conftest import ALL, REPOSITORY, Case, assert_same_bits, on, repeat
@@ -42,6 +43,14 @@ def test_dropout_mask(backend):
     [(_, _, dv), *_] = backend.backward(dout, q, k, v, out, lse, dropout_p=p, rng_state=rng_state)
     # dv, of the first run of bwd: (batch, key, head, row)
     assert torch.equal(dv[..., :seqlen_q].permute(0, 2, 3, 1) != 0, mask)
+
+
+def test_dropout_mask_has_a_meta_kernel():
+    """torch.compile traces `_dropout_mask` with fake tensors, whose `rng_state` has no memory to read."""
+    arguments = (1, 2, 9, 13, 0.3)
+    opcheck(op._dropout_mask.default, (torch.tensor([5, 3]), *arguments))
+    mask = op._dropout_mask(torch.empty(2, dtype=torch.int64, device="meta"), *arguments)
+    assert mask.is_meta and mask.shape == (1, 2, 9, 13) and mask.dtype == torch.bool
 
 
 @pytest.mark.parametrize("p", [1e-9, 2.0**-17, 2.0**-15, 0.3, 0.5, 0.77, 1 - 2.0**-15, 1 - 1e-9])

@@ -1,11 +1,13 @@
 // Implements operators.h, and registers the operators of the tables in Rust with PyTorch's dispatcher: those of src/operators.rs,
-// which compute attention, with a kernel for each dispatch key, and those of src/internal.rs, torch.ops.volta_fa._*, with one each.
+// which compute attention, with a kernel for each dispatch key, and those of src/internal.rs, torch.ops.volta_fa._*, with one each
+// (_dropout_mask with a second one, for meta tensors).
 // VOLTA_FA_LIBRARY... are TORCH_LIBRARY... that do nothing in a second copy of this library (registration.h).
 
 #include "operators.h"
 
 #include "registration.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -29,7 +31,7 @@ std::vector<Operator> read_table() {
     return found;
 }
 
-// The kernel of an internal operator, for all dispatch keys: passes a call's arguments to Rust and puts its result on the stack.
+// The kernel of an internal operator: passes a call's arguments to Rust and puts its result on the stack.
 struct Internal final : c10::OperatorKernel {
     explicit Internal(const Operator& op) : op(op) {}
 
@@ -148,7 +150,10 @@ bool has_rules(const Tensor& t) {
 VOLTA_FA_LIBRARY(m) {
     for (size_t number = 0; char* text = volta_fa_internal(number); ++number) {
         const auto op = read_row(number, text, Autocast::Keep);
-        m.def(c10::FunctionSchema(op.schema), boxed<Internal>(op));
+        // _dropout_mask reads rng_state. A kernel at the default key decomposes the operator, so it also gets fake tensors, which
+        // have no memory. CompositeExplicitAutograd leaves them to the kernel at the Meta key.
+        const auto key = op.find("rng_state") ? c10::DispatchKey::CompositeExplicitAutograd : c10::DispatchKey::CatchAll;
+        m.def(c10::FunctionSchema(op.schema), torch::dispatch(key, boxed<Internal>(op)));
     }
     // python/volta_fa/integrations/dtensor.py implements it: true for a DTensor, after adding its rules
     m.def("_has_rules(Tensor t) -> bool");
@@ -161,7 +166,12 @@ VOLTA_FA_LIBRARY(m) {
 
 VOLTA_FA_LIBRARY_IMPL(CPU, m) { implement(m, backend_kernel); }
 VOLTA_FA_LIBRARY_IMPL(CUDA, m) { implement(m, backend_kernel); }
-VOLTA_FA_LIBRARY_IMPL(Meta, m) { implement(m, meta_kernel); }
+VOLTA_FA_LIBRARY_IMPL(Meta, m) {
+    implement(m, meta_kernel);
+    m.impl("_dropout_mask", [](const Tensor& rng_state, int64_t batch, int64_t nheads, int64_t seqlen_q, int64_t seqlen_k, double) {
+        return at::empty({batch, nheads, seqlen_q, seqlen_k}, rng_state.options().dtype(at::kBool));
+    });
+}
 VOLTA_FA_LIBRARY_IMPL(AutocastCPU, m) { implement_autocast(m, c10::DeviceType::CPU); }
 VOLTA_FA_LIBRARY_IMPL(AutocastCUDA, m) { implement_autocast(m, c10::DeviceType::CUDA); }
 VOLTA_FA_LIBRARY_IMPL(Autograd, m) { implement(m, autograd_kernel); }
