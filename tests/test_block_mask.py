@@ -106,20 +106,44 @@ def test_gradient_of_softmax_lse(backend, gpu):
 
 @on(*BACKENDS, *FP32_KERNELS)
 def test_absent_blocks_may_hold_nan_and_inf(backend, gpu):
-    """NaN and inf in keys of absent blocks do not change out, nor gradients of fp32 kernels. Their tiles have 128 keys in backward, here of
-    a full and an absent block, of two absent ones, and of an absent and a full block."""
+    """NaN and inf in keys of absent blocks do not change out, nor gradients on the CPU and of fp32 kernels. Those have tiles of 128 keys in
+    backward, here of a full and an absent block, of two absent ones, and of an absent and a full block."""
     case = Case(256, 384, 64, batch=1, nheads=1)
     mask = torch.zeros(1, 1, 256, 384, dtype=torch.bool)
     mask[..., :64] = mask[..., :128, 320:] = True
-    mask[..., 320:] &= backend.kernels  # the CPU backend skips absent blocks only after the last visible key
     (q, k, v, dout), options = case.problem(backend)
     options |= block_masks.options_of(mask, backend.device)
     results = []
     for of_k, of_v in ((0.0, 0.0), (math.nan, math.inf)):
         k[:, 64:320], v[:, 64:320] = of_k, of_v
         results.append(backend.forward(q, k, v, **options))
-        if backend.name in FP32_KERNELS:
+        if backend.name in FP32_KERNELS or not backend.kernels:
             results[-1] += backend.backward(dout, q, k, v, *results[-1], **options)[0]
+    for zero, anything in zip(*results):
+        assert torch.equal(zero, anything)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+@on(*CPU)
+def test_nan_and_inf_reach_only_scores_of_present_blocks(backend, which, softcap):
+    """Query heads of a KV head have different lists. NaN or inf are in rows of the first block of the first head, which alone sees the
+    second key block, or in this key block. The CPU backend computes 42 query positions of three heads at once, so blocks share them."""
+    (q, k, v, dout), options = Case(256, 192, 64, batch=1, nheads=3, nheads_k=1, softcap=softcap).problem(backend)
+    mask = torch.ones(1, 3, 256, 192, dtype=torch.bool)
+    mask[..., 64:128] = False
+    mask[:, 0, :128, 64:128], mask[:, 0, :128, 128:] = True, False
+    options |= block_masks.options_of(mask, backend.device)
+    others = torch.ones(1, 256, 3, dtype=torch.bool)  # query positions and heads that do not see the second key block
+    others[:, :128, 0] = False
+    spoiled = {"q": q[:, :128, 0], "k": k[:, 64:128], "v": v[:, 64:128], "dout": dout[:, :128, 0]}[which]
+    results = []
+    for value in (0.0, math.nan if which in "qk" else math.inf):
+        spoiled[:] = value
+        out, lse = backend.forward(q, k, v, **options)
+        [(dq, dk, dv)] = backend.backward(dout, q, k, v, out, lse, **options)
+        assert value == 0.0 or not dq[:, :128, 0].isfinite().any()
+        results.append((out[others], lse.mT[others], dq[others], dk[:, 128:], dv[:, 128:]))
     for zero, anything in zip(*results):
         assert torch.equal(zero, anything)
 

@@ -7,6 +7,7 @@ use super::chunk::{heads_per_group, Chunk};
 use crate::error::Result;
 use crate::ops::Inputs;
 use crate::problem::{Attention, BLOCK_COLUMNS, BLOCK_ROWS, LIST_HEADER, TILE_WORDS};
+use std::ops::Range;
 use std::rc::Rc;
 use tch::Tensor;
 
@@ -30,6 +31,16 @@ struct List<'a> {
     full: &'a [i32],
     /// Bits of the partial blocks, tile after tile.
     bits: &'a [i32],
+}
+
+/// A chunk's part of a partial or full block of one query head. Groups, query positions and keys count from the chunk's first.
+pub struct PresentBlock {
+    pub group: i64,
+    /// Number of the query head in its group.
+    pub head: i64,
+    /// Query positions.
+    pub rows: Range<i64>,
+    pub keys: Range<i64>,
 }
 
 impl BlockMask {
@@ -93,6 +104,26 @@ impl BlockMask {
         Ok(Tensor::f_from_slice(&hidden)?.f_view([groups, c.rows, of_group, c.keys])?)
     }
 
+    /// Returns a chunk's parts of partial and full blocks. Its other scores belong to absent blocks.
+    pub fn present(&self, a: &Attention, first: i64, c: &Chunk) -> Vec<PresentBlock> {
+        let per_group = heads_per_group(a);
+        let mut found = Vec::new();
+        for i in 0..c.groups * per_group {
+            let (entry, head) = of_head(a, first, c.group * per_group + i);
+            for row_block in c.row / BLOCK_ROWS..=(c.row + c.rows - 1) / BLOCK_ROWS {
+                let rows = part_of_block(row_block, BLOCK_ROWS, c.row, c.rows);
+                let List { partial, full, .. } = self.list(entry, head, row_block as usize);
+                for &block in partial.iter().chain(full) {
+                    let keys = part_of_block(i64::from(block), BLOCK_COLUMNS, c.key, c.keys);
+                    if !keys.is_empty() {
+                        found.push(PresentBlock { group: i / per_group, head: i % per_group, rows: rows.clone(), keys });
+                    }
+                }
+            }
+        }
+        found
+    }
+
     /// Sets `hidden` to false where row `row` of a row block sees a key. `key`: number of the first key of `hidden`.
     fn show(&self, list: &List<'_>, row: usize, key: usize, hidden: &mut [bool]) {
         let end = key + hidden.len();
@@ -110,4 +141,9 @@ impl BlockMask {
 /// Returns the batch entry of the call, and the query head in it, of a query head counted over all entries of the problem.
 fn of_head(a: &Attention, first: i64, head: i64) -> (usize, usize) {
     ((first + head / a.nheads) as usize, (head % a.nheads) as usize)
+}
+
+/// Returns which of the `count` positions from `first` on belong to a block, counted from `first`. `block`: its number, `size`: of a block.
+fn part_of_block(block: i64, size: i64, first: i64, count: i64) -> Range<i64> {
+    (block * size - first).max(0)..((block + 1) * size - first).min(count)
 }

@@ -5,6 +5,7 @@
 //! softmax needs no rescaling. A [`Part`] (part.rs) is one dense problem of the call, whose first batch entry is number `first` of the
 //! call's. [`Sums`] are gradients to which all parts add.
 
+use super::block_mask::PresentBlock;
 use super::chunk::{chunks, heads_per_group, window_offsets, Chunk};
 use super::layout::{from_groups, lse_from_rows, rows_from_lse, to_groups};
 use super::part::{Part, Sums};
@@ -12,6 +13,35 @@ use super::scores::{bias_of_group, dropout_factors, group_of, has_derivative, mo
 use crate::error::Result;
 use crate::tensor::compute_kind;
 use tch::{Device, Kind, Tensor};
+
+/// An operand of a product with probabilities or gradients of scores. Those of a block mask's absent blocks are 0, but 0 * NaN and
+/// 0 * infinity are NaN. So a product takes `finite` in all blocks of a chunk, and `rest` only in present ones.
+struct Operand {
+    /// 0 for elements that are not finite.
+    finite: Tensor,
+    /// 0 for finite elements. None: all are finite, or the call has no block mask.
+    rest: Option<Tensor>,
+}
+
+impl Operand {
+    fn new(t: &Tensor, part: &Part) -> Result<Self> {
+        if part.blocks.is_none() || is_finite(t)? {
+            return Ok(Operand { finite: t.shallow_clone(), rest: None });
+        }
+        let finite = t.f_abs()?.f_lt(f64::INFINITY)?;
+        Ok(Operand { finite: t.f_masked_fill(&finite.f_logical_not()?, 0.0)?, rest: Some(t.f_masked_fill(&finite, 0.0)?) })
+    }
+}
+
+/// Returns true if no element is infinite or NaN.
+fn is_finite(t: &Tensor) -> Result<bool> {
+    let all: [i64; 0] = [];
+    if t.numel() == 0 {
+        return Ok(true);
+    }
+    let above = t.f_amin(all, false)?.f_neg()?.f_lt(f64::INFINITY)?;
+    Ok(above.f_logical_and(&t.f_amax(all, false)?.f_lt(f64::INFINITY)?)?.f_int64_value(&[])? != 0)
+}
 
 /// A problem with tensors in the layout of the matrix products: (groups, rows * heads, headdim) and (groups, keys, headdim).
 struct Work<'a> {
@@ -102,6 +132,64 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
+    /// Returns a present block's part of the chunk's [`Work::rows`]: (1, rows, columns).
+    fn block_rows(&self, rows: &Tensor, c: &Chunk, b: &PresentBlock) -> Result<Tensor> {
+        let by_head = rows.f_narrow(0, b.group, 1)?.f_view([1, c.rows, self.heads, rows.size()[2]])?;
+        Ok(by_head.f_select(2, b.head)?.f_narrow(1, b.rows.start, b.rows.end - b.rows.start)?)
+    }
+
+    /// Returns a present block's part of the chunk's [`Work::keys`]: (1, keys, columns).
+    fn block_keys(&self, keys: &Tensor, b: &PresentBlock) -> Result<Tensor> {
+        Ok(keys.f_narrow(0, b.group, 1)?.f_narrow(1, b.keys.start, b.keys.end - b.keys.start)?)
+    }
+
+    /// Returns a present block's part of the chunk's [`Work::matrix`]: (1, rows, keys).
+    fn block_scores(&self, matrix: &Tensor, c: &Chunk, b: &PresentBlock) -> Result<Tensor> {
+        Ok(self.block_rows(matrix, c, b)?.f_narrow(2, b.keys.start, b.keys.end - b.keys.start)?)
+    }
+
+    /// Returns the present blocks of the chunk; none without a block mask.
+    fn present(&self, c: &Chunk) -> Vec<PresentBlock> {
+        self.part.blocks.as_ref().map_or_else(Vec::new, |blocks| blocks.present(&self.part.a, self.part.first, c))
+    }
+
+    /// Returns true for scores of absent blocks, in the shape of the chunk's matrix.
+    fn absent(&self, c: &Chunk) -> Result<Tensor> {
+        let absent = Tensor::f_full([c.groups, c.rows * self.heads, c.keys], 1, (Kind::Bool, Device::Cpu))?;
+        for b in self.present(c) {
+            let _ = self.block_scores(&absent, c, &b)?.f_zero_()?;
+        }
+        Ok(absent)
+    }
+
+    /// Computes matrix * x in the chunk's rows of `result`, for x with a row per key.
+    fn multiply_keys(&self, result: &Tensor, matrix: &Tensor, x: &Operand, c: &Chunk) -> Result<()> {
+        let result = self.rows(result, c)?;
+        let _ = matrix.f_bmm_out(&result, &self.keys(&x.finite, c)?)?;
+        if let Some(rest) = &x.rest {
+            let rest = self.keys(rest, c)?;
+            for b in self.present(c) {
+                let scores = self.block_scores(matrix, c, &b)?;
+                let _ = self.block_rows(&result, c, &b)?.f_baddbmm_(&scores, &self.block_keys(&rest, &b)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds matrix^T * x to the chunk's keys of `sum`, for x with a row per query and head.
+    fn add_products_of_rows(&self, sum: &Tensor, matrix: &Tensor, x: &Operand, c: &Chunk) -> Result<()> {
+        let mut sum = self.keys(sum, c)?;
+        let _ = sum.f_baddbmm_(&matrix.f_transpose(1, 2)?, &self.rows(&x.finite, c)?)?;
+        if let Some(rest) = &x.rest {
+            let rest = self.rows(rest, c)?;
+            for b in self.present(c) {
+                let scores = self.block_scores(matrix, c, &b)?.f_transpose(1, 2)?;
+                let _ = self.block_keys(&sum, &b)?.f_baddbmm_(&scores, &self.block_rows(&rest, c, &b)?)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the dropout factor of each probability; None without dropout.
     fn dropout_factors(&self, c: &Chunk) -> Result<Option<Tensor>> {
         self.part.dropout.as_ref().map(|d| dropout_factors(d, self.part, c, self.kind)).transpose()
@@ -117,7 +205,7 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     let out = Tensor::f_zeros([groups, rows, a.headdim_v], (work.kind, Device::Cpu))?;
     let lse = Tensor::f_full([groups, rows, 1], f64::INFINITY, (work.kind, Device::Cpu))?;
 
-    let buffer = work.buffer()?;
+    let (buffer, v) = (work.buffer()?, Operand::new(&work.v, part)?);
     for c in &work.chunks {
         let mut p = work.scores(&buffer, None, c)?;
         let mut max = p.f_amax(-1, true)?;
@@ -134,7 +222,7 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
         if let Some(factors) = work.dropout_factors(c)? {
             let _ = p.f_mul_(&factors)?;
         }
-        let _ = p.f_bmm_out(&work.rows(&out, c)?, &work.keys(&work.v, c)?)?;
+        work.multiply_keys(&out, &p, &v, c)?;
     }
     Ok((from_groups(&out, a.batch, work.heads)?, lse_from_rows(&lse, a.batch, work.heads)?))
 }
@@ -147,6 +235,10 @@ pub fn backward(part: &Part, dout: &Tensor, delta: &Tensor, lse: &Tensor, sums: 
     let dout = to_groups(dout, work.heads, work.kind)?;
     let lse = rows_from_lse(lse, work.heads, work.kind)?;
     let delta = rows_from_lse(delta, work.heads, work.kind)?;
+    let (q, k, dout_operand) = (Operand::new(&work.scaled_q, part)?, Operand::new(&work.k, part)?, Operand::new(&dout, part)?);
+    // whether P, dS or the softcap's tanh may be NaN in absent blocks
+    let are_operands_finite = [&q, &k, &dout_operand].iter().all(|x| x.rest.is_none());
+    let clears_absent = part.blocks.is_some() && !(are_operands_finite && is_finite(&work.v)? && is_finite(&delta)?);
     let mut dq = work.scaled_q.f_zeros_like()?;
     let dk = work.k.f_zeros_like()?;
     let dv = work.v.f_zeros_like()?;
@@ -154,21 +246,24 @@ pub fn backward(part: &Part, dout: &Tensor, delta: &Tensor, lse: &Tensor, sums: 
     let (buffer, gradient_buffer) = (work.buffer()?, work.buffer()?);
     let kept_buffer = if has_derivative(a) { Some(work.buffer()?) } else { None };
     for c in &work.chunks {
-        let (q_rows, dout_rows, delta_rows) = (work.rows(&work.scaled_q, c)?, work.rows(&dout, c)?, work.rows(&delta, c)?);
+        let absent = if clears_absent { Some(work.absent(c)?) } else { None };
+        let clear_absent = |t: &mut Tensor| absent.as_ref().map(|absent| t.f_masked_fill_(absent, 0.0)).transpose();
         let mut kept = kept_buffer.as_ref().map(|t| work.matrix(t, c)).transpose()?;
         let mut p = work.scores(&buffer, kept.as_mut(), c)?;
         // fully masked rows: exp(x - inf) = 0
         let _ = p.f_sub_(&work.rows(&lse, c)?)?.f_exp_()?;
+        clear_absent(&mut p)?;
         let factors = work.dropout_factors(c)?;
         let dropped = factors.as_ref().map(|f| p.f_mul(f)).transpose()?;
-        let _ = work.keys(&dv, c)?.f_baddbmm_(&dropped.as_ref().unwrap_or(&p).f_transpose(1, 2)?, &dout_rows)?;
+        work.add_products_of_rows(&dv, dropped.as_ref().unwrap_or(&p), &dout_operand, c)?;
         // dS = P * (dP - delta), over dP
         let mut ds = work.matrix(&gradient_buffer, c)?;
-        let _ = dout_rows.f_bmm_out(&ds, &work.keys(&work.v, c)?.f_transpose(1, 2)?)?;
+        let _ = work.rows(&dout, c)?.f_bmm_out(&ds, &work.keys(&work.v, c)?.f_transpose(1, 2)?)?;
         if let Some(factors) = &factors {
             let _ = ds.f_mul_(factors)?;
         }
-        let _ = ds.f_sub_(&delta_rows)?.f_mul_(&p)?;
+        let _ = ds.f_sub_(&work.rows(&delta, c)?)?.f_mul_(&p)?;
+        clear_absent(&mut ds)?;
         if let Some(dbias) = &sums.dattn_bias {
             for group in c.group..c.group + c.groups {
                 let mut dbias = bias_of_group(dbias, part, c, group)?;
@@ -176,10 +271,11 @@ pub fn backward(part: &Part, dout: &Tensor, delta: &Tensor, lse: &Tensor, sums: 
             }
         }
         if let Some(kept) = &mut kept {
+            clear_absent(kept)?;
             multiply_derivative(&mut ds, kept)?;
         }
-        let _ = ds.f_bmm_out(&work.rows(&dq, c)?, &work.keys(&work.k, c)?)?;
-        let _ = work.keys(&dk, c)?.f_baddbmm_(&ds.f_transpose(1, 2)?, &q_rows)?;
+        work.multiply_keys(&dq, &ds, &k, c)?;
+        work.add_products_of_rows(&dk, &ds, &q, c)?;
     }
     // dk has the factor already, from the scaled q
     let dq = dq.f_mul_scalar_(a.softmax_scale)?;
