@@ -148,6 +148,11 @@ class Result:
         """The slowest kernel by the first model."""
         return max(self.launches[0], key=lambda launch: launch["us"])
 
+    def waits(self, most: int) -> str:
+        """Returns the `most` largest shares of all warps' time in `main` that are spent waiting, as text, the largest first."""
+        found = self.main["waits"]
+        return ", ".join(f"{WAITS[name]} {found[name]:.0%}" for name in sorted(found, key=lambda name: -found[name])[:most])
+
     def data(self) -> dict[str, Any]:
         models = range(len(self.row.models))
         figures = {name: [getattr(self, name)(m) for m in models] for name in ("us", "tflops", "gb_s", "share")}
@@ -221,7 +226,13 @@ class Kept:
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
-        lines = file.read_text().splitlines() if file and file.exists() else []
+        lines: list[str] = []
+        if file:
+            try:
+                file.open("a").close()  # fails now, because `put` writes only after minutes of simulation
+                lines = file.read_text().splitlines()
+            except OSError as error:
+                raise CommandError(f"--resume: got {file}, expected a file to read and write: {error.strerror}") from error
         found = list(map(json.loads, lines))
         if not all("key" in line for line in found):
             raise CommandError(f"--resume: got {file}, which another version wrote, expected lines with keys: name another file")
@@ -241,12 +252,16 @@ class Kept:
 
 
 def key_of(call: Call) -> dict[str, Any]:
-    """Returns a key of `Kept`: GPU, models, case, and each launch with a digest of its machine code. So a changed kernel runs again."""
+    """Returns a key of `Kept`: GPU, models, case, reported parts and stalls, and each launch with a digest of its machine code.
+
+    So a changed kernel runs again, and so does a row whose figures lack what this version reports.
+    """
     try:
         made = [launch for work in call.case.calls("cpu") for launch in launches(work, call.gpu)]
     except NotImplementedError:
         made = []
-    return {"gpu": call.gpu, "models": list(call.models), "case": repr(call.case), "launches": made}
+    parts = [*PIPES, *WAITS]
+    return {"gpu": call.gpu, "models": list(call.models), "case": repr(call.case), "parts": parts, "launches": made}
 
 
 def timed(rows: Sequence[Row], kept: Kept, only_kept: bool = False, jobs: int = 1, on_gpu: bool = False) -> Iterator[Any]:
@@ -272,8 +287,8 @@ def timed(rows: Sequence[Row], kept: Kept, only_kept: bool = False, jobs: int = 
                         kept.put(keys.get(row.call), known[row.call])
                 yield known[row.call]
         finally:  # an error, or the caller, ended it: what has not begun does not begin
-            for future in started.values():
-                future.cancel()
+            if pool:
+                pool.shutdown(cancel_futures=True)
 
 
 def _keep(kept: Kept, key: Any, ended: Future) -> None:

@@ -11,12 +11,13 @@ from .driver import GPUS, MODELS, SPEEDS, Benchmark, Result, Row
 from .report import Grid
 from .volta import FORWARD
 
-_TEXT = """Simulates forward passes of 8K to 115K tokens on a V100, where K and V of a head do not fit L2.
+_TEXT = """Simulates forward passes of 8K to 115K tokens on a V100, whose L2 holds K and V of a head at the shortest lengths only.
 
-tools/volta-sim simulates one SM and lets reads of data that other SMs read hit L2. That holds while blocks walk over K and V together.
-In a long grid they drift apart. Then a block finds in L2 only what others read last: with blocks at independent places, the share
-C / S of its reads, for an L2 of C bytes and S bytes of K and V in a head. The rest misses and comes from DRAM. This command simulates that
-share by other machine constants: every read has DRAM's latency, and L2's rate falls so far that the misses share DRAM's bandwidth.
+L2 holds 24K tokens of headdim 64, or 12K of headdim 128. tools/volta-sim simulates one SM and lets reads of data that other SMs read hit
+L2. That holds while blocks walk over K and V together. In a long grid they drift apart. Then a block finds in L2 only what others read
+last: with blocks at independent places, the share C / S of its reads, for an L2 of C bytes and S > C bytes of K and V in a head. The rest
+misses and comes from DRAM. This command simulates a share of misses above 0 by other machine constants: all reads, hits too, have DRAM's
+latency, and L2's rate falls so far that the misses share DRAM's bandwidth.
 
 One wave of blocks over 2048 keys stands for the call: each step over keys costs the same. Miss shares of 0, 0.3 and 1 are there to compare.
 docs/validation/real-cards.md compares the model with PyTorch's kernel on real V100s.
@@ -34,7 +35,7 @@ def miss_share(keys: int, headdim: int, l2_bytes: float = L2_BYTES) -> float:
 
 
 def machine(share: float) -> str:
-    """Returns constants for VOLTA_FA_SIM_SET under which this share of reads misses L2."""
+    """Returns constants for VOLTA_FA_SIM_SET under which this share of reads misses L2. If it is above 0, all reads have DRAM's latency."""
     if share == 0:
         return ""
     rate = min(L2_RATE, DRAM_RATE / share)

@@ -5,7 +5,7 @@
     python -m benchmarks.tables fast             volta_fa::fwd_fast beside volta_fa::fwd on Turing
     python -m benchmarks.tables float32          float32 in both precisions
     python -m benchmarks.tables batch_invariant  what batch invariance costs
-    python -m benchmarks.tables long_sequences   forward passes of 8K to 115K tokens, where K and V of a head do not fit L2
+    python -m benchmarks.tables long_sequences   forward passes of 8K to 115K tokens, most with more K and V in a head than L2 holds
     python -m benchmarks.tables indexer          logits of DeepSeek's indexer
     python -m benchmarks.tables sparse_mla       latent attention over chosen tokens
     python -m benchmarks.tables features         options as a share of the plain pass, measured on this machine's GPU
@@ -30,7 +30,7 @@ from volta_fa.errors import CommandError
 
 from . import decode, models, report, sparse, volta
 from .attention import Shape
-from .driver import GPUS, PIPES, SPEEDS, WAITS, Benchmark, Case, Result, Row, run
+from .driver import GPUS, PIPES, SPEEDS, Benchmark, Case, Result, Row, run
 from .long_sequences import LONG_SEQUENCES
 from .measure import Work, aligned
 from .report import Grid
@@ -115,9 +115,6 @@ def target_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]
         name, share = max(r.main["pipes"].items(), key=lambda pipe: pipe[1])
         return f"{PIPES[name]} {share:.0%}"
 
-    def waits(r: Result) -> str:
-        return ", ".join(f"{WAITS[name]} {share:.0%}" for name, share in sorted(r.main["waits"].items(), key=lambda w: -w[1])[:2])
-
     columns = {
         "case": lambda r: r.row.name,
         "target": lambda r: f"{LOCAL_DECODE_GB_S} GB/s" if r.row.targets else f"{r.row.target:g}",
@@ -126,7 +123,7 @@ def target_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]
         "tensor pipe": lambda r: f"{r.main['pipes']['tensor']:.0%}",
         "busy": busiest,
         "balance": lambda r: f"{r.main['balance']:.2f}",
-        "warps wait for": waits,
+        "warps wait for": lambda r: r.waits(2),
         "main kernel": lambda r: r.main["kernel"],
     }
     return [report.table("Simulated V100 (TFLOP/s: default model, perfect instruction cache)", results, columns)]

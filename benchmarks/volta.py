@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import driver, report
 from .attention import Shape
-from .driver import GPUS, PIPES, SPEEDS, WAITS, Benchmark, Gpu, Result, Row, run
+from .driver import GPUS, PIPES, SPEEDS, Benchmark, Gpu, Result, Row, run
 from .measure import Work, aligned
 from .report import Grid, ratio, significant, times
 
@@ -254,10 +254,6 @@ def grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
 
 
 def _share_grid(results: Sequence[Result], gpu: str) -> Grid:
-    def waits(r: Result) -> str:
-        found = r.main["waits"]
-        return ", ".join(f"{WAITS[name]} {found[name]:.0%}" for name in sorted(found, key=lambda name: -found[name])[:3])
-
     shares = [r for r in results if _is_share(r.row.case, gpu)]
     return report.table(
         f"Simulated {GPUS[gpu].title}: share of the tensor pipe at N={SHARES_AT}, and what the main kernel's time goes to",
@@ -268,7 +264,7 @@ def _share_grid(results: Sequence[Result], gpu: str) -> Grid:
             "share": lambda r: f"{r.share():.1%}",
             "perfect i-cache": lambda r: f"{r.share(1):.1%}",
             **{f"busy: {title}": lambda r, name=name: f"{r.main['pipes'][name]:.0%}" for name, title in PIPES.items()},
-            "warps wait for": waits,
+            "warps wait for": lambda r: r.waits(3),
         },
     )
 

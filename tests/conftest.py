@@ -36,11 +36,10 @@ import torch
 from torch import Tensor
 
 import reference
-from processes import run_forked
+from processes import REPOSITORY, run_forked
 
 #: A problem of `fwd` and `bwd`: sizes and options. `case.problem(backend)` draws its tensors (volta_fa/check/cases.py).
 Case = reference.cases.Case
-REPOSITORY = Path(__file__).resolve().parent.parent
 # Ignore this machine's tuning files (`python -m volta_fa check --tune`): the tests expect the planner's own choices.
 os.environ["VOLTA_FA_TUNING"] = "0"
 # Processes of the tests share the disassembly of kernels.

@@ -3,7 +3,9 @@
 Importing torch takes 1.6 CPU seconds, and many tests start several programs. The server imports it once and forks for each program,
 which starts after milliseconds, with its own environment, standard output and exit status. `run_forked` sends a request in JSON to the
 server's stdin. The server (this file as a program: `_serve`) forks, the fork becomes the program (`_run`), and the server answers with
-the exit status. Callers: conftest.run_process, and tests through `run_pieces` and `succeeds`."""
+the exit status. Callers: conftest.run_process, and tests through `run_pieces` and `succeeds`.
+
+`run_program` starts a new interpreter instead: for programs that import other packages, or have an interpreter's own options."""
 
 import atexit
 import json
@@ -16,8 +18,10 @@ import sys
 import tempfile
 import textwrap
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 # Prefixes of variables that the interpreter and libraries read when they start, before a program has its own environment.
 READ_AT_LOAD = ("OMP_", "MKL_", "LD_", "TORCH_LOGS", "PYTHONHASHSEED", "PYTHONWARNINGS")
 
@@ -82,6 +86,17 @@ def succeeds(*code: str, path: Path | str = "") -> str:
     ran = run_pieces(*code, path=path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout
+
+
+def run_program(*arguments: object, path: Iterable[Path | str] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python arguments` in a new interpreter and in the repository's folder, with its sources of volta_fa.
+
+    Args:
+        path: folders that come before these sources in PYTHONPATH, such as a release of another package.
+        variables: environment variables."""
+    folders = [*map(str, path), str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
+    return subprocess.run([sys.executable, *map(str, arguments)], env=env, cwd=REPOSITORY, capture_output=True, text=True)
 
 
 def _running() -> subprocess.Popen:

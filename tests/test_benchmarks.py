@@ -142,6 +142,12 @@ def test_kept_figures_depend_on_all_of_their_key(tmp_path):
         driver.Kept(file)
 
 
+def test_figures_that_cannot_be_kept_are_an_error_at_the_start(tmp_path):
+    for file in (tmp_path, tmp_path / "no folder" / "kept.jsonl"):
+        with pytest.raises(CommandError, match=f"--resume: got {file}, expected a file to read and write"):
+            driver.Kept(file)
+
+
 def test_long_sequences(tmp_path):
     """L2 misses of K and V slow long sequences down. The figures are simulated with the data rate that remains."""
     need("sim")
@@ -156,7 +162,7 @@ def test_long_sequences(tmp_path):
     target = tmp_path / "long.json"
     run("tables long_sequences", "--headdims", "64", "--lengths", "65536", "--shares", "0", "--keys", "128", "--json", target)
     slow, fast = json.loads(target.read_text())
-    # 65,536 tokens of which L2 holds 24,576
+    # L2 holds 24,576 of the 65,536 tokens
     assert "62% misses" in slow["row"]["name"] and 0 < slow["tflops"][0] < fast["tflops"][0] < 125
 
 

@@ -74,7 +74,7 @@ def kernels_named(*names, folder=None):
 
 
 def isolated(variants, processes=1, seconds=math.inf, load=unloaded, target=CPU):
-    """Returns the results of `check_isolated` with these processes at a time, each of which checks for `seconds`."""
+    """Returns the results of `check_isolated` with this number of processes at a time. Each checks for `seconds`."""
     return list(isolation.check_isolated(target, variants, 0, True, seconds, processes, troubled, load))
 
 

@@ -10,7 +10,6 @@ Environment:
 - VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/programs/run_comfyui.py runs its models"""
 
 import os
-import subprocess
 import sys
 import textwrap
 from collections import Counter
@@ -22,6 +21,7 @@ import torch
 import reference
 import volta_fa
 from conftest import REPOSITORY, assert_same_bits, need, on, on_cases, run_process, run_python, within
+from processes import run_program
 
 PACKAGE = REPOSITORY / "integrations" / "comfyui"
 #: The package's name as a module, which ComfyUI derives from its path.
@@ -235,7 +235,7 @@ def test_fast_precision(backend, attention, counts, mask):
     passed, whole = draw_mask(backend, mask)
     override = attention.make_override(every_device=True, precision="fast")
     found = override(refuses, flat(q), flat(k), flat(v), 4, mask=passed)
-    is_added = mask.startswith("added")
+    is_added = whole is not None and whole.dtype != torch.bool
     out = torch.ops.volta_fa.fwd(q, k, v, attn_bias=whole)[0] if is_added else torch.ops.volta_fa.fwd_fast(q, k, v, attn_mask=whole)[0]
     assert_same_bits("out", found, flat(out))
     assert counts == ({"ran": 1} if is_added else {"ran": 1, "fast": 1})
@@ -336,7 +336,7 @@ def test_the_registry_reads_its_version():
 @pytest.mark.skipif("VOLTA_FA_TEST_COMFYUI" not in os.environ, reason="VOLTA_FA_TEST_COMFYUI names no folder of ComfyUI")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_comfyuis_own_models(dtype):
-    command = [sys.executable, REPOSITORY / "tools/programs/run_comfyui.py", os.environ["VOLTA_FA_TEST_COMFYUI"], "--dtype", dtype]
+    command = ["tools/programs/run_comfyui.py", Path(os.environ["VOLTA_FA_TEST_COMFYUI"]).absolute(), "--dtype", dtype]
     command += ["--models", "flux,flux-mask,qwen,vae,dtypes", "--starts", "pytorch,flash"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(volta_fa.__file__).parents[1])}
-    assert subprocess.run(command, env=environment).returncode == 0
+    result = run_program(*command, path=[Path(volta_fa.__file__).parents[1]])
+    assert result.returncode == 0, result.stdout + result.stderr

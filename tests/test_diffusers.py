@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY, need
+from conftest import need
+from processes import run_program
 
 FOLDER = Path(os.environ.get("VOLTA_FA_TEST_DIFFUSERS", Path(sys.prefix) / "diffusers"))
 
@@ -22,9 +23,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs `python command` with diffusers and volta_fa, or skips the test."""
     if not (FOLDER / "diffusers").is_dir():
         pytest.skip(f"no diffusers in {FOLDER}: tools/bootstrap.py puts it there")
-    path = [str(FOLDER), str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
-    return subprocess.run([sys.executable, *command], env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+    return run_program(*command, path=[FOLDER], **variables)
 
 
 def rows_of(*arguments: str, **variables: str) -> dict[tuple[str, str], list[str]]:

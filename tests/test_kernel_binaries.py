@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import compare_kernels
-from conftest import CORE, INFO, LIBRARY, REPOSITORY, need
+from conftest import CORE, INFO, LIBRARY, need
+from processes import run_program
 
 
 def plan(headdim=64, **arguments):
@@ -64,7 +65,7 @@ def test_the_choice_of_families_can_be_restricted(monkeypatch):
 
 
 def test_a_library_compared_with_itself():
-    ran = subprocess.run([sys.executable, "tools/compare_kernels.py", CORE, CORE], cwd=REPOSITORY, capture_output=True, text=True)
+    ran = run_program("tools/compare_kernels.py", CORE, CORE)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == f"{len(INFO['variants'])} kernels have the same machine code, 0 do not\n"
 

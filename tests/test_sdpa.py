@@ -110,7 +110,7 @@ def hidden_padding(b, dtype):
 
 
 def additive(make, value=float("-inf")):
-    """Makes numbers of a bool mask: `value` where it hides a key, else 0."""
+    """Returns a function for the additive form of a bool mask: `value` where it hides a key, else 0."""
     return lambda b, dtype: torch.zeros((), dtype=dtype, device=b.device).masked_fill(~make(b, dtype), value)
 
 

@@ -11,7 +11,6 @@ Environment:
 import copy
 import functools
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY, on
+from processes import run_program
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -573,12 +573,10 @@ def test_transformers_4_57():
     """Runs this file, ..._masks.py and ..._cache.py with the oldest supported transformers."""
     if not (FOLDER_4_57 / "transformers").is_dir():
         pytest.skip(f"no transformers 4.57 in {FOLDER_4_57}: tools/bootstrap.py puts it there")
-    path = [str(FOLDER_4_57), str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     check = "import transformers; assert transformers.__version__.startswith('4.57.'), transformers.__version__"
-    subprocess.run([sys.executable, "-c", check], env=environment, check=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__]
-    command += [str(REPOSITORY / "tests" / f"test_transformers_{name}.py") for name in ("masks", "cache")]
-    result = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+    checked = run_program("-c", check, path=[FOLDER_4_57])
+    assert checked.returncode == 0, checked.stderr
+    files = [__file__, *(REPOSITORY / "tests" / f"test_transformers_{name}.py" for name in ("masks", "cache"))]
+    result = run_program("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files, path=[FOLDER_4_57])
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout

@@ -26,6 +26,8 @@ pytestmark = plain.pytestmark
 PARTS = (9, 4, 1, 6)
 #: Models whose reference uses SDPA: eager attention in fp64 gives NaN for padding, because its mask is infinite in its fp32 softmax.
 WITH_SDPA = ("llama", "qwen3", "mistral", "gemma3")
+#: A model for each way in which layers attend: to all tokens, in windows, in both.
+WAYS = ("llama", "mistral", "gemma3")
 
 
 class Reference(transformers.DynamicCache):
@@ -104,7 +106,7 @@ def test_in_parts(name, kv_dtype, kind):
 
 
 @pytest.mark.parametrize("kv_dtype", CACHE_KV_DTYPES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", WAYS)
 def test_rotated_keys(name, kv_dtype):
     eager, ours = models(name)
     reference, cache = caches(name, kv_dtype, rotate_keys=True)
@@ -145,7 +147,7 @@ GENERATION = {
 
 
 @pytest.mark.parametrize("how", GENERATION)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", WAYS)
 def test_generate(name, how):
     inputs = {"input_ids": tokens(), "attention_mask": padding("left"), **GENERATION[how]}
     if how == "prompt lookup":  # of one sequence, whose prompt repeats. Wrong guesses are cropped

@@ -292,7 +292,7 @@ def test_log_counts_launches_and_names_what_runs():
     op = torch.ops.volta_fa
     x = torch.zeros(160, 2, 264, dtype=torch.float16)
     k = torch.zeros(450, 2, 264, dtype=torch.float16)
-    # 602 sequences, of which two are not empty
+    # 602 sequences. Only the first and the last are not empty
     cu = [torch.tensor([0] + [n] * 601 + [len(t)], dtype=torch.int32) for n, t in ((140, x), (300, k))]
     lengths = dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=140, max_seqlen_k=300)
     op.bwd(x, x, k, k, x, torch.zeros(2, 160), **lengths)

@@ -32,14 +32,16 @@ def package(monkeypatch):
 
 
 def run(tmp_path, capsys):
-    """Returns the command's exit status, JSON file and page."""
+    """Returns the command's exit status, JSON file and page. The file has a row for each shape, whatever the outcomes are."""
     status = main(["versus-1cat", "--device", "cpu", "--output", str(tmp_path / "new" / "file.json")])
-    return status, json.loads((tmp_path / "new" / "file.json").read_text()), capsys.readouterr().out
+    data = json.loads((tmp_path / "new" / "file.json").read_text())
+    assert len(data["rows"]) == len(versus.SHAPES) > 0
+    return status, data, capsys.readouterr().out
 
 
 def test_both_run(package, tmp_path, capsys):
     status, data, page = run(tmp_path, capsys)
-    assert status == 0 and len(data["rows"]) == len(versus.SHAPES) and "did not run" not in page
+    assert status == 0 and "did not run" not in page
     for row in data["rows"]:
         assert all(0 < row[name]["share"] <= 1 and row[name]["ms"] > 0 for name in ("volta_fa", "flash_attn_v100")), row
     assert len(page.splitlines()) < 45
@@ -54,10 +56,11 @@ def test_theirs_is_wrong_or_fails(package, monkeypatch, tmp_path, capsys):
     package.flash_attn_prefill_paged = lambda *args, **options: 1 / 0
     status, data, page = run(tmp_path, capsys)
     assert status == 0
-    for row in data["rows"]:
-        found, kind = row["flash_attn_v100"], row["shape"]["kind"]
-        assert kind not in ("decode", "verify") or found["share"] > 1
-        assert ("ZeroDivisionError" in found["missing"]) == (kind == "paged prefill")
+    theirs = [(row["shape"]["kind"], row["flash_attn_v100"]) for row in data["rows"]]
+    wrong = [found["share"] for kind, found in theirs if kind in ("decode", "verify")]
+    assert len(wrong) == 6 and min(wrong) > 1
+    assert [kind for kind, found in theirs if "ZeroDivisionError" in found["missing"]] == ["paged prefill"] * 3
+    assert sum(kind == "paged prefill" for kind, _ in theirs) == 3
     assert "1Cat-vLLM did not run: ZeroDivisionError: division by zero" in page
 
 

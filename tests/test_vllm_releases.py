@@ -39,6 +39,7 @@ import vllm_server
 import vllm_stub
 from conftest import REPOSITORY, on, within
 from flash_attention import refused
+from processes import run_program
 from vllm_server import LAYER_SCALES, MIXED, OLD, PAGE, REAL, SPANS, STEPS, QuantizedServer, Server, implementation, with_first_rows
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
@@ -543,10 +544,8 @@ FOLDERS = [folder for folder in os.environ.get("VOLTA_FA_TEST_VLLM", "").split("
 @pytest.mark.skipif(REAL, reason="this process runs a real vLLM")
 def test_real_vllm(folder):
     """Runs the tests of volta_fa.vllm with a real release, including those that need one."""
-    path = [folder, str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "VOLTA_FA_TEST_VLLM_HERE": "1"}
-    files = sorted(map(str, (REPOSITORY / "tests").glob("test_vllm*.py")))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files]
-    result = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+    files = sorted((REPOSITORY / "tests").glob("test_vllm*.py"))
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files]
+    result = run_program(*command, path=[folder], VOLTA_FA_TEST_VLLM_HERE="1")
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout

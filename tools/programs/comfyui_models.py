@@ -47,9 +47,14 @@ PROBLEMS = {
 }
 
 
+def size_of(name, device):
+    """Returns the key of a model's sizes and problem: that of the CPU for a name with "-small", else the device."""
+    return "cpu" if name.endswith("-small") else device
+
+
 def problem_of(name, device):
     """Returns the problem of a model's name on a device."""
-    return PROBLEMS["cpu" if name.endswith("-small") else device][name.split("-")[0]]
+    return PROBLEMS[size_of(name, device)][name.split("-")[0]]
 
 
 def build(name, dtype, device):
@@ -59,7 +64,7 @@ def build(name, dtype, device):
     import comfy.supported_models
 
     class_name, options, sizes = CONFIGS[name.split("-")[0]]
-    config = getattr(comfy.supported_models, class_name)({**options, **sizes["cpu" if name.endswith("-small") else device]})
+    config = getattr(comfy.supported_models, class_name)({**options, **sizes[size_of(name, device)]})
     config.set_inference_dtype(dtype, None)
     place = comfy.model_management.get_torch_device()
     model = config.get_model({}, device=place)
@@ -89,20 +94,20 @@ def randomize(module, device):
         weight.data.copy_(value)
 
 
-def sample(patcher, name, device, steps=None):
-    """Returns the latents that ComfyUI's KSampler makes."""
+def sample(patcher, name, device, steps):
+    """Returns the latents that ComfyUI's KSampler makes in this number of steps."""
     import comfy.sample
     import torch
 
     kind = name.split("-")[0]
-    edge, tokens, default_steps = problem_of(name, device)
+    edge, tokens, _ = problem_of(name, device)
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape):
         return torch.randn(*shape, generator=generator)
 
     _, _, all_sizes = CONFIGS[kind]
-    sizes = all_sizes["cpu" if name.endswith("-small") else device]
+    sizes = all_sizes[size_of(name, device)]
     width = sizes[{"sdxl": "context_dim", "flux": "context_in_dim", "qwen": "joint_attention_dim"}[kind]]  # of the text's embedding
     options = {"pooled_output": randn(1, sizes["vec_in_dim"] if kind == "flux" else 1280)}  # 1280: SDXL's
     if name == "flux-mask":  # as a style model sets it: an additive mask over text and image tokens
@@ -116,5 +121,5 @@ def sample(patcher, name, device, steps=None):
     noise, latent = randn(*shape), torch.zeros(*shape)
     cfg, scheduler = (5.0, "normal") if kind == "sdxl" else (1.0, "simple")
     return comfy.sample.sample(
-        patcher, noise, steps or default_steps, cfg, "euler", scheduler, positive, negative, latent, disable_pbar=True, seed=1
+        patcher, noise, steps, cfg, "euler", scheduler, positive, negative, latent, disable_pbar=True, seed=1
     ).float()

@@ -188,8 +188,9 @@ def memory_efficient():
 def measure(patcher, name, device, path, reference):
     """Samples with one path. Returns its row."""
     patcher, context, counts = path(patcher)
+    steps = problem_of(name, device).steps
     with context:
-        return timed(lambda: sample(patcher, name, device), problem_of(name, device).steps, device, counts, reference)
+        return timed(lambda: sample(patcher, name, device, steps), steps, device, counts, reference)
 
 
 def timed(run, steps, device, counts, reference):
@@ -199,7 +200,6 @@ def timed(run, steps, device, counts, reference):
     row = {}
     if device == "cuda":
         run()  # compiles, and fills caches
-        counts()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
@@ -258,10 +258,11 @@ def dtypes(device):
     import torch
 
     patcher = build("sdxl-small", torch.bfloat16, device)
-    expected = sample(patcher, "sdxl-small", device)
+    steps = problem_of("sdxl-small", device).steps
+    expected = sample(patcher, "sdxl-small", device, steps)
     _, attention = node_package()
     attention.counts.clear()
-    found = sample(with_node(patcher), "sdxl-small", device)
+    found = sample(with_node(patcher), "sdxl-small", device, steps)
     calls = dict(attention.counts)
     problem = None if calls and not calls.get("ran") and torch.equal(found, expected) else f"expected ComfyUI's own result: {calls}"
     return [{"model": "SDXL, small, bfloat16", "path": "node", "calls": calls, "problem": problem}]
@@ -352,7 +353,7 @@ def run_worker(worker, folder, device, dtype, models, shared, result):
         # comfy_kitchen's rotary embedding refuses fp64. ComfyUI's own, for training, takes it and computes in fp32.
         comfy.model_management.in_training = EXACT[dtype] == "float64"
         for name in names:
-            torch.save(sample(exact, name, device), Path(shared, f"{name}.pt"))
+            torch.save(sample(exact, name, device, problem_of(name, device).steps), Path(shared, f"{name}.pt"))
         comfy.model_management.in_training = False
 
     def compare(kind, names):

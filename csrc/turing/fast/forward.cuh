@@ -18,7 +18,7 @@
 // j, the second step j - 1 and the scores of step j. So the span of step j + 1 is stored, and the slot of step j - 1 is free.
 //
 //   unit              what 1 in an integer product is worth as a score, log2 units: q's scale times k's
-//   kScaleKeys        64 keys, of which those of lanes with the same lane % 4 share one of kScales (four) scales
+//   kScaleKeys        64 keys, a block with kScales (four) scales: the keys of lanes with the same lane % 4 share one
 //   span, piece       Span keys, which a step computes; 16 bytes that a thread moves: a chunk (8 columns, kChunk) of V or 16 codes
 //   r, mt, t          one of a lane's rows, 8 apart; a tile of 16 rows, two of these; a tile of 8 keys
 //   State, Sources    rows' scales and references; addresses of K and V: in registers or in shared memory (state.cuh)

@@ -4,7 +4,7 @@
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh). A
 // chunk is eight fp16 elements (16 bytes) of a row.
 //
-//   kScoreChunks, kScoreRowBytes  chunks and bytes of a row of dS^T, of which the first S::kStep elements count
+//   kScoreChunks, kScoreRowBytes  chunks and bytes of a row of dS^T, whose first S::kStep elements count
 //   kTileFloats, kLineFloats  floats of a tile of the accumulator, and of one of its eight lines, one for each v (DqAccumulator)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
 //   u, v              number of the warp's unit of columns; a lane's element (0 to 7) of its 8x8 product

@@ -115,7 +115,7 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
 }
 
 // Calls f(row, column, x, y) for each two neighbors of a row in a warp's gradient, times `factor`. first_row, block: its first row
-// and its first block of 32 columns, of which it has every BlockStep-th. score_own() and column_in_block() place a lane's elements.
+// and block of 32 columns. It has every BlockStep-th block from there. score_own() and column_in_block() place a lane's elements.
 template <int BlockStep, int M, int J, class F>
 __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float factor, int first_row, int block, F f) {
     const Lane lane(remat_thread_index() & 31);  // else the lane is kept, or spilled, from the kernel's first use on

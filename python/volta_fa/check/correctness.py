@@ -357,7 +357,7 @@ def _check_indexer(record: _Record, target: Target, variant: dict[str, Any]) -> 
     for name, arguments, exact, allowed in sparse_cases.indexer_problems(variant, record.seed):
         of_problem = replace(record, problem=name)
         on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
-        runs = _twice(record, target, lambda: {"logits": torch.ops.volta_fa.indexer_logits(**on_device)}, variant)
+        runs = _twice(of_problem, target, lambda: {"logits": torch.ops.volta_fa.indexer_logits(**on_device)}, variant)
         of_problem.error(sparse_cases.indexer_error(runs[0]["logits"], exact, allowed))
         of_problem.same_bits(*runs)
 
@@ -376,8 +376,8 @@ def _check_merge(record: _Record, target: Target, variant: dict[str, Any]) -> No
         merge = torch.ops.volta_fa.merge_attention_states
         expected = merge(states[0].double(), states[1], states[2].double(), states[3])
         on_device = [t.to(target.device) for t in states]
-        runs = _twice(record, target, lambda: dict(zip(("out", "softmax_lse"), merge(*on_device))))
         of_problem = replace(record, problem=f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}")
+        runs = _twice(of_problem, target, lambda: dict(zip(("out", "softmax_lse"), merge(*on_device))))
         of_problem.same_bits(*runs)
         for (name, value), exact in zip(runs[0].items(), expected):
             allowed = (2 * torch.finfo(dtype).eps if name == "out" else 2**-21) * (1 + tolerance.largest(exact[exact.isfinite()]))

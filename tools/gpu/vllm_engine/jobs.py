@@ -35,6 +35,8 @@ _FEW_PAGES = {"kv_cache_memory_bytes": 160 << 20, "disable_log_stats": False}
 #: 23 MiB are 5,000 tokens of deepseek.
 _FEW_LATENTS = {"kv_cache_memory_bytes": 23 << 20, "disable_log_stats": False}
 _MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False}
+#: Decode context parallelism of two ranks, which exchange partial results by all-to-all.
+_DCP = {"decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"}
 #: 0.26.0 has no int8 cache, no class for Qwen3.5 without images, and refuses Gemma 3 without images too.
 #: Jobs of Gemma 4, PaliGemma 2 and Molmo 2 are 0.33.0's.
 _NOT_0_26 = ("qwen3.5", "qwen3-next", "deepseek-int8", "gemma3-text", "gemma4", "paligemma2", "molmo2")
@@ -200,7 +202,7 @@ def sinks_jobs() -> list[dict]:
     """Returns the jobs of sinks with decode context parallelism. It has no windows, so no layer may fall back to the model's."""
     plain = _EAGER | {"hf_overrides": {"sliding_window": None}}
     two = plain | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "worker_cls": "one_gpu.Worker"}
-    shared = two | {"decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"}
+    shared = two | _DCP
     gathered = shared | {"dcp_comm_backend": "ag_rs", "cp_kv_cache_interleave_size": 16}
     found = pair("sinks", "sinks", engine=plain)
     return [*found, job("dcp-sinks-custom", "sinks", OURS, engine=shared), job("dcp-sinks-ag-custom", "sinks", OURS, engine=gathered)]
@@ -290,7 +292,6 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
     found += pair("two-gpus", "llama64", gpus=2, engine=two)
     # Decode context parallelism splits the cache of mqa's one KV head. TRITON_ATTN has none, so its job runs without. The other
     # communication backend, ag_rs, needs a function of NCCL that torch 2.11's lacks (ncclCommSuspend).
-    shared = {"decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"}
-    found += [job("dcp-custom", "mqa", OURS, gpus=2, engine=two | shared), job("dcp-triton", "mqa", TRITON, gpus=2, engine=two)]
-    found += [job("dcp-graph-custom", "mqa", OURS, gpus=2, engine=two | shared | {"enforce_eager": False})]
+    found += [job("dcp-custom", "mqa", OURS, gpus=2, engine=two | _DCP), job("dcp-triton", "mqa", TRITON, gpus=2, engine=two)]
+    found += [job("dcp-graph-custom", "mqa", OURS, gpus=2, engine=two | _DCP | {"enforce_eager": False})]
     return [{"version": version, **j} for j in found]

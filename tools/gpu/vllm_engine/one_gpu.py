@@ -1,6 +1,6 @@
-"""A worker of vLLM that shares its GPU: the engine argument `worker_cls="one_gpu.Worker"` runs all ranks on the first GPU.
+"""A worker of vLLM 0.33 that shares its GPU: the engine argument `worker_cls="one_gpu.Worker"` (jobs.py) runs all ranks on the first GPU.
 
-NCCL refuses two ranks on a GPU. So their tensors go through the host, by gloo, which CUDA graphs cannot capture.
+NCCL refuses two ranks on a GPU. So their tensors go through the host, by gloo. CUDA graphs cannot capture that: engines run eager only.
 """
 
 import torch
@@ -11,7 +11,7 @@ from vllm.v1.worker import gpu_worker
 
 
 class Communicator(DeviceCommunicatorBase):
-    """What tensor and decode context parallelism call. Sums in float32."""
+    """What tensor and decode context parallelism call. Sums in float32, because gloo rounds a sum of float16 after each rank's part."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         total = input_.float().cpu()
@@ -28,10 +28,10 @@ class Communicator(DeviceCommunicatorBase):
         return self.all_reduce(input_).chunk(self.world_size, dim)[self.rank_in_group].contiguous()
 
 
-def _all_to_all_single(output: torch.Tensor, input_: torch.Tensor, group=None, async_op: bool = False):
-    """Replaces PyTorch's in vLLM's dcp_a2a_lse_reduce, which waits for the returned work."""
+def _all_to_all_single(output: torch.Tensor, input_: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool):
+    """Replaces PyTorch's in vLLM's dcp_a2a_lse_reduce, which passes async_op=True and waits for the returned work."""
     received = torch.empty_like(output, device="cpu")
-    work = dist.distributed_c10d.all_to_all_single(received, input_.cpu(), group=group, async_op=True)
+    work = dist.distributed_c10d.all_to_all_single(received, input_.cpu(), group=group, async_op=async_op)
     work.wait()
     output.copy_(received)
     return work

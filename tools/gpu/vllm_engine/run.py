@@ -21,6 +21,8 @@ from pathlib import Path
 import compare
 from jobs import FORK, NEWEST, jobs
 
+#: Kinds of jobs that start `vllm serve` (load.py). The others run in an engine (engine.py).
+SERVED = ("load", "server")
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
 #: FlashAttention 3's library, which prepare.py packs for some versions.
@@ -68,7 +70,7 @@ def environment(job: dict, work: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "2",
         "PYTHONUNBUFFERED": "1",
     }
-    if job["kind"] not in ("load", "server"):
+    if job["kind"] not in SERVED:
         # the engine then runs in engine.py's own process
         fixed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return {**os.environ, **fixed, **job.get("env", {})}
@@ -90,7 +92,7 @@ class Job:
     def __init__(self, job: dict, options) -> None:
         self.job, self.begin = job, time.time()
         files = files_of(job, options)
-        script = "load.py" if job["kind"] in ("load", "server") else "engine.py"
+        script = "load.py" if job["kind"] in SERVED else "engine.py"
         command = [sys.executable, str(HERE / script), *map(str, files[:2]), str(options.work / "models")]
         if job["kind"] == "load":
             command += ["--minutes", str(options.minutes)]
@@ -145,7 +147,7 @@ def main() -> int:
     versions = options.versions or [path.name.removeprefix("vllm-") for path in sorted(options.work.glob("vllm-[0-9]*"), reverse=True)]
     found = [j for v in versions for j in jobs(v, (options.work / f"vllm-{v}/{FA3}").exists())]
     found = [job for job in found if not options.only or job["name"] in options.only]
-    found.sort(key=lambda job: job["kind"] not in ("load", "server"))  # servers first: they take longest
+    found.sort(key=lambda job: job["kind"] not in SERVED)  # servers first: they take longest
     gpus = max(torch.cuda.device_count(), 1)
     for job in found:
         if job.get("gpus", 1) > gpus:
