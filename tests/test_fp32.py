@@ -108,6 +108,16 @@ def test_full_precision(backend, case, gpu):
     check(backend, case)
 
 
+@on_cases((FP32_KERNELS, [Case(2, 4096, 64, batch=1, nheads=1), Case(2, 2048, 512, batch=1, nheads=1)]))
+def test_small_probabilities_after_a_large_one(backend, case, gpu):
+    """Thousands of probabilities count that are each below half a unit in the last place of a sum with the largest."""
+    (q, k, v, _), options = case.problem(backend)
+    k /= 100
+    k[:, 0] = 18 * case.headdim**0.5 * q[:, 0] / q[:, 0].square().sum(-1, keepdim=True)  # query 0: 18 for key 0, others near 0
+    out, *_ = backend.forward_and_state(q, k, v, **options)
+    assert reference.max_error(out, reference.forward(q, k, v, **options).out) <= 4e-6  # without compensated sums 3e-5
+
+
 @on_cases((FP32_KERNELS, [*CASES[:4], Case(40, 50, 256), Case(40, 70, 64, dropout_p=0.0, softcap=5.0)]))
 def test_reduced_precision(backend, case, precision):
     precision("high")

@@ -110,6 +110,27 @@ struct AppliedFunction {
     __device__ __forceinline__ float operator()(float score) const { return score; }
 };
 
+// Softmax state of a lane's rows, with Kahan's summation. Most of thousands of probabilities may be below half a unit in the last
+// place of a sum that already has the largest: added one by one they would round away, and lse would be off by 1e-5. Kernels of
+// many columns that also have score features have no registers for it.
+constexpr bool kCompensates = HEADDIM <= 128 || !kGeneric;
+template <class Layout>
+struct CompensatedRows : SoftmaxRows<Layout, 1> {
+    float lost[Layout::kRows] = {};  // what rounding took from each row's sum
+
+    // Adds x to the sum of row r.
+    __device__ __forceinline__ void add(int r, float x) {
+        float& sum = this->row[0][r].sum;
+        if constexpr (!kCompensates) {
+            sum += x;
+            return;
+        }
+        const float addend = x + lost[r], next = sum + addend;
+        lost[r] = addend - (next - sum);
+        sum = next;
+    }
+};
+
 // Turns the products s of a step into probabilities. Bits::kHidesAll: a block-sparse mask, whose bits then also hide what lengths,
 // causal masks and windows hide. Rescales the output `o` where row maxima move. `row`: the warp's first. unmasked.contains(key):
 // all of the warp's rows see the step from `key` on, so it needs no mask.
@@ -119,7 +140,7 @@ template <class Family, class Steps, class Bits, class Output>
 __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout, 1, 1> (&s)[Family::kTiles], const FwdParams& p,
                                                  const Problem& problem, const UnmaskedKeys<kStep>& unmasked, const Steps& keys,
                                                  Bits& bits, const int& row, const float& scale,
-                                                 SoftmaxRows<typename Family::Layout, 1>& softmax, Output& o) {
+                                                 CompensatedRows<typename Family::Layout>& softmax, Output& o) {
     using Layout = typename Family::Layout;
     const int key = keys.first();
     // Computed again at each use, from special registers that remat_*() read again (ptx.cuh): it holds no registers in between.
@@ -156,18 +177,27 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
     for (int i = 0; i < Family::kTiles; i++) exceeds = s[i].needs_rescale(softmax, exceeds);
     if (exceeds) {
         const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, scale);
+        const auto rescale_row = rescale_output<Layout>(o);
+        const auto rescale = [&](int mt, int r, float factor) {
+            rescale_row(mt, r, factor);
+            softmax.lost[r] *= factor;
+        };
         // one tile after the other: the maxima only rise
 #pragma unroll
         for (int i = 0; i < Family::kTiles; i++)
-            s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale_output<Layout>(o));
+            s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
     }
+    float sums[Layout::kRows] = {};  // of the step
 #pragma unroll
     for (int i = 0; i < Family::kTiles; i++)
 #pragma unroll
         for (int v = 0; v < Layout::kElements; v++) {
             float& x = s[i].tile[0][0][v];
-            x = softmax.row[0][Layout::row_of(v)].probability(x, scale);
+            x = exp2_approx(fmaf(x, scale, -softmax.row[0][Layout::row_of(v)].row_max));
+            sums[Layout::row_of(v)] += x;
         }
+#pragma unroll
+    for (int r = 0; r < Layout::kRows; r++) softmax.add(r, sums[r]);
     if (kHasDropout && p.score_options.rng_state) {
         // one Philox call decides all of a lane's scores: two rows, four apart, by four keys
         const typename Layout::Lane lane(remat_lane());
@@ -283,7 +313,7 @@ struct Forward {
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
         const UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         const float scale = kGeneric ? 1.f : problem.scale_log2;
-        SoftmaxRows<Layout, 1> softmax;
+        CompensatedRows<Layout> softmax;
         typename Family::template Output<HEADDIM> o = {};
 
         tiles.load(keys.first());
@@ -413,7 +443,7 @@ struct WideForward {
                         static_cast<unsigned>(p.v.row_stride), key_end};
         const UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);  // as in Forward
         const float scale = kGeneric ? 1.f : problem.scale_log2;
-        SoftmaxRows<Layout, 1> softmax;
+        CompensatedRows<Layout> softmax;
         typename Family::template Output<kColumns> o = {};
 
         tiles.load_k(0, keys.first());
