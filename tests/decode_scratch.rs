@@ -7,7 +7,7 @@
 
 use volta_fa::kernels::{image, CacheFormat};
 use volta_fa::launch::bytes_of;
-use volta_fa::params::{DecodeParams, Operand, Output};
+use volta_fa::params::{DecodeParams, Divisor, Operand, Output};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
 use volta_fa::problem::{Attention, Cache, CacheLayout, Keys};
 use volta_sim::{Extent, Launch, Module, Schedule};
@@ -66,6 +66,7 @@ impl Call {
         p.softmax_lse = lse.as_mut_ptr().cast();
         (p.cache.k, p.cache.v, p.cache.entries, p.cache.rows) = (cache(&self.k), cache(&self.v), 1, TOKENS as i32);
         p.problem = plan::problem_block(&attention(), 1); // of one batch entry
+        p.group = Divisor::new(HEADS as i32); // all query heads share the one KV head
         p.max_rows = i32::MAX; // no sequence has too many rows
         (p.partials, p.semaphores, p.launch_id) = (self.partials.as_mut_ptr(), self.semaphores.as_mut_ptr(), launch_id);
         let extent = |name, ptr: *mut u8, len, read_only| Extent { name, ptr, len, read_only, exchanged: false };

@@ -3,6 +3,7 @@
 //! kernels of one architecture: volta (sm_70), turing (sm_75).
 
 use volta_fa::kernels::{self, Pass, Variant};
+use volta_fa::params::Divisor;
 
 /// Offset of parameters in constant bank 0 for compute capability 7.x, after the driver's own data.
 const PARAMETERS: usize = 0x160;
@@ -32,6 +33,19 @@ fn parameter_sizes_match_cubins() {
         let block = v.params();
         assert_eq!(bytes - PARAMETERS, kernels::params_bytes(block), "{}: {}", v.name, block.name());
         assert!((1..=4096).contains(&kernels::params_bytes(block)), "{}: the constant bank has 4096 bytes for parameters", v.name);
+    }
+}
+
+/// Kernels divide exactly by a [`Divisor`] of their parameters: `quotient` in csrc/divisor.cuh.
+#[test]
+fn divisors_are_exact() {
+    let quotient = |n: i32, d: &Divisor| ((n as u64 * u64::from(d.factor)) >> d.shift) as i32;
+    for divisor in (1..=130).chain([1000, 1023, 1024, 1025, 65_535, 65_536, 1 << 30, i32::MAX - 1, i32::MAX]) {
+        let d = Divisor::new(divisor);
+        let multiples = [1, 2, 3, 1000, i32::MAX / divisor].map(|m: i32| m.saturating_mul(divisor));
+        for n in multiples.into_iter().flat_map(|n| [n - 1, n, n.saturating_add(1)]).chain([0, i32::MAX]) {
+            assert_eq!(quotient(n, &d), n / divisor, "{n} / {divisor}");
+        }
     }
 }
 

@@ -101,7 +101,8 @@ private:
     using Exchange = ScoreExchange<kStepTiles * RowTiles>;  // adds the scores of two column groups; does nothing for one
     using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
-    // Whether the loads of the first keys and values precede those of Q, so that DRAM starts about a thousand cycles earlier.
+    // Whether the loads of the first keys and values precede those of Q, so that DRAM starts about a thousand cycles earlier. With
+    // one column group this takes 25 more registers.
     static constexpr bool kKeysFirst = kColumnGroups > 1 && !kCooperative && !kStaged;
 
 public:
@@ -527,12 +528,12 @@ private:
     template <int Unrolled, class F>
     __device__ __forceinline__ static void each_query(const DecodeParams& p, const WorkTile& s, int first_row, F f) {
         const typename Layout::Lane lane;
-        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads of a KV head
 #pragma unroll Unrolled
         for (int mt = 0; mt < RowTiles; mt++) {
             const int row = first_row + 8 * mt + Layout::query_row(lane), packed = s.row + row;
-            const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.q_offset + packed / group) * p.q.row_stride +
-                                         (s.head_k * group + packed % group) * p.q.head_stride;
+            const int query = quotient(packed, p.group), head = packed - query * p.group.divisor;
+            const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.q_offset + query) * p.q.row_stride +
+                                         (s.head_k * p.group.divisor + head) * p.q.head_stride;
 #pragma unroll
             for (int j = 0; j < kKeyLoads; j++) {
                 const int column = first_column() + Keys<kKeyLoads>::of(32 * j + Layout::key_column(lane));

@@ -3,16 +3,17 @@
 // constants of a decode kernel that follow from its row in src/kernels. Included by all decode headers.
 //
 // The query rows of a sequence that read one KV head are packed: row r is query r / group of head r % group, where group =
-// nheads / nheads_k. Up to BLOCK_ROWS of them are a row tile. The tokens that a row tile sees are a number of steps
+// nheads / nheads_k is p.group. Up to BLOCK_ROWS of them are a row tile. The tokens that a row tile sees are a number of steps
 // (kStepTokens tokens each). All row tiles in the order of sequences, heads and rows form one line of steps. Each block takes
 // an equal contiguous range of it. So a block shares at most two row tiles with other blocks: its first and its last.
 //
-// The build defines macros from the kernel's row in src/kernels: HEADDIM, HEADDIM_V, the cache's formats, BLOCK_ROWS (packed query
-// rows of a row tile), THREADS (of a block) and STEP: rows of a warp, or of MLA the rows of output that shared memory holds at a
-// time (volta/decode/mla.cuh).
+// The build defines macros from the kernel's row in src/kernels: HEADDIM, HEADDIM_V, the cache's formats, IS_LATENTS (keys and
+// values are one latent: MLA), BLOCK_ROWS (packed query rows of a row tile), THREADS (of a block), BLOCKS_PER_SM (resident) and
+// STEP: rows of a warp, or of MLA the rows of output that shared memory holds at a time (volta/decode/mla.cuh).
 #pragma once
 
 #include "cache.cuh"
+#include "divisor.cuh"
 #include "mask.cuh"
 
 namespace decode {
@@ -37,18 +38,40 @@ constexpr int kTileTokens = 8;
 // at headdim 256 has one, because it is staged (staged_loader.cuh).
 constexpr int kTileBytes = kTileTokens * (HEADDIM * KeyInfo::kBits + HEADDIM_V * ValueInfo::kBits) / 8;
 constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kKeyZeroPoints);
-// Two tiles also pay where four warps share bf16 steps of few columns: instructions are the limit there, and the two share those
-// that a step needs once.
+// Latents have two tiles (volta/decode/mla.cuh). Two also pay where four warps share bf16 steps of few columns: instructions are
+// the limit there, and the two share those that a step needs once.
 constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
-constexpr int kStepTiles = (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
+constexpr int kStepTiles = IS_LATENTS || (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
 constexpr int kStepTokens = kTileTokens * kStepTiles;
 // int4 steps have still fewer bytes, so a warp loads further steps while it computes one (staged_loader.cuh). Kernels with 16
 // rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop already fills most of the instruction
 // cache.
 constexpr bool kStaged = kKeyZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
-// Minimum steps per block, on average, which limits the blocks that get work. With fewer, combining partials costs more than
-// another block saves. Steps of 512 columns take longer.
-constexpr int kMinSteps = HEADDIM_V == 512 ? 8 : 16;
+// Fewest steps of a block, on average, where an SM has one block, and where it has several. They limit the blocks that get work:
+// with fewer steps, combining partials costs more than another block saves.
+constexpr int kMinSteps = (IS_LATENTS ? 32 : 64) / kStepTokens, kMinStepsOfSeveral = kStepTiles == 1 ? 16 : 12;
+
+// Quotient of two positive numbers, for choices that need not be exact: a tenth of the instructions of a division.
+__device__ __forceinline__ int about_quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
+
+// Returns the number of blocks that get work, at most gridDim.x, from `steps` (not 0) in `tiles` row tiles. The grid has
+// BLOCKS_PER_SM blocks for each SM, and SMs get equal numbers of blocks. `steps_each`: of the first sequence's row tiles. If all
+// have as many, and these are few, each row tile gets whole blocks, because a block with parts of two row tiles begins and ends
+// twice: unless some SM would then have kMoreSteps more than the average. A row tile gets no more blocks than shorten the longest.
+__device__ __forceinline__ int working_blocks(long long steps, int tiles, int steps_each) {
+    constexpr int kMoreSteps = 8, kFewSteps = 64;
+    const int sms = gridDim.x / BLOCKS_PER_SM;
+    int blocks = sms, of_sm = 1;
+#pragma unroll
+    for (int n = 2; n <= BLOCKS_PER_SM; n++)
+        if (steps >= static_cast<long long>(n) * kMinStepsOfSeveral * sms) blocks = n * sms, of_sm = n;
+    if (of_sm == 1) blocks = static_cast<int>(min(static_cast<long long>(sms), (steps + kMinSteps - 1) / kMinSteps));
+    if (tiles > blocks || static_cast<long long>(tiles) * steps_each != steps) return blocks;
+    const int longest = about_quotient(steps_each - 1, about_quotient(blocks, tiles)) + 1;
+    const int whole = tiles * (about_quotient(steps_each - 1, longest) + 1);
+    const bool is_even = (whole > sms ? of_sm : 1) * longest * sms - steps <= kMoreSteps * sms;
+    return longest <= kFewSteps && whole <= blocks && is_even ? whole : blocks;
+}
 
 // Row tiles of one sequence.
 struct SequenceWork {
@@ -58,7 +81,7 @@ struct SequenceWork {
     bool valid;  // false: its lengths, from GPU memory, are impossible
 
     __device__ __forceinline__ SequenceWork(const DecodeParams& p, int batch, const CacheSeqlenInfo& sequence) {
-        const int rows = sequence.seqlen_q() * (p.problem.nheads / p.problem.nheads_k);
+        const int rows = sequence.seqlen_q() * p.group.divisor;
         const Mask mask(p.problem, sequence.seqlen_q(), sequence.seqlen_k());
         valid = sequence.valid();
         first = mask.key_first(0) / kStepTokens * kStepTokens;
@@ -82,6 +105,18 @@ struct WorkTile {
     bool exists;  // false: the block is done
 };
 
+// Returns the sum of x over this lane and the lanes before it.
+template <class Number>
+__device__ __forceinline__ Number inclusive_sum(Number x) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const Number before = __shfl_up_sync(~0u, x, distance);
+        if (lane >= distance) x += before;
+    }
+    return x;
+}
+
 // Returns the first sequence from `batch` on that has row tiles. All lanes of a warp call it together.
 __device__ __forceinline__ int next_sequence(const DecodeParams& p, int batch) {
     const int lane = threadIdx.x & 31;
@@ -102,60 +137,52 @@ class TileScheduler {
     long long position_, end_, total_;  // in steps of the line: the block's position, its end; all steps
     int blocks_;  // blocks that have work
     int batch_, row_tile_, step_;  // what position_ is in
-    long long warp_totals_[THREADS / 32];  // steps of the sequences of each warp's threads
 
     // Returns the block that computes this step: the last whose range, from block * total_ / blocks_ on, begins at or before it.
     __device__ __forceinline__ int block_of(long long step) const { return static_cast<int>(((step + 1) * blocks_ - 1) / total_); }
 
 public:
-    // Finds the block's first work tile by a prefix sum over the sequences. All threads call it together. Returns false if this
-    // thread met a sequence whose rows of q are unknown (invalid cu_seqlens_q): then block.cuh has to search the rows of
-    // q that belong to no sequence, which become NaN.
+    // Finds the block's first work tile by a prefix sum over the sequences. Only the block's first warp calls it: code that runs
+    // once is not in its instruction cache yet, and several warps would fetch it several times. Returns false if the rows of q of a
+    // sequence are unknown (invalid cu_seqlens_q): then block.cuh has to search those that belong to no sequence, which become NaN.
     __device__ __forceinline__ bool begin(const DecodeParams& p) {
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        const int each = (p.problem.batch + THREADS - 1) / THREADS;
-        const int first = min(threadIdx.x * each, p.problem.batch), last = min(first + each, p.problem.batch);
+        const int lane = threadIdx.x;
+        const int each = (p.problem.batch + 31) / 32;
+        const int first = min(lane * each, p.problem.batch), last = min(first + each, p.problem.batch);
         bool has_queries = true;
-        long long thread_steps = 0;
+        long long lane_steps = 0;
+        int lane_tiles = 0, tile_steps = 1;  // row tiles; steps of each row tile of the lane's last sequence
+#pragma unroll 1
         for (int batch = first; batch < last; batch++) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch);
             const SequenceWork work(p, batch, sequence);
-            thread_steps += static_cast<long long>(work.row_tiles) * work.steps;
+            lane_tiles += work.row_tiles;
+            tile_steps = work.steps;
+            lane_steps += static_cast<long long>(work.row_tiles) * work.steps;
             has_queries &= sequence.has_queries();
         }
-        long long until = thread_steps;  // inclusive prefix sum
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const long long before = __shfl_up_sync(~0u, until, distance);
-            if (lane >= distance) until += before;
-        }
-        if (lane == 31) warp_totals_[warp] = until;
-        if (threadIdx.x == 0) position_ = end_ = 0;
-        __syncthreads();
-        long long total = 0;
-#pragma unroll
-        for (int w = 0; w < THREADS / 32; w++) {
-            if (w < warp) until += warp_totals_[w];
-            total += warp_totals_[w];
-        }
+        has_queries = __all_sync(~0u, has_queries);
+        const long long until = inclusive_sum(lane_steps), total = __shfl_sync(~0u, until, 31);
+        if (lane == 0) position_ = end_ = 0;
+        __syncwarp();
         if (total == 0) return has_queries;
-        const int blocks = static_cast<int>(min(static_cast<long long>(gridDim.x), (total + kMinSteps - 1) / kMinSteps));
+        const int tiles = __shfl_sync(~0u, inclusive_sum(lane_tiles), 31);
+        const int blocks = working_blocks(total, tiles, __shfl_sync(~0u, tile_steps, 0));
         const long long start = blockIdx.x * total / blocks;
-        // Exactly one thread has the sequence in which this block starts.
-        if (blockIdx.x < blocks && until - thread_steps <= start && start < until) {
-            long long left = start - (until - thread_steps);
+        // Exactly one lane has the sequence in which this block starts.
+        if (blockIdx.x < blocks && until - lane_steps <= start && start < until) {
+            long long left = start - (until - lane_steps);
             int batch = first;
-            while (true) {
+            while (each > 1) {
                 const SequenceWork work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
                 const long long sequence_steps = static_cast<long long>(work.row_tiles) * work.steps;
-                if (left < sequence_steps) {
-                    row_tile_ = static_cast<int>(left / work.steps);
-                    step_ = static_cast<int>(left % work.steps);
-                    break;
-                }
+                tile_steps = work.steps;
+                if (left < sequence_steps) break;
                 left -= sequence_steps;
                 batch++;
             }
+            row_tile_ = static_cast<int>(left / tile_steps);
+            step_ = static_cast<int>(left % tile_steps);
             batch_ = batch;
             total_ = total;
             blocks_ = blocks;
@@ -166,34 +193,40 @@ public:
     }
 
     // Writes the next work tile to `tile`, which is in shared memory, and moves past it. Only the block's first warp calls it: all
-    // lanes compute the same, and lane 0 stores it.
+    // lanes compute the same, and lane 0 stores it. Other lanes may read it after a __syncwarp().
     __device__ __forceinline__ void next(const DecodeParams& p, WorkTile& tile) {
+        __syncwarp();  // begin() or the last call has written
         WorkTile s;
         s.exists = position_ < end_;
         if (s.exists) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch_);
             const SequenceWork work(p, batch_, sequence);
-            const int group = p.problem.nheads / p.problem.nheads_k, rows = sequence.seqlen_q() * group;
+            const int rows = sequence.seqlen_q() * p.group.divisor;
             const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
             const int row_tile = row_tile_, step = step_;
             const long long begin = position_ - step;  // where the row tile begins on the line
             const int until = static_cast<int>(min(step + (end_ - position_), static_cast<long long>(work.steps)));
             s.batch = batch_;
-            s.head_k = row_tile / tiles;
-            s.row = row_tile % tiles * BLOCK_ROWS;
+            s.head_k = tiles > 1 ? row_tile / tiles : row_tile;  // a branch, because a division takes many instructions
+            s.row = (row_tile - s.head_k * tiles) * BLOCK_ROWS;
             s.rows = min(rows - s.row, BLOCK_ROWS);
             s.seqlen_q = sequence.seqlen_q();
             s.seqlen_k = sequence.seqlen_k();
             s.q_offset = sequence.q_offset();
             s.k_offset = sequence.k_offset();
             s.valid = work.valid;
-            s.first_block = block_of(begin);
-            s.blocks = block_of(begin + work.steps - 1) - s.first_block + 1;
-            // The caller's num_splits limits the splits of a row tile: its steps form groups of `chunk`, and a group goes
-            // whole to the block whose range has its last step. Without a limit a group is one step.
-            const int chunk = p.num_splits > 0 ? (work.steps + p.num_splits - 1) / p.num_splits : 1;
-            s.first = min(work.first + step / chunk * chunk * kStepTokens, work.end);
-            s.end = until == work.steps ? work.end : min(work.first + until / chunk * chunk * kStepTokens, work.end);
+            s.first_block = step == 0 ? blockIdx.x : block_of(begin);
+            s.blocks = (until == work.steps ? blockIdx.x : block_of(begin + work.steps - 1)) - s.first_block + 1;
+            int first_step = step, end_step = until;
+            if (p.num_splits > 0) {
+                // The caller limits the splits of a row tile: its steps form groups of `chunk`, and a group goes whole to the
+                // block whose range has its last step.
+                const int chunk = (work.steps + p.num_splits - 1) / p.num_splits;
+                first_step = step / chunk * chunk;
+                end_step = until / chunk * chunk;
+            }
+            s.first = min(work.first + first_step * kStepTokens, work.end);
+            s.end = until == work.steps ? work.end : min(work.first + end_step * kStepTokens, work.end);
             if ((threadIdx.x & 31) == 0) tile = s;  // early, because kernels that use all registers have none to hold it
             __syncwarp();
             int batch = s.batch, next_row_tile = row_tile, next_step = until;

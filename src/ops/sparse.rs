@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::launch::{bytes_of, Launcher, SCRATCH};
 use crate::log;
 use crate::options::Options;
-use crate::params::{self, CacheFormat, DecodeParams, SparseMlaParams};
+use crate::params::{self, CacheFormat, DecodeParams, Divisor, SparseMlaParams};
 use crate::plan;
 use crate::problem::{self, Attention, Backend, DType};
 use crate::tensor::{self, describe, operand, output, read_range, readable, written_range, Absent};
@@ -188,6 +188,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
                 softmax_lse: at(&softmax_lse, first * a.nheads),
                 cache,
                 problem,
+                group: Divisor::new(problem.nheads / problem.nheads_k),
                 lengths: no_lengths,
                 score_options,
                 max_rows: i32::MAX,

@@ -2,7 +2,7 @@
 //! and indexer.rs fill them. A latent is one vector per token: key and value of all heads (multi-head latent attention, MLA).
 
 use super::cache::{Cache, CacheScales};
-use super::shared::{Lengths, Operand, Output, Problem, ScoreOptions};
+use super::shared::{Divisor, Lengths, Operand, Output, Problem, ScoreOptions};
 
 /// Parameter block of the decode kernels: attention of few queries per sequence over a KV cache.
 #[repr(C)]
@@ -18,6 +18,8 @@ pub struct DecodeParams {
     pub cache: Cache,
     /// Sizes, window and scale; seqlen_k is the maximum for a sequence of the cache.
     pub problem: Problem,
+    /// Query heads of a KV head.
+    pub group: Divisor,
     /// Kernels read cu_seqlens_q and total_q.
     pub lengths: Lengths,
     /// Kernels read the score function, ALiBi and sinks, those with a tree (a mask of draft tokens) also the bias.

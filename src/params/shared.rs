@@ -30,6 +30,27 @@ pub struct Output {
     pub head_stride: i64,
 }
 
+/// Divides by multiplication: `n / divisor` is `n * factor >> shift` for `0 <= n < 2^31` (Granlund and Montgomery 1994). Kernels divide by it
+/// (csrc/divisor.cuh), because a division by a number that the compiler does not know is some twenty instructions.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Divisor {
+    /// Greater than 0.
+    pub divisor: i32,
+    /// 2^shift / divisor, rounded up.
+    pub factor: u32,
+    /// 31 more than log2(divisor), rounded up.
+    pub shift: u32,
+}
+
+impl Divisor {
+    /// `divisor` is greater than 0.
+    pub fn new(divisor: i32) -> Self {
+        let shift = 31 + (divisor as u32).next_power_of_two().trailing_zeros();
+        Divisor { divisor, factor: (1u64 << shift).div_ceil(divisor as u64) as u32, shift }
+    }
+}
+
 /// Sizes, window and scale of an attention problem, for all passes.
 ///
 /// Query row `i` sees the keys `j` with `i + o - window_left <= j <= i + o + window_right`, where

@@ -249,6 +249,7 @@ impl Compiler {
         }
         if decodes {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
+            options.push(format!("-DIS_LATENTS={}", matches!(variant.pass, Pass::DecodeMla | Pass::SparseMla)));
             options.push(format!("-DSPLIT_TOKENS={SPLIT_TOKENS}"));
         }
         if variant.is_batch_invariant {

@@ -12,7 +12,7 @@ use crate::ops::device::launch_forward;
 use crate::ops::inputs::Inputs;
 use crate::ops::launches::{fake_arrivals, launch_id, Launches};
 use crate::ops::stream_k;
-use crate::params::{AppendParams, CacheFormat, CacheScales, DecodeParams, DequantizeParams, ElementType, Problem};
+use crate::params::{AppendParams, CacheFormat, CacheScales, DecodeParams, DequantizeParams, Divisor, ElementType, Problem};
 use crate::plan::{self, DecodePlan};
 use crate::problem::{Attention, CachedSequence, DType};
 use crate::tensor::{self, is_readable, operand, output, without_padding};
@@ -158,6 +158,7 @@ fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, 
         softmax_lse: at(softmax_lse, 0),
         cache,
         problem,
+        group: Divisor::new(problem.nheads / problem.nheads_k),
         lengths,
         score_options,
         max_rows: plan.max_rows.min(i64::from(i32::MAX)) as i32,
