@@ -1,7 +1,7 @@
 //! The state of one warp: registers, predicates, and the groups that divergent branches divide its threads into. `ops` changes it.
 
 use crate::isa::*;
-use crate::lanes::{Each, V};
+use crate::lanes::{assign, Each, V};
 
 /// Whether a group can run, or what it waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,28 +81,17 @@ impl Warp {
     /// Writes a register for the lanes in `mask`. A write to RZ has no effect.
     #[inline(always)]
     pub fn write(&mut self, r: Reg, v: &V, mask: u32) {
-        if r == RZ {
-            return;
-        }
-        let d = &mut self.regs[r as usize];
-        if mask == !0 {
-            *d = *v;
-        } else {
-            for l in 0..32 {
-                if mask >> l & 1 != 0 {
-                    d[l] = v[l];
-                }
-            }
+        if r != RZ {
+            assign(&mut self.regs[r as usize], v, mask);
         }
     }
     /// Writes the pair of registers `r`, the low word, and `r + 1`.
     #[inline(always)]
     pub fn write64(&mut self, r: Reg, v: &[u64; 32], mask: u32) {
-        if r == RZ {
-            return;
+        if r != RZ {
+            self.write(r, &v.each(|x| x as u32), mask);
+            self.write(r + 1, &v.each(|x| (x >> 32) as u32), mask);
         }
-        self.write(r, &v.each(|x| x as u32), mask);
-        self.write(r + 1, &v.each(|x| (x >> 32) as u32), mask);
     }
     #[inline(always)]
     pub fn reg(&self, r: Reg) -> V {

@@ -31,10 +31,7 @@ impl Class for Select {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
-            Select::Mov => {
-                let a = s.bits(0)?;
-                s.write(&a);
-            }
+            Select::Mov => s.write(&s.bits(0)?),
             Select::Sel => {
                 let (a, b, p) = (s.int(0)?, s.int(1)?, s.predicate(0));
                 s.write(&lanes(|l| if p >> l & 1 != 0 { a[l] } else { b[l] }));
