@@ -43,7 +43,7 @@ impl Class for Atomic {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         addresses(s);
         let wide = self.wide();
-        let n = if wide { 8u64 } else { 4 };
+        let n = if wide { 8u64 } else { 4 }; // bytes
         let (s0, s1) = if wide {
             // CAS compares with src[0] and stores src[1]
             (s.int64(0)?, s.int64(1)?)
@@ -55,10 +55,7 @@ impl Class for Atomic {
         let elsewhere = if self.generic { s.active & in_shared_window(s) } else { 0 };
         let _guard = (env.lock_atomics && self.space == Space::Global).then(|| env.mem.lock_atomics());
         let mut old = [0u64; 32];
-        for l in 0..32 {
-            if (s.active & !elsewhere) >> l & 1 == 0 {
-                continue;
-            }
+        for l in lanes_in(s.active & !elsewhere) {
             let a = s.access.addr[l];
             let p = if self.space == Space::Shared {
                 if a + n > s.shared.len() as u64 {

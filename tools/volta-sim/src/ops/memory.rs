@@ -91,10 +91,7 @@ impl Class for Memory {
                 addresses(s);
                 let n = bytes as usize;
                 let mut buf = [[0u32; 32]; 4];
-                for l in 0..32 {
-                    if s.active >> l & 1 == 0 {
-                        continue;
-                    }
+                for l in lanes_in(s.active) {
                     let p = place(s, space, l, n, false)?;
                     // SAFETY: `n` bytes at `p` may be read.
                     unsafe {
@@ -128,10 +125,7 @@ impl Class for Memory {
                         buf[k] = s.warp.regs[r as usize + k];
                     }
                 }
-                for l in 0..32 {
-                    if s.active >> l & 1 == 0 {
-                        continue; // an inactive lane
-                    }
+                for l in lanes_in(s.active) {
                     let p = place(s, space, l, n, true)?;
                     // SAFETY: `n` bytes at `p` may be written.
                     unsafe {
