@@ -31,7 +31,7 @@ pub struct Warp {
     pub groups: Vec<Group>,
     /// the group that executes
     pub current: usize,
-    /// convergence barriers: per lane, the mask of participating lanes
+    /// convergence barriers by number (B0 to B15): per lane, the mask of the lanes that it meets there
     pub convergence: [[u32; 32]; 16],
     /// threads that have not exited
     pub live: u32,
@@ -41,7 +41,7 @@ pub struct Warp {
     pub bar_result: u32,
     /// its number in its CTA
     pub index: u32,
-    /// index of the buffer of global memory that it accessed last
+    /// index of the buffer of global memory that it accessed last, where the next look-up begins
     pub hint: usize,
     /// instructions that it has executed
     pub insts: u64,
@@ -101,7 +101,7 @@ impl Warp {
             self.regs[r as usize]
         }
     }
-    /// Returns the index of the group to run: the current one, else the runnable one with the least pc. None: all wait.
+    /// Returns the index of the group to run: the current one, else the runnable one with the least pc. None: all wait or have exited.
     #[inline(always)]
     pub fn select(&mut self) -> Option<usize> {
         let runs = |g: &Group| g.state == GroupState::Run;
