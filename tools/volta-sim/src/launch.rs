@@ -75,7 +75,7 @@ pub enum Dispatch {
 #[derive(Clone, Debug, Default)]
 pub struct TimingOptions {
     pub machine: Machine,
-    /// simulate only so many CTAs, the first of the SM, and extrapolate; None: all
+    /// maximum CTAs of the SM to simulate: the first ones, from which the time of the others is extrapolated; None: all
     pub ctas: Option<usize>,
     pub dispatch: Dispatch,
     /// the SM to time; None: the one with the most work, or SM 0 with static dispatch

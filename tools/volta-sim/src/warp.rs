@@ -116,13 +116,7 @@ impl Warp {
     }
     /// Merges runnable groups that have the same pc into the current one.
     pub fn merge_current(&mut self) {
-        if self.groups.len() < 2 || self.current >= self.groups.len() {
-            return;
-        }
-        let g = self.groups[self.current];
-        if g.state != GroupState::Run {
-            return;
-        }
+        let Some(&g) = self.groups.get(self.current).filter(|g| g.state == GroupState::Run) else { return };
         let mut i = 0;
         while i < self.groups.len() {
             let o = self.groups[i];

@@ -1,5 +1,6 @@
-//! Atomic operations on global and shared memory. Lanes execute in order of their number. `d` decodes an
-//! instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
+//! Atomic operations on global and shared memory. Lanes execute in order of their number. `d` decodes an instruction and `s` executes it:
+//! `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each, and `s.warp.hint` the buffer of global memory
+//! that the warp accessed last, where the search for an address begins.
 
 use super::class::Class;
 use super::memory::{addresses, global_fault, in_shared_window};
@@ -11,6 +12,7 @@ use crate::step::{SimResult, Step};
 
 impl Class for Atomic {
     fn decode(d: &mut Decoder) -> Decoded {
+        // RED returns no old value; ATOM takes generic addresses, of global or shared memory
         if !["RED", "ATOM", "ATOMG", "ATOMS"].contains(&d.base) {
             return Ok(None);
         }
@@ -64,7 +66,8 @@ impl Class for Atomic {
                 // SAFETY: the offset is inside the CTA's memory.
                 unsafe { s.shared.as_mut_ptr().add(a as usize) }
             } else {
-                env.mem.find(a, n, true, &mut s.warp.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
+                let write = true; // a read-only buffer is a fault
+                env.mem.find(a, n, write, &mut s.warp.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
             };
             if a & (n - 1) != 0 {
                 return Err(s.fault(l, "misaligned atomic", a, n, ""));

@@ -59,6 +59,7 @@ impl Class for Bits {
                 let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                 let r = lop3(lut, &a, &b, &c);
                 s.write(&r);
+                // the predicate: a bit is 1, or (and with PAND) the source predicate holds
                 if s.inst.pred_dst[0] != PT {
                     let nz = mask_of(|l| r[l] != 0);
                     let p = s.predicate(0);

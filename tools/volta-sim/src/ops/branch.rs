@@ -68,6 +68,7 @@ impl Class for Branch {
                     jump(s, here);
                 }
             }
+            // each thread goes to the pc in its register, for BRX plus the target: a group for each pc
             Branch::Brx | Branch::Ret => {
                 let a = s.bits(0)?;
                 let add = if self == Branch::Brx { s.inst.target } else { 0 };

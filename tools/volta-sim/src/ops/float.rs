@@ -87,7 +87,7 @@ impl Class for Float {
             }
             Float::Fset { cmp, bop, ftz, bf } => {
                 let r = combine(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), s.predicate(0), bop);
-                let one = if bf { 0x3f80_0000 } else { !0 };
+                let one = if bf { 1f32.to_bits() } else { !0 }; // .BF: true is 1.0
                 s.write(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
             }
             Float::Fchk => {

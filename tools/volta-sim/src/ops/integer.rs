@@ -156,6 +156,7 @@ impl Class for Integer {
                 }));
             }
             Integer::Iabs => s.write(&s.int(0)?.each(|x| (x as i32).wrapping_abs() as u32)),
+            // |a - b| + c
             Integer::Vabsdiff { signed } => {
                 let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                 s.write(&lanes(|l| {

@@ -45,6 +45,7 @@ impl Class for PackedHalf {
         match self {
             PackedHalf::Hadd2 { f32: to32, sat, ftz, mrg } => {
                 if to32 {
+                    // .F32: the sum of the low halves in fp32
                     s.write(&float::result(lanes(|l| a0[l] + b0[l]), ftz, sat));
                 } else {
                     write(s, lanes(|l| f2h(saturate(a0[l] + b0[l], sat))), lanes(|l| f2h(saturate(a1[l] + b1[l], sat))), mrg, ftz);
@@ -69,6 +70,7 @@ impl Class for PackedHalf {
             PackedHalf::Hsetp2 { cmp, bop, hand } => {
                 let (r0, r1) = (compare(cmp, &a0, &b0), compare(cmp, &a1, &b1));
                 if hand {
+                    // .H_AND: one predicate of both halves
                     s.set_predicates(r0 & r1, bop);
                 } else {
                     let p = s.predicate(0);
@@ -79,7 +81,7 @@ impl Class for PackedHalf {
             PackedHalf::Hset2 { cmp, bop, bf } => {
                 let p = s.predicate(0);
                 let (r0, r1) = (combine(compare(cmp, &a0, &b0), p, bop), combine(compare(cmp, &a1, &b1), p, bop));
-                let one = if bf { 0x3c00 } else { 0xffff };
+                let one = if bf { 0x3c00 } else { 0xffff }; // .BF: true is 1.0
                 s.write(&lanes(|l| (if r0 >> l & 1 != 0 { one } else { 0 }) | (if r1 >> l & 1 != 0 { one << 16 } else { 0 })));
             }
         }

@@ -45,7 +45,7 @@ impl Class for SpecialRegister {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             SpecialRegister::S2r(sreg) => s.write(&value(sreg, s)),
-            // `wide`: of 64 bits, a register pair
+            // `wide`: into a register pair, high word 0 but for the clock
             SpecialRegister::Cs2r { sreg, wide } => {
                 s.write(&value(sreg, s));
                 if wide && s.inst.dst != RZ {

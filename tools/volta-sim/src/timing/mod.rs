@@ -18,7 +18,8 @@ pub use counters::{Counters, Stalls};
 use cache::{Cache, ICache, ABSENT};
 use counters::{SubPartition, WarpTiming};
 
-/// The simulated SM. Fields with `free` are cycles from which a resource is free. `l15` is the L1.5 instruction cache.
+/// The simulated SM. Fields with `free` are cycles from which a resource is free: the data stage of memory instructions (`lsu`), the way of
+/// code lines out of the L1.5 instruction cache (`l15`) and into it from L2 (`l15_fill`), and the SM's shares of L2 and DRAM bandwidth.
 pub struct SmSim<'a, 'e> {
     env: &'a Env<'e>,
     machine: &'a Machine,
@@ -54,7 +55,8 @@ pub struct SmSim<'a, 'e> {
 }
 
 impl<'a, 'e> SmSim<'a, 'e> {
-    /// Returns an SM that holds `slots` CTAs. Shared memory takes the least carve-out of the L1 that holds them.
+    /// Returns an SM that holds `slots` CTAs, each with `smem_per_cta` bytes of shared memory, which takes the least carve-out of the L1 that
+    /// holds them.
     pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
         let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
         let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
