@@ -96,8 +96,8 @@ const EIATTR_MIN_STACK: u8 = 0x12;
 const EIATTR_KPARAM_INFO: u8 = 0x17;
 const EIATTR_MAX_THREADS: u8 = 0x05;
 
-/// Calls `f(attribute, payload)` for each entry of a `.nv.info` section. An entry is a byte each for its format and attribute, then 2 bytes:
-/// the payload itself, or for format 4 the payload's size, and the payload follows.
+/// Calls `f(attribute, payload)` for each entry of a `.nv.info` section. An entry has a byte for its format, one for its attribute, and 2
+/// bytes: the payload, or for format 4 the size in bytes of the payload, which follows.
 fn walk_info(data: &[u8], mut f: impl FnMut(u8, &[u8]) -> Result<(), String>) -> Result<(), String> {
     let mut o = 0;
     while o + 4 <= data.len() {

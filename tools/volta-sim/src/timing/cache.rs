@@ -62,8 +62,8 @@ impl ICache {
         ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![], seed }
     }
 
-    /// Adds an absent line at cycle `now`, which will be here at cycle `ready`. If `capacity` lines are held, it replaces the one unused longest, or with
-    /// `random` any but `keep`, the line that a warp waits for.
+    /// Adds an absent line at cycle `now`, which will be here at cycle `ready`. If `capacity` lines are held, it replaces the one unused
+    /// longest, or with `random` any but `keep`, the line that a warp waits for.
     pub(super) fn fill(&mut self, line: u32, keep: u32, capacity: usize, random: bool, now: u64, ready: u64) {
         if self.held.len() >= capacity {
             let i = if random {

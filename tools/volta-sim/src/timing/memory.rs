@@ -1,5 +1,5 @@
-//! Times of the instructions of the MIO (memory input/output), from the lanes' addresses: loads, stores, shuffles and others pass its queue,
-//! one in each sub-partition, and then the SM's one data stage, to shared memory and L1. Times are cycles.
+//! Times of the instructions of the MIO (memory input/output), from the lanes' addresses. Loads, stores, shuffles and others pass a queue in
+//! each sub-partition, then the SM's one data stage, to shared memory and L1. Times are cycles.
 
 use super::counters::WaitReason;
 use super::issue::SOURCES_READ;
@@ -11,8 +11,8 @@ use crate::ops::memory::shared_offset;
 use crate::step::Access;
 
 impl SmSim<'_, '_> {
-    /// Passes an instruction of warp `k`, number `idx` of the code, through the queue of sub-partition `s` and the data stage from cycle `now`
-    /// on. Returns when the result is written, when the sources have been read, and the reason of waits for either.
+    /// Passes instruction `idx` of the code, of warp `k`, through the queue of sub-partition `s` and the data stage from cycle `now` on.
+    /// Returns when the result is written, when the sources have been read, and the reason of waits for either.
     pub(super) fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
         let m = self.machine;
         let inst = &self.env.prog.code[idx];

@@ -1,6 +1,6 @@
-//! Timing model of one SM, which `launch` runs: issue follows the control codes (stall counts and scoreboards in each instruction), pipes and
-//! memory are resources with a "free at" time, and instructions execute functionally when they issue. Times are cycles. A line of code is
-//! 128 bytes, 8 instructions. A sub-partition is one of the SM's four schedulers with its pipes. A slot is a place for a resident CTA.
+//! Timing model of one SM, which `launch` runs: issue follows the control codes (stall counts and scoreboards in each instruction), pipes
+//! and memory are resources with a "free at" time, and instructions execute functionally when they issue. Times are cycles. A line of code
+//! is 128 bytes, 8 instructions. A sub-partition is one of the SM's four schedulers with its pipes. A slot is a place for a resident CTA.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -55,8 +55,8 @@ pub struct SmSim<'a, 'e> {
 }
 
 impl<'a, 'e> SmSim<'a, 'e> {
-    /// Returns an SM that holds `slots` CTAs, each with `smem_per_cta` bytes of shared memory, which takes the least carve-out of the L1 that
-    /// holds them.
+    /// Returns an SM that holds `slots` CTAs with `smem_per_cta` bytes of shared memory each. Shared memory takes the least carve-out of the L1
+    /// that holds them.
     pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
         let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
         let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
