@@ -31,8 +31,8 @@ pub struct NamedBarrier {
     pub has_no: bool,
 }
 
-/// A resident CTA. `id` is its index (x, y, z) in the grid. `barriers` are by number, 0 to 15. `live_warps`: those with threads that have not
-/// exited.
+/// A resident CTA. `id` is its index (x, y, z) in the grid. `barriers` are by number, 0 to 15. `live_warps`: those with threads that have
+/// not exited.
 pub struct Cta {
     pub id: [u32; 3],
     pub shared: Vec<u8>,

@@ -1,5 +1,5 @@
-//! Jobs: launches described in JSON, with their memory contents, as the command `volta-sim LAUNCH.json` takes them (`main.rs`). This one adds
-//! 0.5 to the 8 floats of x.bin. Sizes are in bytes, grid and block along x, y, z, 1 where absent:
+//! Jobs: launches described in JSON, with their memory contents, as the command `volta-sim LAUNCH.json` takes them (`main.rs`). This one
+//! adds 0.5 to the 8 floats of x.bin. Sizes are in bytes, grid and block along x, y, z, 1 where absent:
 //! ```json
 //! { "cubin": "k.cubin", "kernel": "add", "grid": [1], "block": [8], "params": [{"ptr": "x"}, {"f32": 0.5}],
 //!   "buffers": [{"name": "x", "size": 32, "init": {"file": "x.bin"}, "out": "result.bin"}] }

@@ -1,5 +1,6 @@
-//! The command volta-sim: simulates one launch of a kernel in an sm_70 or sm_75 cubin, functionally, timed or both. A JSON file names cubin,
-//! kernel, grid, parameters and buffers. Prints a report; `--json` writes it as data. README.md has examples and explains the report.
+//! The command volta-sim: simulates one launch of a kernel in an sm_70 or sm_75 cubin, functionally, timed or both. A JSON file names
+//! cubin, kernel, grid, parameters and buffers. Prints a report; `--json` writes it as data. README.md has examples and explains the
+//! report.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

@@ -1,5 +1,5 @@
-//! Times of the instructions of the MIO (memory input/output), from the lanes' addresses. Loads, stores, shuffles and others pass a queue in
-//! each sub-partition, then the SM's one data stage, to shared memory and L1. Times are cycles.
+//! Times of the instructions of the MIO (memory input/output), from the lanes' addresses. Loads, stores, shuffles and others pass a queue
+//! in each sub-partition, then the SM's one data stage, to shared memory and L1. Times are cycles.
 
 use super::counters::WaitReason;
 use super::issue::SOURCES_READ;

@@ -55,8 +55,8 @@ pub struct SmSim<'a, 'e> {
 }
 
 impl<'a, 'e> SmSim<'a, 'e> {
-    /// Returns an SM that holds `slots` CTAs with `smem_per_cta` bytes of shared memory each. Shared memory takes the least carve-out of the L1
-    /// that holds them.
+    /// Returns an SM that holds `slots` CTAs with `smem_per_cta` bytes of shared memory each. Shared memory takes the least carve-out of
+    /// the L1 that holds them.
     pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
         let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
         let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
