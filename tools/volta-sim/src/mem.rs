@@ -136,8 +136,8 @@ impl GlobalMem {
         self.atomics.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a host pointer to [addr, addr+n) for loads, or with `write` for stores; None if no buffer holds all of it, or only a
-    /// read-only one a store's. `hint`: index of the buffer found last, where the search begins.
+    /// Returns a host pointer to [addr, addr+n) for loads, or with `write` for stores; None if no buffer (with
+    /// `write`: no writable one) holds all of it. `hint`: index of the buffer found last, where the search begins.
     #[inline(always)]
     pub fn find(&self, addr: u64, n: u64, write: bool, hint: &mut usize) -> Option<*mut u8> {
         self.bufs.get(*hint).and_then(|b| b.at(addr, n, write)).or_else(|| self.find_slow(addr, n, write, hint))
