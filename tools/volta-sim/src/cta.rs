@@ -31,7 +31,8 @@ pub struct NamedBarrier {
     pub has_no: bool,
 }
 
-/// A resident CTA. `id` is its index (x, y, z) in the grid; `barriers` are by number, 0 to 15.
+/// A resident CTA. `id` is its index (x, y, z) in the grid. `barriers` are by number, 0 to 15. `live_warps`: those with threads that have
+/// not exited.
 pub struct Cta {
     pub id: [u32; 3],
     pub shared: Vec<u8>,
@@ -86,8 +87,8 @@ impl Cta {
         let b = std::mem::take(&mut self.barriers[id]);
         let val = match mode {
             Some(BarMode::RedPopc) => b.yes_votes,
-            Some(BarMode::RedAnd) => (!b.has_no as u32).wrapping_neg(),
-            Some(BarMode::RedOr) => ((b.yes_votes > 0) as u32).wrapping_neg(),
+            Some(BarMode::RedAnd) if !b.has_no => !0,
+            Some(BarMode::RedOr) if b.yes_votes > 0 => !0,
             _ => 0,
         };
         for warp_index in b.waiting {
@@ -118,12 +119,7 @@ impl Cta {
 
     /// Returns text for a deadlock's error: where every live warp waits.
     pub fn stuck(&self) -> String {
-        let mut s = String::new();
-        for (i, w) in self.warps.iter().enumerate() {
-            for g in &w.groups {
-                s += &format!(" warp {i}: pc 0x{:x} mask {:#x} {:?};", g.pc, g.mask, g.state);
-            }
-        }
-        s
+        let groups = self.warps.iter().flat_map(|w| w.groups.iter().map(move |g| (w.index, g)));
+        groups.map(|(i, g)| format!(" warp {i}: pc 0x{:x} mask {:#x} {:?};", g.pc, g.mask, g.state)).collect()
     }
 }

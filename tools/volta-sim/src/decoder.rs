@@ -166,20 +166,17 @@ impl<'a> Decoder<'a> {
         (0..n).try_fold(self, |d, i| d.src(i))
     }
     pub fn imm(&mut self) -> Result<u32, String> {
-        match self.next() {
-            Some(Operand::Src(s, _)) if s.kind == SrcKind::Imm => Ok(s.val),
-            _ => Err(self.fail("immediate expected")),
-        }
+        self.opt_imm().ok_or_else(|| self.fail("immediate expected"))
     }
     /// Reads an immediate if the next operand is one.
     pub fn opt_imm(&mut self) -> Option<u32> {
-        let Some(Operand::Src(s, _)) = self.operands.next_if(|o| matches!(o, Operand::Src(s, _) if s.kind == SrcKind::Imm)) else {
-            return None;
-        };
-        Some(s.val)
+        let &Operand::Src(Src { kind: SrcKind::Imm, val, .. }, _) = self.operands.peek()? else { return None };
+        self.operands.next();
+        Some(val)
     }
     pub fn opt_pred(&mut self) -> Option<PredOp> {
-        let Some(Operand::Pred(p)) = self.operands.next_if(|o| matches!(o, Operand::Pred(_))) else { return None };
+        let &Operand::Pred(p) = self.operands.peek()? else { return None };
+        self.operands.next();
         Some(p)
     }
     /// Reads up to `most` predicates as destinations.

@@ -97,6 +97,7 @@ fn identity(cubin: &[u8], exe: &Path) -> u64 {
 
 fn run(cubin: &[u8], exe: &Path) -> Result<String, String> {
     let file = TempFile::new(cubin)?;
+    // -c: code sections only; -hex: with encodings
     let out = Command::new(exe).arg("-c").arg("-hex").arg(&file.0).output().map_err(|e| format!("{}: {e}", exe.display()))?;
     if !out.status.success() {
         return Err(format!("nvdisasm failed: {}", String::from_utf8_lossy(&out.stderr)));

@@ -1,4 +1,5 @@
-//! Reads cubins for `module`: sections, symbols, relocations (by the crate `object`), and kernels' metadata (`.nv.info.KERNEL`).
+//! Reads cubins, CUDA's ELF files of machine code, for `module`: sections, symbols, relocations (by the crate `object`), and kernels'
+//! metadata (`.nv.info.KERNEL`).
 
 use object::elf::{FileHeader64, EM_CUDA, SHT_NOBITS, SHT_SYMTAB};
 use object::read::elf::{FileHeader, Rel, Rela, SectionHeader, Sym};
@@ -95,7 +96,8 @@ const EIATTR_MIN_STACK: u8 = 0x12;
 const EIATTR_KPARAM_INFO: u8 = 0x17;
 const EIATTR_MAX_THREADS: u8 = 0x05;
 
-/// Calls `f(attribute, payload)` for each entry of a `.nv.info` section: format, attribute, and 2 bytes of payload; format 4: of its size.
+/// Calls `f(attribute, payload)` for each entry of a `.nv.info` section. An entry has a byte for its format, one for its attribute, and 2
+/// bytes: the payload, or for format 4 the size in bytes of the payload, which follows.
 fn walk_info(data: &[u8], mut f: impl FnMut(u8, &[u8]) -> Result<(), String>) -> Result<(), String> {
     let mut o = 0;
     while o + 4 <= data.len() {
@@ -121,7 +123,7 @@ impl Cubin {
     }
 
     fn read(b: &[u8]) -> Result<Result<Cubin, String>, object::Error> {
-        let e = LittleEndian;
+        let e = LittleEndian; // of all fields
         let header = FileHeader64::parse(b)?;
         if header.e_machine(e) != EM_CUDA {
             return Ok(Err("not a CUDA cubin (e_machine != EM_CUDA)".into()));
@@ -163,10 +165,10 @@ impl Cubin {
         symbols: Vec<Symbol>,
         relocations: HashMap<String, Vec<Relocation>>,
     ) -> Result<Cubin, String> {
-        let by_name: HashMap<&str, usize> = sections.iter().enumerate().map(|(i, s)| (s.name.as_str(), i)).collect();
+        let by_name: HashMap<&str, &Section> = sections.iter().map(|s| (s.name.as_str(), s)).collect();
         let (mut min_stack, mut frame) = (HashMap::new(), HashMap::new()); // bytes by kernel
-        if let Some(&i) = by_name.get(".nv.info") {
-            walk_info(&sections[i].data, |attr, p| {
+        if let Some(info) = by_name.get(".nv.info") {
+            walk_info(&info.data, |attr, p| {
                 let of_kernels = match attr {
                     EIATTR_FRAME_SIZE if p.len() >= 8 => &mut frame,
                     EIATTR_MIN_STACK if p.len() >= 8 => &mut min_stack,
@@ -181,14 +183,15 @@ impl Cubin {
         let mut kernels = vec![];
         for s in &sections {
             let Some(name) = s.name.strip_prefix(".text.") else { continue };
-            let Some(&ci) = by_name.get(format!(".nv.constant0.{name}").as_str()) else { continue };
+            let of_kernel = |kind: &str| by_name.get(format!("{kind}.{name}").as_str());
+            let Some(constants) = of_kernel(".nv.constant0") else { continue };
             let mut params = vec![];
             let mut max_threads = 0;
-            if let Some(&ii) = by_name.get(format!(".nv.info.{name}").as_str()) {
-                walk_info(&sections[ii].data, |attr, p| {
+            if let Some(info) = of_kernel(".nv.info") {
+                walk_info(&info.data, |attr, p| {
                     match attr {
                         EIATTR_KPARAM_INFO if p.len() >= 12 => {
-                            // the size has 14 bits
+                            // the size, in bytes, is in the word's upper 14 bits
                             params.push(Param { ordinal: u16le(p, 4)?.into(), offset: u16le(p, 6)?.into(), size: u32le(p, 8)? >> 18 })
                         }
                         EIATTR_MAX_THREADS if p.len() >= 12 => {
@@ -203,8 +206,8 @@ impl Cubin {
             kernels.push(KernelMeta {
                 name: name.to_string(),
                 regs: s.info >> 24,
-                static_smem: by_name.get(format!(".nv.shared.{name}").as_str()).map_or(0, |&i| sections[i].size as u32),
-                param_size: (sections[ci].size as u32).saturating_sub(PARAM_BASE),
+                static_smem: of_kernel(".nv.shared").map_or(0, |s| s.size as u32),
+                param_size: (constants.size as u32).saturating_sub(PARAM_BASE),
                 params,
                 min_stack: min_stack.get(name).copied().unwrap_or(0),
                 frame: frame.get(name).copied().unwrap_or(0),

@@ -7,14 +7,14 @@ use crate::mem::GlobalMem;
 pub struct Program {
     pub name: String,
     pub code: Vec<Inst>,
-    /// registers to keep per thread: what the kernel declares, and enough for every operand
+    /// registers to keep per thread, uniform ones too: what the kernel declares, and enough for every operand
     pub reg_file: usize,
 }
 
 /// Constant banks: 0 launch and parameters, 2 the kernel's own, 3 `__constant__` variables, 4 addresses of globals; 1 is empty.
 pub type Banks = [Vec<u8>; 5];
 
-/// All that a CTA needs besides its own state. Sizes are in bytes, `grid` and `block` are (x, y, z).
+/// All that a CTA needs besides its own state. Sizes are in bytes, `grid` (in CTAs) and `block` (in threads) are (x, y, z).
 pub struct Env<'a> {
     pub prog: &'a Program,
     pub mem: &'a GlobalMem,

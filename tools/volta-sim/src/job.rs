@@ -1,11 +1,15 @@
-//! Jobs: launches described in JSON, with their memory contents, as the command `volta-sim LAUNCH.json` takes them (`main.rs`).
+//! Jobs: launches described in JSON, with their memory contents, as the command `volta-sim LAUNCH.json` takes them (`main.rs`). This one
+//! adds 0.5 to the 8 floats of x.bin. Sizes are in bytes, grid and block along x, y, z, 1 where absent:
+//! ```json
+//! { "cubin": "k.cubin", "kernel": "add", "grid": [1], "block": [8], "params": [{"ptr": "x"}, {"f32": 0.5}],
+//!   "buffers": [{"name": "x", "size": 32, "init": {"file": "x.bin"}, "out": "result.bin"}] }
+//! ```
 
 use crate::launch::{Schedule, TimingOptions};
 use crate::mem::GlobalMem;
 use crate::module::{Module, Shape};
 use crate::report::Report;
-use crate::Error;
-use crate::Result;
+use crate::{Error, Result};
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,7 +23,8 @@ pub struct JobOptions {
     pub functional: Option<Schedule>,
 }
 
-/// Runs the job in a JSON file (see the README for its format); paths in it are relative to the file.
+/// Runs the job in a JSON file; paths in it are relative to the file. Outputs are those of the functional run. Without one, they have what
+/// the timed CTAs wrote.
 ///
 /// # Errors
 /// A file cannot be read or written, or the launch fails.
@@ -43,32 +48,24 @@ pub fn run_job(path: &Path, options: &JobOptions) -> Result<Report> {
     let p = module.prepare(module.kernel(&job.kernel)?, shape, &params, mem)?;
 
     let machine = options.timing.as_ref().map_or_else(|| module.machine(), |t| t.machine.clone());
-    let mut report = Report { launch: p.info(&machine)?, functional: None, timing: None };
-    let mut timed_mem = None;
-    if let Some(t) = &options.timing {
-        let (timing, mem) = p.timing(&TimingOptions { flops: job.flops, ..t.clone() })?;
-        report.timing = Some(timing);
-        timed_mem = Some(mem);
-    }
-    if let Some(s) = &options.functional {
-        report.functional = Some(p.functional(s)?);
-        timed_mem = None;
-    }
-    let result = timed_mem.as_ref().unwrap_or(&p.mem);
+    let launch = p.info(&machine)?;
+    let timed = options.timing.as_ref().map(|t| p.timing(&TimingOptions { flops: job.flops, ..t.clone() })).transpose()?;
+    let functional = options.functional.as_ref().map(|s| p.functional(s)).transpose()?;
+    let (timing, timed_mem) = timed.unzip();
+    let result = timed_mem.as_ref().filter(|_| functional.is_none()).unwrap_or(&p.mem);
     for (i, b) in job.buffers.iter().enumerate() {
         if let Some(f) = &b.out {
             let f = dir.join(f);
             std::fs::write(&f, result.bytes(i)).map_err(|e| at(&f, e))?;
         }
     }
-    Ok(report)
+    Ok(Report { launch, functional, timing })
 }
 
 fn at(path: &Path, e: impl std::fmt::Display) -> Error {
     format!("{}: {e}", path.display()).into()
 }
 
-/// A JSON file. The README shows one.
 #[derive(Deserialize)]
 struct Job {
     cubin: String,
@@ -98,6 +95,7 @@ struct BufferDesc {
     out: Option<String>,
 }
 
+/// Content of a buffer before the launch.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 enum Init {
@@ -125,9 +123,9 @@ fn one() -> f32 {
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum ParamVal {
-    /// buffer pointer
+    /// device address of a buffer
     Ptr(String),
-    /// buffer pointer plus byte offset
+    /// the same plus an offset in bytes
     PtrAt {
         buffer: String,
         offset: i64,
@@ -148,6 +146,7 @@ enum ParamVal {
 
 #[derive(Deserialize)]
 struct Reloc {
+    /// offset in the parameter's bytes
     at: usize,
     buffer: String,
     #[serde(default)]

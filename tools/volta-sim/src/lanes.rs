@@ -2,6 +2,7 @@
 //! same vector instructions of the host ([`crate::ops`]).
 
 use crate::isa::*;
+use std::cmp::Ordering;
 
 /// One 32-bit register of all lanes.
 pub type V = [u32; 32];
@@ -38,6 +39,25 @@ pub fn mask_of(f: impl Fn(usize) -> bool) -> u32 {
     }
     r
 }
+/// Returns the numbers of the lanes in a mask, in ascending order.
+#[inline(always)]
+pub fn lanes_in(mask: u32) -> impl Iterator<Item = usize> {
+    (0..32).filter(move |l| mask >> l & 1 != 0)
+}
+/// Copies a register to another in the lanes of `mask`.
+#[inline(always)]
+pub fn assign(to: &mut V, from: &V, mask: u32) {
+    if mask == !0 {
+        *to = *from;
+    } else {
+        for l in 0..32 {
+            if mask >> l & 1 != 0 {
+                to[l] = from[l];
+            }
+        }
+    }
+}
+/// Joins low and high words.
 #[inline(always)]
 pub fn pair(lo: &V, hi: &V) -> [u64; 32] {
     lanes(|l| lo[l] as u64 | (hi[l] as u64) << 32)
@@ -65,15 +85,17 @@ pub fn next_up(f: f32) -> f32 {
 #[inline(always)]
 pub fn round_directed(d: f64, rnd: Round) -> f32 {
     let f = d as f32;
-    if f.is_nan() || f as f64 == d {
-        return f;
-    }
-    let below = (f as f64) < d;
-    match rnd {
-        Round::Rp if below => next_up(f),
-        Round::Rm if !below => -next_up(-f),
-        Round::Rz if d > 0.0 && !below => -next_up(-f),
-        Round::Rz if d < 0.0 && below => next_up(f),
+    step_directed(f, d.partial_cmp(&(f as f64)), rnd)
+}
+/// Returns `f`, a number rounded to nearest, or its neighbor on the side of the exact number that the mode rounds to. `exact`: the exact
+/// number compared with `f`, None for NaN.
+#[inline(always)]
+pub fn step_directed(f: f32, exact: Option<Ordering>, rnd: Round) -> f32 {
+    match (rnd, exact) {
+        (Round::Rp, Some(Ordering::Greater)) => next_up(f),
+        (Round::Rm, Some(Ordering::Less)) => -next_up(-f),
+        (Round::Rz, Some(Ordering::Less)) if f > 0.0 => -next_up(-f),
+        (Round::Rz, Some(Ordering::Greater)) if f < 0.0 => next_up(f),
         _ => f,
     }
 }

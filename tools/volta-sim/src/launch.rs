@@ -75,14 +75,14 @@ pub enum Dispatch {
 #[derive(Clone, Debug, Default)]
 pub struct TimingOptions {
     pub machine: Machine,
-    /// simulate only the first CTAs of the SM and extrapolate
+    /// maximum CTAs of the SM to simulate: the first ones, from which the time of the others is extrapolated; None: all
     pub ctas: Option<usize>,
     pub dispatch: Dispatch,
-    /// the SM to time; default: the one with the most work, or the first with static dispatch
+    /// the SM to time; None: the one with the most work, or SM 0 with static dispatch
     pub sm: Option<u32>,
     /// floating-point operations of the whole grid, for the TFLOP/s figure
     pub flops: Option<f64>,
-    /// produce [`Timing::listing`]
+    /// produce [`Timing::listing`], the code with executions and waits per instruction
     pub annotate: bool,
 }
 
@@ -137,13 +137,14 @@ impl Module {
     ) -> Result<Prepared<'m>> {
         let Kernel { meta, info, .. } = kernel;
         shape.check(info)?;
+        // a multiple of 16
         let local_bytes = LOCAL_MIN.max((meta.min_stack.max(meta.frame).saturating_add(1024 + 15)) & !15);
         if local_bytes > LOCAL_MAX {
             return Err(format!("kernel `{}` needs {local_bytes} bytes of local memory per thread", info.name).into());
         }
         let mut c0 = constant0(info, &shape, local_bytes, params)?;
         let c4 = self.globals(&mut mem)?;
-        // c[0x0][0x40] is the generic address of bank 0 itself (parameters accessed by reference)
+        // c[0x0][0x40] is the generic address of bank 0 itself (parameters accessed by reference); false: kernels cannot write it
         let at = mem.alloc("constant bank 0", &c0, false);
         c0[0x40..0x48].copy_from_slice(&at.to_le_bytes());
         // banks 2 (per kernel), 3 (__constant__) and 4 (addresses of globals)
@@ -223,6 +224,7 @@ impl Prepared<'_> {
         self.shape.dynamic_smem.saturating_add(self.kernel.info.static_smem)
     }
 
+    /// Returns an error if the machine's constants are wrong, or no CTA fits an SM.
     fn occupancy(&self, m: &Machine) -> Result<Occupancy> {
         m.check()?;
         let (smem, threads, regs) = (self.smem(), self.shape.threads(), self.kernel.info.registers);
@@ -241,6 +243,7 @@ impl Prepared<'_> {
         Ok(LaunchInfo::new(&self.kernel.info, &self.shape, self.occupancy(m)?))
     }
 
+    /// `threads`: of the host, which simulate CTAs at the same time.
     fn env<'a>(&'a self, mem: &'a GlobalMem, threads: usize) -> Env<'a> {
         Env {
             prog: &self.kernel.prog,

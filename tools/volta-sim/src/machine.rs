@@ -12,8 +12,7 @@
 //! Multiply" (IPDPS 2020); (SJF) sjfeng1999/gpu-arch-microbenchmark, an RTX 2070; (CC) Chips and Cheese on Turing; (HHC) haohervchb's
 //! measured rates of an RTX 2080 Ti; (PTXAS) the distance at which ptxas 12.9 places such instructions. "assumed": no direct source.
 
-use crate::Error;
-use crate::Result;
+use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Defines [`Machine`] from its fields, each with the V100-SXM2's value.
@@ -79,7 +78,7 @@ machine! {
     hmma_f32_cycles: u64 = 2,
     /// HMMA.884 F16 step: 1024 FLOP (2 steps per mma)
     hmma_f16_cycles: u64 = 4,
-    /// HMMA.1688 of sm_75 with f32 accumulators: 2048 FLOP. sm_70 has neither it, IMMA, MOVM nor a uniform datapath
+    /// HMMA.1688 of sm_75 with f32 accumulators: 2048 FLOP. sm_70 has neither it, IMMA, MOVM nor a uniform datapath: 0 here
     hmma_1688_f32_cycles: u64 = 0,
     /// and with f16 accumulators
     hmma_1688_f16_cycles: u64 = 0,
@@ -97,7 +96,9 @@ machine! {
     hmma_1688_f32_latency: u64 = 0,
     /// and with f16 accumulators
     hmma_1688_f16_latency: u64 = 0,
+    /// last register of an IMMA.8816 of sm_75
     imma_8816_latency: u64 = 0,
+    /// R2UR of sm_75, from a thread's register to a uniform one
     r2ur_latency: u64 = 0,
     /// MOVM, assumed: as a shuffle
     movm_latency: u64 = 22,
@@ -177,6 +178,17 @@ impl Default for Machine {
     fn default() -> Self {
         Machine::v100()
     }
+}
+
+/// CTAs and warps of a kernel that are resident on an SM, what limits the CTAs, and how many each resource allows.
+#[derive(Clone, Debug, Serialize)]
+pub struct Occupancy {
+    pub ctas: u32,
+    pub warps: u32,
+    pub limit: &'static str,
+    pub by_regs: u32,
+    pub by_smem: u32,
+    pub by_warps: u32,
 }
 
 /// The GPUs there are descriptions of.
@@ -274,21 +286,8 @@ impl Machine {
             ..Machine::t4()
         }
     }
-}
 
-/// CTAs and warps of a kernel that are resident on an SM, what limits the CTAs, and how many each resource allows.
-#[derive(Clone, Debug, Serialize)]
-pub struct Occupancy {
-    pub ctas: u32,
-    pub warps: u32,
-    pub limit: &'static str,
-    pub by_regs: u32,
-    pub by_smem: u32,
-    pub by_warps: u32,
-}
-
-impl Machine {
-    /// Set the constant `name` to a value given as JSON text: `set("icache", "false")`.
+    /// Sets the constant `name` to a value given as JSON text: `set("icache", "false")`.
     ///
     /// # Errors
     /// Unknown name, or a value of the wrong type. The text says what was expected: the caller writes "expected" before it.

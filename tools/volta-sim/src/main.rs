@@ -1,8 +1,10 @@
-//! volta-sim: functional and timing simulation of sm_70 and sm_75 cubins. See README.md.
+//! The command volta-sim: simulates one launch of a kernel in an sm_70 or sm_75 cubin, functionally, timed or both. A JSON file names
+//! cubin, kernel, grid, parameters and buffers. Prints a report; `--json` writes it as data. README.md has examples and explains the
+//! report.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use volta_sim::{run_job, Dispatch, Error, JobOptions, Machine, Module, Report, Result, Schedule, TimingOptions};
+use volta_sim::{run_job, Dispatch, Error, JobOptions, KernelInfo, Machine, Module, Report, Result, Schedule, TimingOptions};
 
 const USAGE: &str = "usage: volta-sim LAUNCH.json [options]
        volta-sim --list CUBIN
@@ -68,9 +70,8 @@ fn parse_args(mut args: impl Iterator<Item = String>) -> Result<Command> {
         }
     }
     if functional_only && timing_only {
-        return Err("--timing: got it beside --functional-only, expected one of the two: without either, both runs are made"
-            .to_string()
-            .into());
+        let e = "--timing: got it beside --functional-only, expected one of the two: without either, both runs are made";
+        return Err(e.to_string().into());
     }
     for (name, value) in &settings {
         timing.machine.set(name, value).map_err(|e| Error::from(format!("--set: got {name}={value}, expected {e}")))?;
@@ -85,19 +86,12 @@ fn list(path: &Path) -> Result<()> {
     let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let module = Module::load(&bytes)?;
     for name in module.kernel_names() {
-        let k = module.kernel_info(name)?;
-        let sizes: Vec<String> = k.params.iter().map(|p| p.size.to_string()).collect();
-        println!(
-            "{}: {} registers, {} B static shared, {} B frame, {} local-memory instructions, {} B code, parameters of [{}] bytes",
-            k.name,
-            k.registers,
-            k.static_smem,
-            k.frame_bytes,
-            k.spill_insts,
-            k.code_bytes,
-            sizes.join(", ")
-        );
-        for why in &k.undecoded {
+        let KernelInfo { registers, static_smem, params, frame_bytes, spill_insts, code_bytes, undecoded, .. } =
+            module.kernel_info(name)?;
+        let sizes: Vec<u32> = params.iter().map(|p| p.size).collect();
+        print!("{name}: {registers} registers, {static_smem} B static shared, {frame_bytes} B frame, ");
+        println!("{spill_insts} local-memory instructions, {code_bytes} B code, parameters of {sizes:?} bytes");
+        for why in undecoded {
             println!("  {why}");
         }
     }

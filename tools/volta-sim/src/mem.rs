@@ -3,8 +3,9 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Address of the first buffer, if it is owned. Owned buffers are 64 KiB-aligned with unmapped guard gaps.
+/// Address of the first owned buffer. Owned buffers are aligned to [`GAP`].
 const BASE: u64 = 0x2_0000_0000;
+/// Minimum bytes between owned buffers (64 KiB): an access there is an error.
 const GAP: u64 = 0x1_0000;
 
 pub struct Buffer {
@@ -58,7 +59,7 @@ impl GlobalMem {
 
     /// Add an owned buffer above all others and return its device address.
     pub fn alloc(&mut self, name: &str, init: &[u8], writable: bool) -> u64 {
-        let base = self.bufs.iter().map(Buffer::end).max().map_or(BASE, |end| (end + GAP + 0xffff) & !0xffff);
+        let base = self.bufs.iter().map(Buffer::end).max().map_or(BASE, |end| (end + GAP).next_multiple_of(GAP));
         let data = self.reserve(init.len() as u64);
         // SAFETY: `data` was reserved with this length.
         unsafe { std::ptr::copy_nonoverlapping(init.as_ptr(), data, init.len()) };
@@ -135,8 +136,8 @@ impl GlobalMem {
         self.atomics.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a host pointer to [addr, addr+n) for loads, or with `write` for stores; None if no such buffer holds all of it. `hint`: index
-    /// of the buffer found last.
+    /// Returns a host pointer to [addr, addr+n) for loads, or with `write` for stores; None if no buffer (with
+    /// `write`: no writable one) holds all of it. `hint`: index of the buffer found last, where the search begins.
     #[inline(always)]
     pub fn find(&self, addr: u64, n: u64, write: bool, hint: &mut usize) -> Option<*mut u8> {
         self.bufs.get(*hint).and_then(|b| b.at(addr, n, write)).or_else(|| self.find_slow(addr, n, write, hint))

@@ -1,4 +1,4 @@
-//! A cubin, disassembled and decoded once for many launches (`launch`).
+//! A cubin (a file of machine code for one architecture), disassembled and decoded once for many launches (`launch`).
 
 use crate::disasm::{self, Listing};
 use crate::elf::{Cubin, KernelMeta, Param};
@@ -10,8 +10,8 @@ use crate::Result;
 use serde::Serialize;
 use std::path::Path;
 
-/// A cubin for sm_70 or sm_75: all its kernels, decoded. Cheap to launch from, expensive to load (it runs
-/// nvdisasm): keep it. It can be shared between threads.
+/// A cubin for sm_70 or sm_75: all its kernels, decoded. Loading runs nvdisasm, which takes up to a second for a large kernel: keep it for
+/// all launches. Threads can share it.
 pub struct Module {
     pub(crate) cubin: Cubin,
     kernels: Vec<Kernel>,
@@ -50,7 +50,7 @@ impl Module {
     /// # Errors
     /// See [`Module::load_with`].
     pub fn load(cubin: &[u8]) -> Result<Module> {
-        Module::load_with(cubin, None)
+        Module::load_with(cubin, None) // None: find nvdisasm
     }
 
     /// Load a cubin, with the given nvdisasm if there is one.
@@ -77,7 +77,7 @@ impl Module {
         self.cubin.sm
     }
 
-    /// Returns the first GPU of `machine` that runs it.
+    /// Returns the constants of the first GPU that runs it: the V100 for sm_70, the T4 for sm_75.
     pub(crate) fn machine(&self) -> Machine {
         Machine::of_sm(self.sm()).unwrap_or_default()
     }

@@ -144,24 +144,25 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
         let name = l.trim_end_matches(')');
         return Some(Operand::Label(*labels.get(name)?));
     }
-    // 32@lo((sym + .L_x_1@srel)) / 32@hi(...)
+    // the words of a label's pc: 32@lo((sym + .L_x_1@srel)) / 32@hi(...)
+    let immediate = |bits: u32| Some(Operand::Src(Src::immediate(bits), false));
     if t.starts_with("32@hi") {
-        return Some(Operand::Src(Src::immediate(0), false));
+        return immediate(0);
     }
     if t.starts_with("32@") {
         let label = t[t.find(".L")?..].split('@').next()?;
-        return Some(Operand::Src(Src::immediate(*labels.get(label)?), false));
+        return immediate(*labels.get(label)?);
     }
     if let Some(inner) = t.strip_prefix('[') {
         return Some(Operand::Mem(memory(inner.strip_suffix(']')?)?.0));
     }
     // immediates first: the sign belongs to the literal
     if let Some(v) = int(t) {
-        return Some(Operand::Src(Src::immediate(v as u32), false));
+        return immediate(v as u32);
     }
     if is_float(t) {
         // the encoding has its bits
-        return Some(Operand::Src(Src::immediate((enc >> 32) as u32), false));
+        return immediate((enc >> 32) as u32);
     }
     let (mut neg, mut inv, mut abs, mut not) = (false, false, false, false);
     while let Some(rest) = t.strip_prefix(['-', '~', '!', '|']) {

@@ -65,7 +65,7 @@ pub struct Timing {
     pub dispatch: String,
     pub ctas_of_sm: usize,
     pub ctas_simulated: usize,
-    /// work of the average SM relative to this one
+    /// work of the average SM relative to this one: 1 if all have as much
     pub balance: f64,
     pub cycles: u64,
     /// estimated cycles of the kernel, extrapolated when not all CTAs of the SM were simulated
@@ -82,6 +82,7 @@ pub struct Timing {
     pub util: Fractions,
     /// shared-memory wavefronts beyond those a conflict-free layout needs, relative to the latter
     pub smem_conflict_excess: f64,
+    /// warp instructions of the SM per cycle
     pub ipc: f64,
     /// what the resident warps did or waited for (see [`Stalls`](crate::Stalls)), as fractions of their cycles
     pub stall_fraction: Fractions,
@@ -112,9 +113,10 @@ pub struct HotLoop {
     pub code_bytes: u32,
     /// times the closing branch was executed, over all warps
     pub iterations: u64,
+    /// fraction of all executed warp instructions
     pub share: f64,
     pub smem_wavefronts: u64,
-    /// those beyond a conflict-free layout's, relative to the layout's
+    /// those beyond a conflict-free layout's, relative to that layout's
     pub smem_conflict_excess: f64,
     /// warp instructions per iteration by opcode
     pub per_iteration: BTreeMap<String, f64>,
@@ -172,7 +174,7 @@ impl Timing {
             launch_us: m.launch_us,
             clocked_cycles: sim.clock_reads.map(|(first, last)| last - first),
             tflops: flops.map(|f| f / us / 1e6),
-            util: utilisation(c, m),
+            util: utilization(c, m),
             smem_conflict_excess: c.smem_wavefronts as f64 / c.smem_ideal.max(1) as f64 - 1.0,
             ipc: c.insts as f64 / cyc,
             stall_fraction: stall_fractions(c),
@@ -187,7 +189,7 @@ impl Timing {
     }
 }
 
-fn utilisation(c: &Counters, m: &Machine) -> Fractions {
+fn utilization(c: &Counters, m: &Machine) -> Fractions {
     let cyc = c.cycles.max(1) as f64;
     let pipe = |busy: u64| busy as f64 / (cyc * m.subs as f64);
     let once = |busy: u64| busy as f64 / cyc;
@@ -246,13 +248,13 @@ impl Display for TimingReport {
 
 impl Display for LaunchInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let o = &self.occupancy;
-        writeln!(f, "kernel {}  grid {:?} block {:?}", self.kernel, self.grid, self.block)?;
-        writeln!(
-            f,
-            "  {} registers, shared {} static + {} dynamic, frame {} B, {} local-memory instructions in {}, occupancy {} CTAs = {} warps (limit: {})",
-            self.registers, self.static_smem, self.dynamic_smem, self.stack_frame, self.spill_insts_static, self.code_insts, o.ctas, o.warps, o.limit
-        )
+        let LaunchInfo { kernel, grid, block, registers, static_smem, dynamic_smem, stack_frame, spill_insts_static, code_insts, .. } =
+            self;
+        let Occupancy { ctas, warps, limit, .. } = self.occupancy;
+        writeln!(f, "kernel {kernel}  grid {grid:?} block {block:?}")?;
+        write!(f, "  {registers} registers, shared {static_smem} static + {dynamic_smem} dynamic, frame {stack_frame} B, ")?;
+        write!(f, "{spill_insts_static} local-memory instructions in {code_insts}, ")?;
+        writeln!(f, "occupancy {ctas} CTAs = {warps} warps (limit: {limit})")
     }
 }
 
@@ -264,18 +266,9 @@ impl Display for Functional {
 
 impl Display for Timing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "  timing: SM {} ({}), {} of its {} CTAs in {} cycles; balance {:.3}; simulated in {:.2} s ({:.2} M warp instructions/s)",
-            self.sm,
-            self.dispatch,
-            self.ctas_simulated,
-            self.ctas_of_sm,
-            self.cycles,
-            self.balance,
-            self.seconds,
-            self.insts_per_second / 1e6
-        )?;
+        let Timing { sm, dispatch, ctas_simulated, ctas_of_sm, cycles, balance, seconds, counters: c, .. } = self;
+        write!(f, "  timing: SM {sm} ({dispatch}), {ctas_simulated} of its {ctas_of_sm} CTAs in {cycles} cycles; balance {balance:.3}; ")?;
+        writeln!(f, "simulated in {seconds:.2} s ({:.2} M warp instructions/s)", self.insts_per_second / 1e6)?;
         write!(f, "  kernel estimate: {:.0} cycles = {:.1} us", self.kernel_cycles, self.kernel_us)?;
         if let Some(x) = self.tflops {
             write!(f, " = {x:.2} TFLOP/s")?;
@@ -283,12 +276,10 @@ impl Display for Timing {
         writeln!(f, ", and {:.0} to {:.0} us for the launch", self.launch_us[0], self.launch_us[1])?;
         writeln!(f, "  utilisation: {}", percentages(&self.util))?;
         writeln!(f, "  warp cycles: {}", percentages(&self.stall_fraction))?;
-        let c = &self.counters;
-        writeln!(
-            f,
-            "  IPC {:.2}; shared wavefronts {} (+{:.1}% over conflict-free), L1 hit {:.1}%, L2 sectors {}, DRAM sectors {}, local instructions {}, register-bank conflicts {}",
-            self.ipc, c.smem_wavefronts, self.smem_conflict_excess * 100.0, self.l1_hit_rate * 100.0, c.l2_sectors, c.dram_sectors, c.local_insts, c.reg_conflicts
-        )?;
+        let (excess, hits) = (self.smem_conflict_excess * 100.0, self.l1_hit_rate * 100.0);
+        write!(f, "  IPC {:.2}; shared wavefronts {} (+{excess:.1}% over conflict-free), ", self.ipc, c.smem_wavefronts)?;
+        write!(f, "L1 hit {hits:.1}%, L2 sectors {}, DRAM sectors {}, ", c.l2_sectors, c.dram_sectors)?;
+        writeln!(f, "local instructions {}, register-bank conflicts {}", c.local_insts, c.reg_conflicts)?;
         match &self.hot_loop {
             Some(h) => writeln!(
                 f,
@@ -381,23 +372,12 @@ pub fn annotate(env: &Env, sim: &SmSim) -> String {
     let mut s = String::from("    pc      execs  avg-wait  bank-excess  control (wait:rd:wr:yield:stall)  instruction\n");
     for (i, c) in env.prog.code.iter().enumerate() {
         let k = &c.ctrl;
-        let sb = |x: u8| if x < 6 { x.to_string() } else { "-".into() };
+        let sb = |x: u8| if x < 6 { x.to_string() } else { "-".into() }; // 7: no scoreboard
         let wait: String = (0..6).map(|b| if k.wait >> b & 1 != 0 { char::from(b'0' + b) } else { '-' }).collect();
         let h = sim.executions[i];
-        let _ = writeln!(
-            s,
-            "{:6x} {:10} {:9.1} {:12} {}:{}:{}:{}:{:02}  {}",
-            c.pc,
-            h,
-            sim.wait_cycles[i] as f64 / h.max(1) as f64,
-            sim.excess_wavefronts[i],
-            wait,
-            sb(k.rd_sb),
-            sb(k.wr_sb),
-            if k.yield_ { 'Y' } else { '-' },
-            k.stall,
-            c.text
-        );
+        let (average, excess) = (sim.wait_cycles[i] as f64 / h.max(1) as f64, sim.excess_wavefronts[i]);
+        let (rd, wr, yields) = (sb(k.rd_sb), sb(k.wr_sb), if k.yield_ { 'Y' } else { '-' });
+        let _ = writeln!(s, "{:6x} {h:10} {average:9.1} {excess:12} {wait}:{rd}:{wr}:{yields}:{:02}  {}", c.pc, k.stall, c.text);
     }
     s
 }

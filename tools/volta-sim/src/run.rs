@@ -1,4 +1,5 @@
-//! Runs a whole grid functionally, and finds the CTAs that one SM gets, whose cycles `timing` then simulates.
+//! Runs a whole grid functionally, and finds the CTAs (thread blocks) that one SM gets, whose cycles `timing` then simulates. The cost of a
+//! CTA, its work, is the number of warp instructions that it executes. A slot is a place for a resident CTA on an SM.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -23,7 +24,7 @@ pub fn cta_id(grid: &[u32; 3], linear: u32) -> [u32; 3] {
 /// Run one CTA to completion, functionally: each warp in turn for up to `quantum` instructions. Returns the warp instructions executed.
 pub fn run_cta(env: &Env, id: [u32; 3], quantum: u32, acc: &mut Access) -> SimResult<u64> {
     let mut cta = Cta::new(env, id);
-    let mut insts = 0u64;
+    let mut insts = 0u64; // also what the clock registers read
     while !cta.done() {
         let mut progress = false;
         for warp_index in 0..cta.warps.len() {
@@ -125,9 +126,7 @@ fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimR
     if step <= 2 {
         return Ok(like);
     }
-    let mut known: Vec<u32> = (0..n).filter(|&c| like[c as usize] == c).chain([0, n - 1]).collect();
-    known.sort();
-    known.dedup();
+    let known: Vec<u32> = (0..n).filter(|&c| like[c as usize] == c || c == 0 || c == n - 1).collect();
     let costs = known.iter().map(|&c| cost(c)).collect::<SimResult<Vec<_>>>()?;
     let ends: Vec<_> = known.into_iter().zip(costs).collect();
     let mut todo: Vec<_> = ends.windows(2).map(|pair| (pair[0], pair[1])).collect();
@@ -155,26 +154,27 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
     let total: u32 = env.grid.iter().product();
     let mut acc = Access::default();
     let base = run_cta(env, [0, 0, 0], QUANTUM, &mut acc)? as f64;
-    // find the axes along which the work of a CTA differs
+    // cost of the CTA with index `c` along axis `ax`, and 0 along the others
+    let mut cost_at = |ax: usize, c: u32| {
+        let mut id = [0; 3];
+        id[ax] = c;
+        run_cta(env, id, QUANTUM, &mut acc)
+    };
+    // the axes along which the work of a CTA differs
     let mut varying = [false; 3];
     for ax in 0..3 {
         let n = env.grid[ax];
         for c in [n / 2, n - 1] {
             if n > 1 && !varying[ax] {
-                let mut id = [0; 3];
-                id[ax] = c;
-                varying[ax] = (run_cta(env, id, QUANTUM, &mut acc)? as f64 / base - 1.0).abs() > 1.0 / SAME_WORK as f64;
+                varying[ax] = (cost_at(ax, c)? as f64 / base - 1.0).abs() > 1.0 / SAME_WORK as f64;
             }
         }
     }
+    // by axis and index, an index with the same cost
     let mut like = [vec![], vec![], vec![]];
     for (ax, like) in like.iter_mut().enumerate() {
-        let mut cost = |c: u32| {
-            let mut id = [0; 3];
-            id[ax] = c;
-            run_cta(env, id, QUANTUM, &mut acc)
-        };
-        *like = if varying[ax] { representatives(env.grid[ax], &mut cost)? } else { vec![0; env.grid[ax] as usize] };
+        let n = env.grid[ax];
+        *like = if varying[ax] { representatives(n, &mut |c| cost_at(ax, c))? } else { vec![0; n as usize] };
     }
     let key = |id: [u32; 3]| -> [u32; 3] { std::array::from_fn(|ax| like[ax][id[ax] as usize]) };
     let mut memo = HashMap::new(); // costs of the CTAs that have run
@@ -192,15 +192,13 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
     let chosen = sm.unwrap_or_else(|| (0..m.sms).max_by_key(|&s| (load(s as usize), finish[s as usize], Reverse(s))).unwrap());
     let avg = (0..m.sms as usize).map(load).sum::<u64>() as f64 / m.sms as f64;
     let c = chosen as usize;
+    let axes: Vec<_> = (0..3).filter(|&a| varying[a]).map(|a| ["x", "y", "z"][a]).collect();
     Ok(Share {
         sm: chosen,
         ctas: per_sm[c].iter().map(|&i| cta_id(&env.grid, i)).collect(),
         cost: per_sm[c].iter().map(|&i| cost[i as usize]).collect(),
         balance: avg / load(c).max(1) as f64,
-        note: format!(
-            "dynamic; CTA work varies along {:?}",
-            (0..3).filter(|&a| varying[a]).map(|a| ["x", "y", "z"][a]).collect::<Vec<_>>()
-        ),
+        note: format!("dynamic; CTA work varies along {axes:?}"),
     })
 }
 

@@ -35,7 +35,7 @@ pub struct Step<'a> {
     /// the CTA's shared memory and index
     pub shared: &'a mut [u8],
     pub cta: &'a [u32; 3],
-    /// value of the clock registers
+    /// value of the clock registers: cycles in a timing run, else instructions of the CTA so far
     pub now: u64,
     pub access: &'a mut Access,
     /// set by a BAR, for the CTA
@@ -43,7 +43,8 @@ pub struct Step<'a> {
 }
 
 impl Step<'_> {
-    // ---- source i of all lanes, with its modifiers: as u32, f32, u64, f64, two halves ------
+    // ---- source i of all lanes with its modifiers (sign, absolute value, inversion): as u32, f32, u64, f64, two halves; 64 bits are a
+    // register and the next one ----
 
     /// The bits of a source, modifiers ignored.
     #[inline(always)]
@@ -137,7 +138,7 @@ impl Step<'_> {
         word.map(|&word| u32::from_le_bytes(word)).ok_or_else(|| self.constant_fault(bank, off, b.len()))
     }
 
-    // ---- results, of the lanes in `m` -----------------------------------------------------
+    // ---- results, of the active lanes -----------------------------------------------------
 
     #[inline(always)]
     pub fn write(&mut self, v: &V) {

@@ -1,7 +1,7 @@
 //! The state of one warp: registers, predicates, and the groups that divergent branches divide its threads into. `ops` changes it.
 
 use crate::isa::*;
-use crate::lanes::{Each, V};
+use crate::lanes::{assign, Each, V};
 
 /// Whether a group can run, or what it waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub struct Warp {
     pub groups: Vec<Group>,
     /// the group that executes
     pub current: usize,
-    /// convergence barriers: per lane, the mask of participating lanes
+    /// convergence barriers by number (B0 to B15): per lane, the mask of the lanes that it meets there
     pub convergence: [[u32; 32]; 16],
     /// threads that have not exited
     pub live: u32,
@@ -41,7 +41,7 @@ pub struct Warp {
     pub bar_result: u32,
     /// its number in its CTA
     pub index: u32,
-    /// index of the buffer of global memory that it accessed last
+    /// index of the buffer of global memory that it accessed last, where the next look-up begins
     pub hint: usize,
     /// instructions that it has executed
     pub insts: u64,
@@ -81,28 +81,17 @@ impl Warp {
     /// Writes a register for the lanes in `mask`. A write to RZ has no effect.
     #[inline(always)]
     pub fn write(&mut self, r: Reg, v: &V, mask: u32) {
-        if r == RZ {
-            return;
-        }
-        let d = &mut self.regs[r as usize];
-        if mask == !0 {
-            *d = *v;
-        } else {
-            for l in 0..32 {
-                if mask >> l & 1 != 0 {
-                    d[l] = v[l];
-                }
-            }
+        if r != RZ {
+            assign(&mut self.regs[r as usize], v, mask);
         }
     }
     /// Writes the pair of registers `r`, the low word, and `r + 1`.
     #[inline(always)]
     pub fn write64(&mut self, r: Reg, v: &[u64; 32], mask: u32) {
-        if r == RZ {
-            return;
+        if r != RZ {
+            self.write(r, &v.each(|x| x as u32), mask);
+            self.write(r + 1, &v.each(|x| (x >> 32) as u32), mask);
         }
-        self.write(r, &v.each(|x| x as u32), mask);
-        self.write(r + 1, &v.each(|x| (x >> 32) as u32), mask);
     }
     #[inline(always)]
     pub fn reg(&self, r: Reg) -> V {
@@ -112,7 +101,7 @@ impl Warp {
             self.regs[r as usize]
         }
     }
-    /// Returns the index of the group to run: the current one, else the runnable one with the least pc. None: all wait.
+    /// Returns the index of the group to run: the current one, else the runnable one with the least pc. None: all wait or have exited.
     #[inline(always)]
     pub fn select(&mut self) -> Option<usize> {
         let runs = |g: &Group| g.state == GroupState::Run;
@@ -127,13 +116,7 @@ impl Warp {
     }
     /// Merges runnable groups that have the same pc into the current one.
     pub fn merge_current(&mut self) {
-        if self.groups.len() < 2 || self.current >= self.groups.len() {
-            return;
-        }
-        let g = self.groups[self.current];
-        if g.state != GroupState::Run {
-            return;
-        }
+        let Some(&g) = self.groups.get(self.current).filter(|g| g.state == GroupState::Run) else { return };
         let mut i = 0;
         while i < self.groups.len() {
             let o = self.groups[i];

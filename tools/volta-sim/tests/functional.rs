@@ -15,9 +15,12 @@ fn load(cubin: &[u8]) -> Module {
     Module::load(cubin).unwrap_or_else(|e| panic!("cannot load the test kernels: {e}\nthese tests need nvdisasm: set VOLTA_SIM_NVDISASM"))
 }
 
+/// Words of a, b and c, the kernels' inputs.
+type Inputs<'a> = [&'a [u32]; 3];
+
 /// Calls `f` with a launch of `blocks` blocks of `threads` threads on these words. An extent is memory that the kernel may access;
 /// `exchanged` matters for times only.
-fn launch<T>(blocks: u32, threads: u32, inputs: [&[u32]; 3], out: &mut [u32], f: impl FnOnce(&Launch) -> T) -> T {
+fn launch<T>(blocks: u32, threads: u32, inputs: Inputs, out: &mut [u32], f: impl FnOnce(&Launch) -> T) -> T {
     let params: Vec<u8> = inputs.iter().map(|v| v.as_ptr() as u64).chain([out.as_mut_ptr() as u64]).flat_map(u64::to_le_bytes).collect();
     let mut extents: Vec<Extent> = inputs
         .iter()
@@ -27,21 +30,25 @@ fn launch<T>(blocks: u32, threads: u32, inputs: [&[u32]; 3], out: &mut [u32], f:
     f(&Launch { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_smem: 0, params: &params, extents: &extents })
 }
 
-/// Runs a kernel of one architecture in both warp orders. Returns `out`, which starts as zeros and is the same for both.
-fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
-    // quantum: instructions of a warp before the next one runs; with 20,000 each runs up to its barrier. threads: of the host
-    let [first, second] = [1, 20_000].map(|quantum| {
-        let mut found = vec![0; out];
-        // SAFETY: the extents live here.
-        launch(blocks, threads, inputs, &mut found, |l| unsafe { module.run(kernel, l, &Schedule { quantum, threads: 1 }) }).unwrap();
-        found
-    });
+/// Runs a kernel on one thread of the host. Returns `out` words, which start as zeros, or the simulator's error. `quantum`: instructions of a
+/// warp before the next one runs; with 20,000 each runs up to its barrier.
+fn try_run(quantum: u32, module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: usize) -> Result<Vec<u32>, String> {
+    let mut found = vec![0; out];
+    // SAFETY: the extents live here.
+    launch(blocks, threads, inputs, &mut found, |l| unsafe { module.run(kernel, l, &Schedule { quantum, threads: 1 }) })
+        .map_err(|e| e.to_string())?;
+    Ok(found)
+}
+
+/// Runs a kernel of one architecture in both warp orders. Returns what both compute.
+fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: usize) -> Vec<u32> {
+    let [first, second] = [1, 20_000].map(|quantum| try_run(quantum, module, kernel, blocks, threads, inputs, out).unwrap());
     assert_eq!(first, second, "{kernel}: the result depends on the warp order");
     first
 }
 
 /// Runs a kernel on both architectures. Returns what both compute.
-fn run(kernel: &str, blocks: u32, threads: u32, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
+fn run(kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: usize) -> Vec<u32> {
     let [volta, turing] = MODULES.each_ref().map(|m| run_on(m, kernel, blocks, threads, inputs, out));
     assert_eq!(volta, turing, "{kernel}: sm_70 and sm_75 differ");
     volta
@@ -279,17 +286,9 @@ fn dependent_ffmas_take_four_cycles() {
     }
 }
 
-/// Runs a kernel of sm_75 with `threads` threads of one warp. Returns `out` words, or the simulator's error.
-fn run_threads(kernel: &str, threads: u32, inputs: [&[u32]; 3], out: usize) -> Result<Vec<u32>, String> {
-    let mut found = vec![u32::MAX; out];
-    // SAFETY: the extents live here.
-    launch(1, threads, inputs, &mut found, |l| unsafe { TURING.run(kernel, l, &Schedule { quantum: 1, threads: 1 }) })
-        .map_err(|e| e.to_string())?;
-    Ok(found)
-}
-
-fn run_warp(kernel: &str, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
-    run_threads(kernel, 32, inputs, out).unwrap()
+/// Runs a kernel of sm_75 with one warp.
+fn run_warp(kernel: &str, inputs: Inputs, out: usize) -> Vec<u32> {
+    run_on(&TURING, kernel, 1, 32, inputs, out)
 }
 
 /// Returns register `which` of a fragment: lane 4g+t has elements 2t and 2t+1 of row g, in the next register of row g+8.
@@ -370,7 +369,7 @@ fn ldsm_needs_valid_addresses_of_all_lanes() {
     let with = |lane: usize, address: u32| {
         let mut addresses = vec![0; 32];
         addresses[lane] = address;
-        run_threads("ldsm_1", 32, [&memory, &addresses, &[]], 128)
+        try_run(1, &TURING, "ldsm_1", 1, 32, [&memory, &addresses, &[]], 128)
     };
     assert!(with(31, 2032).is_ok());
     let e = with(31, 2048).unwrap_err();
@@ -383,7 +382,7 @@ fn ldsm_needs_valid_addresses_of_all_lanes() {
 fn matrix_instructions_need_whole_warps() {
     let words = vec![0; 512];
     for (kernel, instruction) in [("ldsm_4", "LDSM"), ("movm", "MOVM"), ("hmma_f32", "HMMA"), ("hmma_f16", "HMMA"), ("imma_s8", "IMMA")] {
-        let e = run_threads(kernel, 31, [&words, &words, &words], 512).unwrap_err();
+        let e = try_run(1, &TURING, kernel, 1, 31, [&words; 3], 512).unwrap_err(); // 31 threads
         assert!(e.contains(&format!("{instruction} with a partial warp (mask 0x7fffffff)")), "{e}");
     }
 }

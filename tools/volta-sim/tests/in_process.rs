@@ -1,19 +1,20 @@
 //! Tests the library's interface (`Module::run`, `Module::time`): results, errors, that timing writes nothing, and prefetches. Runs the
 //! prebuilt kernels of fixtures/saxpy.cu and prefetch.cu. Needs nvdisasm (`$VOLTA_SIM_NVDISASM` or `PATH`).
 
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 use volta_sim::{Dispatch, Extent, Launch, Machine, Module, Schedule, TimingOptions};
 
-fn module() -> &'static Module {
-    static MODULE: OnceLock<Module> = OnceLock::new();
-    MODULE.get_or_init(|| {
-        Module::load(include_bytes!("fixtures/saxpy.cubin"))
-            .unwrap_or_else(|e| panic!("cannot load the test kernels: {e}\nthese tests need nvdisasm: set VOLTA_SIM_NVDISASM"))
-    })
-}
+static MODULE: LazyLock<Module> = LazyLock::new(|| {
+    Module::load(include_bytes!("fixtures/saxpy.cubin"))
+        .unwrap_or_else(|e| panic!("cannot load the test kernels: {e}\nthese tests need nvdisasm: set VOLTA_SIM_NVDISASM"))
+});
 
+/// Elements of the vectors, and the factor of y = A x + y.
 const N: usize = 1000;
 const A: f32 = 0.5;
+/// Their indices in [`Data::extents`].
+const X: usize = 1;
+const Y: usize = 3;
 
 /// The vectors of a launch, which are separate allocations. `params` is the kernels' struct, with `n` as its last field.
 struct Data {
@@ -26,13 +27,12 @@ impl Data {
         Data { x: (0..N).map(|i| i as f32).collect(), y: (0..N).map(|i| 1.0 - i as f32).collect() }
     }
     fn params(&self, n: usize) -> Vec<u8> {
-        let mut p = vec![];
-        p.extend((self.x.as_ptr() as u64).to_le_bytes());
-        p.extend((self.y.as_ptr() as u64).to_le_bytes());
+        let mut p: Vec<u8> = [&self.x, &self.y].into_iter().flat_map(|v| (v.as_ptr() as u64).to_le_bytes()).collect();
         p.extend(A.to_le_bytes());
         p.extend((n as i32).to_le_bytes());
         p
     }
+    /// The memory that a kernel may access, and two extents that are ignored. `exchanged` matters for times only.
     fn extents(&mut self) -> [Extent<'static>; 4] {
         let nothing = Extent { name: "null", ptr: std::ptr::null_mut(), len: 64, read_only: false, exchanged: false };
         [
@@ -51,9 +51,10 @@ fn launch<'a>(params: &'a [u8], extents: &'a [Extent<'a>]) -> Launch<'a> {
     Launch { grid: [3, 1, 1], block: [128, 1, 1], dynamic_smem: 0, params, extents }
 }
 
+/// Returns the number of executed warp instructions, or the error.
 fn run(kernel: &str, l: &Launch, schedule: &Schedule) -> Result<u64, String> {
     // SAFETY: the extents belong to the calling test, which waits.
-    unsafe { module().run(kernel, l, schedule) }.map(|f| f.warp_insts).map_err(|e| e.to_string())
+    unsafe { MODULE.run(kernel, l, schedule) }.map(|f| f.warp_insts).map_err(|e| e.to_string())
 }
 
 fn assert_error(result: Result<u64, String>, parts: &[&str]) {
@@ -70,7 +71,7 @@ fn results_do_not_depend_on_the_schedule() {
         let expected = d.expected();
         let (params, extents) = (d.params(N), d.extents());
         let insts = run("saxpy", &launch(&params, &extents), &Schedule { quantum, threads }).unwrap();
-        assert!(insts > 12 * 20);
+        assert!(insts > 12 * 20); // 12 warps
         assert_eq!(d.y, expected, "quantum {quantum}, {threads} threads");
     }
 }
@@ -89,14 +90,14 @@ fn atomics_of_several_host_threads_add_up() {
 fn rejects_accesses_outside_every_extent() {
     let mut d = Data::new();
     let (params, mut extents) = (d.params(N), d.extents());
-    extents[3].len -= 8;
+    extents[Y].len -= 8; // bytes: two elements
     let at = format!("address {:#x} (4 bytes)", d.y.as_ptr() as u64 + 4 * N as u64 - 8);
     let l = Launch { grid: [8, 1, 1], ..launch(&params, &extents) };
     let where_ = ["CTA (7,0,0)", "warp 3 lane 6", &at, "nearest buffer `y`"];
     let s = Schedule { quantum: 20_000, threads: 1 };
     assert_error(run("fill", &l, &s), &[&where_[..], &["kernel `fill`: global store outside every buffer at pc 0x", "STG"]].concat());
     assert_eq!((d.y[N - 3], d.y[N - 2]), (A, 1.0 - (N - 2) as f32));
-    extents[1].len = 0;
+    extents[X].len = 0;
     let l = launch(&params, &extents);
     assert_error(run("saxpy", &l, &s), &["kernel `saxpy`: global load outside every buffer at pc 0x", "LDG"]);
 }
@@ -106,7 +107,7 @@ fn rejects_stores_to_a_read_only_extent() {
     let mut d = Data::new();
     let before = d.y.clone();
     let (params, mut extents) = (d.params(N), d.extents());
-    extents[3].read_only = true;
+    extents[Y].read_only = true;
     let result = run("saxpy", &launch(&params, &extents), &Schedule::default());
     let at = format!("{:#x}", d.y.as_ptr() as u64);
     let parts = ["kernel `saxpy`: global store to a read-only buffer at pc 0x", "STG", "warp ", "lane ", "nearest buffer `y`", "read-only"];
@@ -115,7 +116,7 @@ fn rejects_stores_to_a_read_only_extent() {
     let result = run("count", &launch(&params, &extents), &Schedule::default());
     assert_error(result, &["global atomic to a read-only buffer", &at]);
     // SAFETY: the extents belong to this test.
-    let timed = unsafe { module().time("saxpy", &launch(&params, &extents), &TimingOptions::default()) };
+    let timed = unsafe { MODULE.time("saxpy", &launch(&params, &extents), &TimingOptions::default()) };
     assert_error(timed.map(|_| 0).map_err(|e| e.to_string()), &["global store to a read-only buffer"]);
     assert!(d.y == before);
 }
@@ -145,7 +146,7 @@ fn rejects_launches_that_do_not_fit_the_kernel() {
 
 #[test]
 fn describes_kernels_without_running_them() {
-    let m = module();
+    let m = &*MODULE;
     let mut names: Vec<&str> = m.kernel_names().collect();
     names.sort_unstable();
     assert_eq!(names, ["count", "fill", "saxpy", "two"]);
@@ -165,16 +166,14 @@ fn timing_writes_no_memory() {
     let before = (d.x.clone(), d.y.clone());
     let (params, extents) = (d.params(N), d.extents());
     let l = launch(&params, &extents);
-    let time = |o: &TimingOptions| {
-        // SAFETY: the extents belong to this test.
-        unsafe { module().time("saxpy", &l, o) }.unwrap()
-    };
+    // SAFETY: the extents belong to this test.
+    let time = |o: &TimingOptions| unsafe { MODULE.time("saxpy", &l, o) }.unwrap();
     let r = time(&TimingOptions { flops: Some(2.0 * N as f64), annotate: true, ..Default::default() });
     assert!((d.x.clone(), d.y.clone()) == before);
     let t = &r.timing;
     // one CTA, 2 or 3 rounds of DRAM latency, plus the launch
     assert!((1_000..10_000).contains(&t.cycles), "{} cycles", t.cycles);
-    assert!((t.kernel_us - t.kernel_cycles / 1530.0).abs() < 1e-9);
+    assert!((t.kernel_us - t.kernel_cycles / 1530.0).abs() < 1e-9); // the V100's MHz
     assert!((t.tflops.unwrap() - 2e-6 * N as f64 / t.kernel_us).abs() < 1e-9);
     assert_eq!((t.ctas_of_sm, t.ctas_simulated, r.launch.occupancy.warps), (1, 1, 64));
     let h = t.hot_loop.as_ref().unwrap();
@@ -199,10 +198,9 @@ fn rejects_wrong_timing_options() {
     let mut d = Data::new();
     let (params, extents) = (d.params(N), d.extents());
     let l = launch(&params, &extents);
-    let error = |o: TimingOptions| {
-        // SAFETY: the extents belong to this test.
-        unsafe { module().time("saxpy", &l, &o) }.expect_err("an error was expected").to_string()
-    };
+    // SAFETY: the extents belong to this test.
+    let error = |o: TimingOptions| unsafe { MODULE.time("saxpy", &l, &o) }.expect_err("an error was expected").to_string();
+    // a V100 has SMs 0 to 79
     assert!(error(TimingOptions { sm: Some(80), ..Default::default() }).contains("SM 80 of 80"));
     let mut machine = Machine::default();
     let unknown = machine.set("no_such", "1").unwrap_err().to_string();
@@ -227,8 +225,8 @@ fn prefetched_sectors_arrive_when_dram_is_done() {
     };
     let saved = |operations| cycles("loaded", operations) - cycles("prefetched", operations);
     let m = Machine::default();
-    let full = (m.dram_latency - m.l2_latency) as i64;
-    // up to 60 cycles for the barrier between the prefetch and the load
+    let full = (m.dram_latency - m.l2_latency) as i64; // cycles
+                                                       // up to 60 cycles for the barrier between the prefetch and the load
     assert!((0..=60).contains(&saved(0)), "at once: {}", saved(0));
     assert!((full - 40..=full).contains(&saved(400)), "after a wait: {}", saved(400));
 }

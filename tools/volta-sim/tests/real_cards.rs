@@ -1,6 +1,7 @@
 //! Tests that simulated cycles are within 5% of those that real cards take, on the prebuilt probes of fixtures/probe.cu: kernels that time
-//! 32 steps by the clock register. benchmarks/validation.csv has the sources. Also tests what generic loads read, and the constants of one
-//! card. Needs nvdisasm (`$VOLTA_SIM_NVDISASM` or `PATH`).
+//! 32 dependent steps by the clock register. The measured figures here are cycles of one step, from the sources in
+//! benchmarks/validation.csv. Also tests what generic loads read, and the constants of one card. Needs nvdisasm (`$VOLTA_SIM_NVDISASM` or
+//! `PATH`).
 
 use std::sync::LazyLock;
 use volta_sim::{Extent, Launch, Machine, Module, Schedule, TimingOptions};
@@ -12,13 +13,9 @@ static SM75: LazyLock<Module> = LazyLock::new(|| load(include_bytes!("fixtures/p
 fn launch<T>(f: impl FnOnce(&Launch) -> T) -> (T, Vec<u32>) {
     let mut buffers = [vec![0u32; 64], vec![0u32; 64]];
     let params: Vec<u8> = buffers.iter().flat_map(|b| (b.as_ptr() as u64).to_le_bytes()).collect();
-    let extents = buffers.each_mut().map(|b| Extent {
-        name: "probe",
-        ptr: b.as_mut_ptr().cast(),
-        len: 4 * b.len(),
-        read_only: false,
-        exchanged: false,
-    });
+    // `exchanged`: other CTAs wrote it just before
+    let extent = |b: &mut Vec<u32>| Extent { name: "probe", ptr: b.as_mut_ptr().cast(), len: 256, read_only: false, exchanged: false };
+    let extents = buffers.each_mut().map(extent);
     let found = f(&Launch { grid: [1, 1, 1], block: [32, 1, 1], dynamic_smem: 0, params: &params, extents: &extents });
     let [words, _] = buffers;
     (found, words)
@@ -28,7 +25,7 @@ fn load(cubin: &[u8]) -> Module {
     Module::load(cubin).unwrap_or_else(|e| panic!("cannot load the probes: {e}\nthese tests need nvdisasm: set VOLTA_SIM_NVDISASM"))
 }
 
-/// Cycles between the two reads of the clock, with the code in the instruction cache.
+/// Cycles between the two reads of the clock, with a perfect instruction cache. `gpu`: a name of [`Machine::names`].
 fn cycles(module: &Module, gpu: &str, kernel: &str) -> f64 {
     let machine = Machine { icache: false, ..Machine::named(gpu).unwrap() };
     // SAFETY: the extents live in launch().
@@ -40,8 +37,8 @@ fn assert_near(what: &str, found: f64, measured: f64) {
     assert!((found / measured - 1.0).abs() < 0.05, "{what}: {found:.2} cycles simulated, {measured:.2} measured");
 }
 
-/// An HMMA does not wait for the accumulators of the HMMA before it; other instructions do. A step of the chain takes 8.66 cycles. With an
-/// FADD between, it takes longer by at least the difference of the two latencies, less a tolerance of 4 cycles.
+/// An HMMA (matrix product of halves) does not wait for the accumulators of the HMMA before it; other instructions do. A step of the chain
+/// takes 8.66 cycles. With an FADD between, it takes longer by at least the difference of the two latencies, less a tolerance of 4 cycles.
 #[test]
 fn accumulators_are_forwarded_to_the_next_hmma() {
     assert_eq!(cycles(&SM70, "v100", "hmma_chain"), 277.0); // 32 x 8.656: the measured cycles

@@ -8,7 +8,7 @@ macro_rules! enums {
 }
 pub(super) use enums;
 
-/// A register: R0 to R254, RZ, and from [`UR0`] the uniform registers of sm_75, one value a warp (kept as a register whose
+/// A register: R0 to R254, RZ (always 0), and from [`UR0`] the uniform registers of sm_75, one value a warp (kept as a register whose
 /// lanes are equal, so that every instruction reads it as it reads any other; URZ is RZ).
 pub type Reg = u16;
 pub const RZ: Reg = 255;
@@ -16,7 +16,7 @@ pub const UR0: Reg = 256;
 /// uniform registers, URZ not counted
 pub const URZ: Reg = 63;
 
-/// A predicate: P0 to P6, PT, and from [`UP0`] the uniform predicates of sm_75 (UPT is PT).
+/// A predicate: P0 to P6, PT (always true), and from [`UP0`] the uniform predicates of sm_75 (UPT is PT).
 pub const PT: u8 = 7;
 pub const UP0: u8 = 8;
 

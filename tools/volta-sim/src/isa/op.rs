@@ -76,7 +76,7 @@ enums! {
 
     /// Matrix products of the tensor cores.
     Tensor {
-        /// HMMA.884; `f32`: the accumulators' type, else half
+        /// HMMA.884; `f32`: the accumulators' type, else half; `step`: which columns it computes; `_col`: the operand is in column order
         Hmma884 { f32: bool, step: u8, a_col: bool, b_col: bool },
         /// HMMA.1688 of sm_75; `f32` likewise
         Hmma1688 { f32: bool },
@@ -90,6 +90,7 @@ enums! {
         F2f { from: NumTy, to: NumTy, rnd: Round, ftz: bool }, Frnd { rnd: IntRound, ftz: bool },
     }
 
+    /// Type of a number, with its bits.
     NumTy { U8, S8, U16, S16, U32, S32, U64, S64, F16, F32, F64 }
 
     /// Rounding to an integer.
@@ -134,8 +135,13 @@ enums! {
     AtomTy { U32, S32, U64, S64, F32, F16x2 }
 
     /// Reads of the special registers.
-    SpecialRegister { S2r(SReg), Cs2r { sreg: SReg, wide: bool } }
+    SpecialRegister {
+        S2r(SReg),
+        /// `wide`: into a register pair
+        Cs2r { sreg: SReg, wide: bool },
+    }
 
+    /// A special register. The number is an axis: 0 is x, 1 is y, 2 is z. Masks have a bit per lane.
     SReg {
         Tid(u8), Ctaid(u8), LaneId, WarpId, Clock, ClockHi, EqMask, LtMask, LeMask, GtMask, GeMask, Zero, NCtaId(u8),
         SmId, GlobalTimer,
@@ -153,7 +159,7 @@ enums! {
         Depbar { sb: u8, n: u8 },
     }
 
-    /// What a BAR does.
+    /// What a BAR does: waits, arrives without waiting, or waits and reduces the threads' votes to a count, an AND or an OR.
     BarMode { Sync, Arv, RedPopc, RedAnd, RedOr }
 
     /// Branches, calls and exits.

@@ -1,5 +1,6 @@
-//! Atomic operations on global and shared memory. Lanes execute in order of their number. `d` decodes an
-//! instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
+//! Atomic operations on global and shared memory. Lanes execute in order of their number. `d` decodes an instruction and `s` executes it:
+//! `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each, and `s.warp.hint` the buffer of global memory
+//! that the warp accessed last, where the search for an address begins.
 
 use super::class::Class;
 use super::memory::{addresses, global_fault, in_shared_window};
@@ -11,6 +12,7 @@ use crate::step::{SimResult, Step};
 
 impl Class for Atomic {
     fn decode(d: &mut Decoder) -> Decoded {
+        // RED returns no old value; ATOM takes generic addresses, of global or shared memory
         if !["RED", "ATOM", "ATOMG", "ATOMS"].contains(&d.base) {
             return Ok(None);
         }
@@ -43,7 +45,7 @@ impl Class for Atomic {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         addresses(s);
         let wide = self.wide();
-        let n = if wide { 8u64 } else { 4 };
+        let n = if wide { 8u64 } else { 4 }; // bytes
         let (s0, s1) = if wide {
             // CAS compares with src[0] and stores src[1]
             (s.int64(0)?, s.int64(1)?)
@@ -55,10 +57,7 @@ impl Class for Atomic {
         let elsewhere = if self.generic { s.active & in_shared_window(s) } else { 0 };
         let _guard = (env.lock_atomics && self.space == Space::Global).then(|| env.mem.lock_atomics());
         let mut old = [0u64; 32];
-        for l in 0..32 {
-            if (s.active & !elsewhere) >> l & 1 == 0 {
-                continue;
-            }
+        for l in lanes_in(s.active & !elsewhere) {
             let a = s.access.addr[l];
             let p = if self.space == Space::Shared {
                 if a + n > s.shared.len() as u64 {
@@ -67,7 +66,8 @@ impl Class for Atomic {
                 // SAFETY: the offset is inside the CTA's memory.
                 unsafe { s.shared.as_mut_ptr().add(a as usize) }
             } else {
-                env.mem.find(a, n, true, &mut s.warp.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
+                let write = true; // a read-only buffer is a fault
+                env.mem.find(a, n, write, &mut s.warp.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
             };
             if a & (n - 1) != 0 {
                 return Err(s.fault(l, "misaligned atomic", a, n, ""));

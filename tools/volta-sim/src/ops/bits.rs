@@ -59,6 +59,7 @@ impl Class for Bits {
                 let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                 let r = lop3(lut, &a, &b, &c);
                 s.write(&r);
+                // the predicate: a bit is 1, or (and with PAND) the source predicate holds
                 if s.inst.pred_dst[0] != PT {
                     let nz = mask_of(|l| r[l] != 0);
                     let p = s.predicate(0);
@@ -103,26 +104,17 @@ impl Class for Bits {
                 };
                 s.write(&r);
             }
-            Bits::Popc => {
-                let a = s.int(0)?;
-                s.write(&a.each(|x| x.count_ones()));
-            }
-            Bits::Brev => {
-                let a = s.int(0)?;
-                s.write(&a.each(|x| x.reverse_bits()));
-            }
+            Bits::Popc => s.write(&s.int(0)?.each(|x| x.count_ones())),
+            Bits::Brev => s.write(&s.int(0)?.each(|x| x.reverse_bits())),
             // the number of the highest bit that is 1 (signed: that differs from the sign), or with SH the distance from bit 31
-            Bits::Flo { signed, sh } => {
-                let a = s.int(0)?;
-                s.write(&a.each(|x| {
-                    let x = if signed && (x as i32) < 0 { !x } else { x };
-                    match x.leading_zeros() {
-                        32 => !0,
-                        zeros if sh => zeros,
-                        zeros => 31 - zeros,
-                    }
-                }));
-            }
+            Bits::Flo { signed, sh } => s.write(&s.int(0)?.each(|x| {
+                let x = if signed && (x as i32) < 0 { !x } else { x };
+                match x.leading_zeros() {
+                    32 => !0, // no such bit
+                    zeros if sh => zeros,
+                    zeros => 31 - zeros,
+                }
+            })),
             // b ones from bit a on
             Bits::Bmsk { wrap } => {
                 let (a, b) = (s.int(0)?, s.int(1)?);

@@ -60,22 +60,15 @@ impl Class for Branch {
         match self {
             Branch::Bra => {
                 let take = m & s.predicate(0) & s.predicate(1);
-                if take == here {
-                    s.warp.groups[gi].pc = s.inst.target;
-                    s.access.taken = true;
-                } else if take != 0 {
-                    s.warp.groups[gi].mask = here & !take;
-                    s.warp.groups.push(Group { pc: s.inst.target, mask: take, state: GroupState::Run });
-                    s.access.taken = true;
-                }
+                jump(s, take);
                 s.warp.merge_current();
             }
             Branch::BraIf { converged } => {
                 if (here == s.warp.live) == converged && m == here {
-                    s.warp.groups[gi].pc = s.inst.target;
-                    s.access.taken = true;
+                    jump(s, here);
                 }
             }
+            // each thread goes to the pc in its register, for BRX plus the target: a group for each pc
             Branch::Brx | Branch::Ret => {
                 let a = s.bits(0)?;
                 let add = if self == Branch::Brx { s.inst.target } else { 0 };
@@ -96,15 +89,7 @@ impl Class for Branch {
                 s.access.taken = m != 0;
                 s.warp.merge_current();
             }
-            Branch::Call => {
-                if m == here {
-                    s.warp.groups[gi].pc = s.inst.target;
-                } else if m != 0 {
-                    s.warp.groups[gi].mask = here & !m;
-                    s.warp.groups.push(Group { pc: s.inst.target, mask: m, state: GroupState::Run });
-                }
-                s.access.taken = m != 0;
-            }
+            Branch::Call => jump(s, m),
             Branch::Exit => {
                 let m = m & s.predicate(0);
                 if m != 0 {
@@ -120,6 +105,18 @@ impl Class for Branch {
         }
         Ok(())
     }
+}
+
+/// Moves the threads in `take` to the instruction's target: as a group of their own if others of their group stay.
+#[inline(always)]
+fn jump(s: &mut Step, take: u32) {
+    if take == s.group_mask {
+        s.warp.groups[s.group].pc = s.inst.target;
+    } else if take != 0 {
+        s.warp.groups[s.group].mask = s.group_mask & !take;
+        s.warp.groups.push(Group { pc: s.inst.target, mask: take, state: GroupState::Run });
+    }
+    s.access.taken = take != 0;
 }
 
 // ---- convergence barriers: BSSY Bn stores the mask of its threads in Bn, and each of them waits at BSYNC Bn for the others ---
@@ -169,13 +166,7 @@ impl Class for Convergence {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         let (m, here, gi) = (s.active, s.group_mask, s.group);
         match self {
-            Convergence::Bssy(b) => {
-                for l in 0..32 {
-                    if m >> l & 1 != 0 {
-                        s.warp.convergence[b as usize][l] = m;
-                    }
-                }
-            }
+            Convergence::Bssy(b) => assign(&mut s.warp.convergence[b as usize], &[m; 32], m),
             Convergence::Bsync(b) => {
                 // lanes that met at this pc from different frames of a recursion wait separately
                 let bars = s.warp.convergence[b as usize];
@@ -215,20 +206,12 @@ impl Class for Convergence {
                 let v = s.warp.convergence[b as usize];
                 s.write(&v);
                 if clear {
-                    for l in 0..32 {
-                        if m >> l & 1 != 0 {
-                            s.warp.convergence[b as usize][l] = 0;
-                        }
-                    }
+                    assign(&mut s.warp.convergence[b as usize], &[0; 32], m);
                 }
             }
             Convergence::BmovFromReg(b) => {
                 let v = s.bits(0)?;
-                for l in 0..32 {
-                    if m >> l & 1 != 0 {
-                        s.warp.convergence[b as usize][l] = v[l];
-                    }
-                }
+                assign(&mut s.warp.convergence[b as usize], &v, m);
             }
             Convergence::Warpsync => {
                 let need = s.bits(0)?[m.trailing_zeros() as usize & 31] & s.warp.live;
@@ -294,7 +277,7 @@ impl Class for Barrier {
             Barrier::B2r => {
                 let v = s.warp.bar_result;
                 s.write(&[v; 32]);
-                s.set_predicate(0, ((v != 0) as u32).wrapping_neg());
+                s.set_predicate(0, if v != 0 { !0 } else { 0 });
             }
             Barrier::Membar | Barrier::Depbar { .. } => {}
         }

@@ -75,10 +75,8 @@ impl Class for Conversion {
         match self {
             Conversion::I2f { from, to, rnd } => {
                 let v: [i128; 32] = if matches!(from, NumTy::S64 | NumTy::U64) {
-                    let a = s.int64(0)?;
-                    a.each(|x| if from == NumTy::S64 { x as i64 as i128 } else { x as i128 })
+                    s.int64(0)?.each(|x| if from == NumTy::S64 { x as i64 as i128 } else { x as i128 })
                 } else {
-                    let a = s.bits(0)?;
                     let src = s.inst.src[0];
                     let sh = match src.sel {
                         Sel::B(n) => 8 * n as u32,
@@ -86,7 +84,7 @@ impl Class for Conversion {
                         Sel::H1H1 => 16,
                         _ => 0,
                     };
-                    a.each(|x| {
+                    s.bits(0)?.each(|x| {
                         let x = x >> sh;
                         let v = match from {
                             NumTy::U8 => x as u8 as i128,
@@ -103,15 +101,7 @@ impl Class for Conversion {
                 match to {
                     NumTy::F32 => s.write(&v.each(|x| {
                         let f = x as f32;
-                        let back = f as i128;
-                        let f = match rnd {
-                            Round::Rp if back < x => next_up(f),
-                            Round::Rm if back > x => -next_up(-f),
-                            Round::Rz if x > 0 && back > x => -next_up(-f),
-                            Round::Rz if x < 0 && back < x => next_up(f),
-                            _ => f,
-                        };
-                        f.to_bits()
+                        step_directed(f, Some(x.cmp(&(f as i128))), rnd).to_bits()
                     })),
                     NumTy::F64 => s.write64(&v.each(|x| (x as f64).to_bits())),
                     _ => s.write(&v.each(|x| d2h(x as f64) as u32)),
@@ -140,38 +130,21 @@ impl Class for Conversion {
             }
             Conversion::F2f { from, to, rnd, ftz } => match (from, to) {
                 (NumTy::F32, NumTy::F16) => {
-                    let a = s.f32(0)?;
-                    s.write(
-                        &a.each(|x| if rnd == Round::Rz { f2h_rz(flush_subnormal(x, ftz)) } else { f2h(flush_subnormal(x, ftz)) } as u32),
-                    );
+                    let a = s.f32(0)?.each(|x| flush_subnormal(x, ftz));
+                    s.write(&a.each(|x| if rnd == Round::Rz { f2h_rz(x) } else { f2h(x) } as u32));
                 }
                 (NumTy::F16, NumTy::F32) => {
                     // of the modifiers that select a half, halves() applies H0_H0 and H1_H1, but not H1 (`Sel::H(1)`)
                     let (lo, hi) = s.halves(0)?;
                     s.write(&(if s.inst.src[0].sel == Sel::H(1) { hi } else { lo }).each(f32::to_bits));
                 }
-                (NumTy::F32, NumTy::F64) => {
-                    let a = s.f32(0)?;
-                    s.write64(&a.each(|x| (x as f64).to_bits()));
-                }
-                (NumTy::F64, NumTy::F32) => {
-                    let a = s.f64(0)?;
-                    s.write(&a.each(|x| (x as f32).to_bits()));
-                }
-                (NumTy::F32, NumTy::F32) => {
-                    let a = s.f32(0)?;
-                    s.write(&a.each(|x| flush_subnormal(x, ftz).to_bits()));
-                }
-                (NumTy::F64, NumTy::F16) => {
-                    let a = s.f64(0)?;
-                    s.write(&a.each(|x| d2h(x) as u32));
-                }
+                (NumTy::F32, NumTy::F64) => s.write64(&s.f32(0)?.each(|x| (x as f64).to_bits())),
+                (NumTy::F64, NumTy::F32) => s.write(&s.f64(0)?.each(|x| (x as f32).to_bits())),
+                (NumTy::F32, NumTy::F32) => s.write(&s.f32(0)?.each(|x| flush_subnormal(x, ftz).to_bits())),
+                (NumTy::F64, NumTy::F16) => s.write(&s.f64(0)?.each(|x| d2h(x) as u32)),
                 _ => return Err(s.refuse("unimplemented conversion")),
             },
-            Conversion::Frnd { rnd, ftz } => {
-                let a = s.f32(0)?;
-                s.write(&a.each(|x| (to_int(flush_subnormal(x, ftz) as f64, rnd) as f32).to_bits()));
-            }
+            Conversion::Frnd { rnd, ftz } => s.write(&s.f32(0)?.each(|x| (to_int(flush_subnormal(x, ftz) as f64, rnd) as f32).to_bits())),
         }
         Ok(())
     }

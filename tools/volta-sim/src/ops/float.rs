@@ -87,7 +87,7 @@ impl Class for Float {
             }
             Float::Fset { cmp, bop, ftz, bf } => {
                 let r = combine(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), s.predicate(0), bop);
-                let one = if bf { 0x3f80_0000 } else { !0 };
+                let one = if bf { 1f32.to_bits() } else { !0 }; // .BF: true is 1.0
                 s.write(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
             }
             Float::Fchk => {
@@ -152,23 +152,15 @@ impl Class for Double {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
+        let (a, b) = (s.f64(0)?, s.f64(1)?);
         match self {
-            Double::Dadd => {
-                let (a, b) = (s.f64(0)?, s.f64(1)?);
-                s.write64(&lanes(|l| (a[l] + b[l]).to_bits()));
-            }
-            Double::Dmul => {
-                let (a, b) = (s.f64(0)?, s.f64(1)?);
-                s.write64(&lanes(|l| (a[l] * b[l]).to_bits()));
-            }
+            Double::Dadd => s.write64(&lanes(|l| (a[l] + b[l]).to_bits())),
+            Double::Dmul => s.write64(&lanes(|l| (a[l] * b[l]).to_bits())),
             Double::Dfma => {
-                let (a, b, c) = (s.f64(0)?, s.f64(1)?, s.f64(2)?);
+                let c = s.f64(2)?;
                 s.write64(&lanes(|l| a[l].mul_add(b[l], c[l]).to_bits()));
             }
-            Double::Dsetp { cmp, bop } => {
-                let (a, b) = (s.f64(0)?, s.f64(1)?);
-                s.set_predicates(compare(cmp, &a, &b), bop);
-            }
+            Double::Dsetp { cmp, bop } => s.set_predicates(compare(cmp, &a, &b), bop),
         }
         Ok(())
     }
@@ -195,9 +187,8 @@ impl Class for SpecialFunction {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         if matches!(self, SpecialFunction::Rcp64h | SpecialFunction::Rsq64h) {
-            let a = s.bits(0)?;
-            s.write(&a.each(|x| {
-                let d = f64::from_bits((x as u64) << 32);
+            s.write(&s.bits(0)?.each(|high| {
+                let d = f64::from_bits((high as u64) << 32);
                 let v = if self == SpecialFunction::Rcp64h { 1.0 / d } else { 1.0 / d.sqrt() };
                 (v.to_bits() >> 32) as u32
             }));
@@ -212,23 +203,21 @@ impl Class for SpecialFunction {
         let a = s.f32(0)?;
         // inputs and outputs of the special-function unit flush subnormals
         let mut r = [0u32; 32];
-        for l in 0..32 {
-            if s.active >> l & 1 != 0 {
-                let x = flush_subnormal(a[l], true);
-                let v = match self {
-                    SpecialFunction::Rcp => 1.0 / x,
-                    SpecialFunction::Rsq => (1.0 / (x as f64).sqrt()) as f32,
-                    SpecialFunction::Ex2 => x.exp2(),
-                    SpecialFunction::Lg2 => x.log2(),
-                    // the code before has multiplied the argument by 1/2pi
-                    SpecialFunction::Sin => ((x as f64) * std::f64::consts::TAU).sin() as f32,
-                    SpecialFunction::Cos => ((x as f64) * std::f64::consts::TAU).cos() as f32,
-                    SpecialFunction::Sqrt => x.sqrt(),
-                    SpecialFunction::Tanh => x.tanh(),
-                    SpecialFunction::Ex2Half | SpecialFunction::Rcp64h | SpecialFunction::Rsq64h => unreachable!(),
-                };
-                r[l] = flush_subnormal(v, true).to_bits();
-            }
+        for l in lanes_in(s.active) {
+            let x = flush_subnormal(a[l], true);
+            let v = match self {
+                SpecialFunction::Rcp => 1.0 / x,
+                SpecialFunction::Rsq => (1.0 / (x as f64).sqrt()) as f32,
+                SpecialFunction::Ex2 => x.exp2(),
+                SpecialFunction::Lg2 => x.log2(),
+                // the code before has multiplied the argument by 1/2pi
+                SpecialFunction::Sin => ((x as f64) * std::f64::consts::TAU).sin() as f32,
+                SpecialFunction::Cos => ((x as f64) * std::f64::consts::TAU).cos() as f32,
+                SpecialFunction::Sqrt => x.sqrt(),
+                SpecialFunction::Tanh => x.tanh(),
+                SpecialFunction::Ex2Half | SpecialFunction::Rcp64h | SpecialFunction::Rsq64h => unreachable!(),
+            };
+            r[l] = flush_subnormal(v, true).to_bits();
         }
         s.write(&r);
         Ok(())

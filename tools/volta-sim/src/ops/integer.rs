@@ -74,16 +74,10 @@ impl Class for Integer {
                     // the sum in 64 bits has the carries above bit 31; a negated operand is ~v + 1
                     let mut sum = [0u64; 32];
                     for i in 0..3 {
-                        let src = s.inst.src[i];
+                        let Src { inv, neg, .. } = s.inst.src[i];
                         let v = s.bits(i)?;
                         for l in 0..32 {
-                            sum[l] += if src.inv {
-                                !v[l] as u64
-                            } else if src.neg {
-                                !v[l] as u64 + 1
-                            } else {
-                                v[l] as u64
-                            };
+                            sum[l] += (if inv | neg { !v[l] } else { v[l] }) as u64 + (neg & !inv) as u64;
                         }
                     }
                     if x {
@@ -161,10 +155,8 @@ impl Class for Integer {
                     }
                 }));
             }
-            Integer::Iabs => {
-                let a = s.int(0)?;
-                s.write(&a.each(|x| (x as i32).wrapping_abs() as u32));
-            }
+            Integer::Iabs => s.write(&s.int(0)?.each(|x| (x as i32).wrapping_abs() as u32)),
+            // |a - b| + c
             Integer::Vabsdiff { signed } => {
                 let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                 s.write(&lanes(|l| {

@@ -74,7 +74,7 @@ impl Class for Memory {
             // PTX isspacep: of up to two predicates, the first gets the result
             "QSPC" => {
                 d.opt_pred_dsts(2);
-                let _zero = d.next();
+                let _zero = d.next(); // RZ
                 d.address()?;
                 Memory::Qspc { shared: d.has("S") }
             }
@@ -90,11 +90,8 @@ impl Class for Memory {
             Memory::Ld { space, bytes, sext, .. } => {
                 addresses(s);
                 let n = bytes as usize;
-                let mut buf = [[0u32; 32]; 4];
-                for l in 0..32 {
-                    if s.active >> l & 1 == 0 {
-                        continue;
-                    }
+                let mut buf = [[0u32; 32]; 4]; // by register and lane
+                for l in lanes_in(s.active) {
                     let p = place(s, space, l, n, false)?;
                     // SAFETY: `n` bytes at `p` may be read.
                     unsafe {
@@ -128,10 +125,7 @@ impl Class for Memory {
                         buf[k] = s.warp.regs[r as usize + k];
                     }
                 }
-                for l in 0..32 {
-                    if s.active >> l & 1 == 0 {
-                        continue; // an inactive lane
-                    }
+                for l in lanes_in(s.active) {
                     let p = place(s, space, l, n, true)?;
                     // SAFETY: `n` bytes at `p` may be written.
                     unsafe {
@@ -225,7 +219,8 @@ fn load_matrices(s: &mut Step, matrices: usize, transposed: bool) -> SimResult<(
     Ok(())
 }
 
-/// Returns the host address of the `n` bytes that lane `l` reads, or with `write` writes, or a fault's text.
+/// Returns the host address of the `n` bytes that lane `l` reads, or with `write` writes, or a fault's text. `s.warp.hint` is the buffer of
+/// global memory where the search begins: the last one found.
 #[inline(always)]
 fn place(s: &mut Step, space: Space, l: usize, n: usize, write: bool) -> SimResult<*mut u8> {
     let (a, n) = (s.access.addr[l], n as u64);

@@ -153,7 +153,8 @@ mod tests {
         decode(&RawInst { pc: 0, text: text.to_string(), enc: 0 }, &Default::default())
     }
 
-    /// Returns a warp of block 5 after these instructions. Lane l has 10 + l in R3. Constants: 0x8000_0003 at 0x160, 0x1_9000_0000 at 0x168.
+    /// Returns a warp of block 5 after these instructions. Lane l has 10 + l in R3. Constant bank 0 has 0x8000_0003 at 0x160 and
+    /// 0x1_9000_0000 at 0x168.
     fn run(code: &[&str]) -> Warp {
         let mut bank = vec![0; 0x170];
         bank[0x160..0x164].copy_from_slice(&0x8000_0003u32.to_le_bytes());

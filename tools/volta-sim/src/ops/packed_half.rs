@@ -41,21 +41,21 @@ impl Class for PackedHalf {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
+        let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
         match self {
             PackedHalf::Hadd2 { f32: to32, sat, ftz, mrg } => {
-                let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
                 if to32 {
+                    // .F32: the sum of the low halves in fp32
                     s.write(&float::result(lanes(|l| a0[l] + b0[l]), ftz, sat));
                 } else {
                     write(s, lanes(|l| f2h(saturate(a0[l] + b0[l], sat))), lanes(|l| f2h(saturate(a1[l] + b1[l], sat))), mrg, ftz);
                 }
             }
             PackedHalf::Hmul2 { sat, ftz, mrg } => {
-                let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
                 write(s, lanes(|l| f2h(saturate(a0[l] * b0[l], sat))), lanes(|l| f2h(saturate(a1[l] * b1[l], sat))), mrg, ftz);
             }
             PackedHalf::Hfma2 { sat, ftz, mrg } => {
-                let ((a0, a1), (b0, b1), (c0, c1)) = (s.halves(0)?, s.halves(1)?, s.halves(2)?);
+                let (c0, c1) = s.halves(2)?;
                 let f = |a: f32, b: f32, c: f32| {
                     // the product of two halves is exact in f32; saturation precedes the one rounding, and makes NaN 0
                     let sum = (a * b) as f64 + c as f64;
@@ -68,9 +68,9 @@ impl Class for PackedHalf {
                 write(s, lanes(|l| f(a0[l], b0[l], c0[l])), lanes(|l| f(a1[l], b1[l], c1[l])), mrg, ftz);
             }
             PackedHalf::Hsetp2 { cmp, bop, hand } => {
-                let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
                 let (r0, r1) = (compare(cmp, &a0, &b0), compare(cmp, &a1, &b1));
                 if hand {
+                    // .H_AND: one predicate of both halves
                     s.set_predicates(r0 & r1, bop);
                 } else {
                     let p = s.predicate(0);
@@ -79,11 +79,9 @@ impl Class for PackedHalf {
                 }
             }
             PackedHalf::Hset2 { cmp, bop, bf } => {
-                let ((a0, a1), (b0, b1)) = (s.halves(0)?, s.halves(1)?);
                 let p = s.predicate(0);
-                let r0 = combine(compare(cmp, &a0, &b0), p, bop);
-                let r1 = combine(compare(cmp, &a1, &b1), p, bop);
-                let one = if bf { 0x3c00 } else { 0xffff };
+                let (r0, r1) = (combine(compare(cmp, &a0, &b0), p, bop), combine(compare(cmp, &a1, &b1), p, bop));
+                let one = if bf { 0x3c00 } else { 0xffff }; // .BF: true is 1.0
                 s.write(&lanes(|l| (if r0 >> l & 1 != 0 { one } else { 0 }) | (if r1 >> l & 1 != 0 { one << 16 } else { 0 })));
             }
         }

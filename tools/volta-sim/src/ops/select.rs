@@ -31,10 +31,7 @@ impl Class for Select {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
-            Select::Mov => {
-                let a = s.bits(0)?;
-                s.write(&a);
-            }
+            Select::Mov => s.write(&s.bits(0)?),
             Select::Sel => {
                 let (a, b, p) = (s.int(0)?, s.int(1)?, s.predicate(0));
                 s.write(&lanes(|l| if p >> l & 1 != 0 { a[l] } else { b[l] }));
@@ -83,6 +80,7 @@ impl Class for Predicate {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             Predicate::Plop3 { lut, lut2 } => {
+                // lop3 takes registers; here one word has a bit per lane
                 let (a, b, c) = (s.predicate(0), s.predicate(1), s.predicate(2));
                 s.set_predicate(0, lop3(lut, &[a; 32], &[b; 32], &[c; 32])[0]);
                 s.set_predicate(1, lop3(lut2, &[a; 32], &[b; 32], &[c; 32])[0]);

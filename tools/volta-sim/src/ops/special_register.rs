@@ -44,14 +44,10 @@ impl Class for SpecialRegister {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
-            SpecialRegister::S2r(sreg) => {
-                let v = value(sreg, s);
-                s.write(&v);
-            }
-            // `wide`: of 64 bits, a register pair
+            SpecialRegister::S2r(sreg) => s.write(&value(sreg, s)),
+            // `wide`: into a register pair, high word 0 but for the clock
             SpecialRegister::Cs2r { sreg, wide } => {
-                let v = value(sreg, s);
-                s.write(&v);
+                s.write(&value(sreg, s));
                 if wide && s.inst.dst != RZ {
                     let hi = if sreg == SReg::Clock { [(s.now >> 32) as u32; 32] } else { [0; 32] };
                     s.warp.write(s.inst.dst + 1, &hi, s.active);

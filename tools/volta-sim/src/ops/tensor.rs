@@ -18,13 +18,9 @@ impl Class for Tensor {
         if d.base != "HMMA" {
             return Ok(None);
         }
-        if let Some(f32) = match d.mods[..] {
-            ["1688", "F32"] => Some(true),
-            ["1688", "F16"] => Some(false),
-            _ => None,
-        } {
+        if let ["1688", accumulators @ ("F32" | "F16")] = d.mods[..] {
             d.dst()?.srcs(3)?.on(Unit::Tensor);
-            return Ok(Some(Op::Tensor(Tensor::Hmma1688 { f32 })));
+            return Ok(Some(Op::Tensor(Tensor::Hmma1688 { f32: accumulators == "F32" })));
         }
         // HMMA.884.F32.F32.STEPn D, A.ROW, B.COL, C
         if d.mods.first() != Some(&"884") {
@@ -103,7 +99,7 @@ fn decode_imma(d: &mut Decoder) -> Result<Op, String> {
 #[inline(always)]
 fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: bool) {
     let (a, b) = (halves(w, &inst.src[0]), halves(w, &inst.src[1]));
-    let (c0, c1) = pair(w, &inst.src[2]);
+    let [c0, c1] = registers(w, &inst.src[2]);
     // Lanes 4g..4g+3, of quad-pair g & 3, hold the rows of A that they compute with. Columns 0 to 3 of B are in the quad-pair's lanes below
     // 16, columns 4 to 7 in the others: F32 steps 0 and 1 (F16 step 0) compute the former
     let own = |g: usize| 4 * g;
@@ -135,8 +131,8 @@ fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: 
 /// Products are exact; the eight and C are summed in f64 and rounded once, as in [`hmma884`].
 #[inline(always)]
 fn hmma1688(w: &mut Warp, inst: &Inst, is32: bool) {
-    let (a0, a1) = pair(w, &inst.src[0]);
-    let b = w.reg(inst.src[1].val as Reg);
+    let [a0, a1] = registers(w, &inst.src[0]);
+    let [b] = registers(w, &inst.src[1]);
     let half = |v: &V, row: usize, k: usize| h2f((v[4 * row + k / 2] >> (16 * (k & 1))) as u16);
     // rows of A, by k
     let mut a = [[0f32; 16]; 8];
@@ -158,7 +154,7 @@ fn hmma1688(w: &mut Warp, inst: &Inst, is32: bool) {
         }
     }
     let sum = |l: usize, second: usize, lower: usize| sums[2 * (l & 3) + second][(l >> 2) + 8 * lower];
-    let c = quad(w, &inst.src[2]);
+    let c: [V; 4] = registers(w, &inst.src[2]); // with f16 accumulators the operand has two
     if is32 {
         for (i, c) in c.iter().enumerate() {
             let d = lanes(|l| ((sum(l, i & 1, i >> 1) + f32::from_bits(c[l]) as f64) as f32).to_bits());
@@ -181,9 +177,7 @@ fn hmma1688(w: &mut Warp, inst: &Inst, is32: bool) {
 /// and the two of C hold columns 2t and 2t+1 of row g.
 #[inline(always)]
 fn imma8816(w: &mut Warp, inst: &Inst, [a_unsigned, b_unsigned]: [bool; 2]) {
-    let register = |s: &Src| w.reg(s.val as Reg);
-    let (a, b) = (register(&inst.src[0]), register(&inst.src[1]));
-    let (c0, c1) = pair(w, &inst.src[2]);
+    let ([a], [b], [c0, c1]) = (registers(w, &inst.src[0]), registers(w, &inst.src[1]), registers(w, &inst.src[2]));
     // vectors[row or column][k]
     let vectors = |v: &V, unsigned: bool| {
         let mut out = [[0i32; 16]; 8];
@@ -209,7 +203,7 @@ type Fours = [[f32; 32]; 4];
 /// The halves of the two registers of an operand.
 #[inline(always)]
 fn halves(w: &Warp, s: &Src) -> Fours {
-    let (r0, r1) = pair(w, s);
+    let [r0, r1] = registers(w, s);
     [r0.each(|x| h2f(x as u16)), r0.each(|x| h2f((x >> 16) as u16)), r1.each(|x| h2f(x as u16)), r1.each(|x| h2f((x >> 16) as u16))]
 }
 
@@ -253,25 +247,11 @@ fn dot(x: &Fours, y: &Fours, c: [f64; 32]) -> [f64; 32] {
     lanes(|l| (p(0, l) + p(1, l)) + (p(2, l) + p(3, l)) + c[l])
 }
 
-/// Returns the four registers from an operand's on. An operand may have fewer; `WIDEST` in module.rs keeps the others in bounds.
+/// Returns the `N` registers from an operand's on, zeros for RZ. A warp has at least 4 registers from any operand's on.
 #[inline(always)]
-fn quad(w: &Warp, s: &Src) -> [V; 4] {
-    let r = s.val as Reg;
-    if r == RZ {
-        [[0; 32]; 4]
-    } else {
-        let r = r as usize;
-        [w.regs[r], w.regs[r + 1], w.regs[r + 2], w.regs[r + 3]]
-    }
-}
-
-/// Returns the two registers of an operand.
-#[inline(always)]
-fn pair(w: &Warp, s: &Src) -> (V, V) {
-    let r = s.val as Reg;
-    if r == RZ {
-        ([0; 32], [0; 32])
-    } else {
-        (w.regs[r as usize], w.regs[r as usize + 1])
+fn registers<const N: usize>(w: &Warp, s: &Src) -> [V; N] {
+    match s.val as Reg {
+        RZ => [[0; 32]; N],
+        r => *w.regs[r as usize..].first_chunk().expect("registers of an operand"),
     }
 }

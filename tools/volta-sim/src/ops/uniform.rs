@@ -4,6 +4,7 @@
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
+use crate::lanes::Each;
 use crate::step::{SimResult, Step};
 
 /// Instructions that differ from those without the U in their registers alone.
@@ -53,19 +54,12 @@ impl Class for Uniform {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
-            Uniform::Ldc64 => {
-                let v = s.int64(0)?;
-                s.write64(&v);
-            }
-            Uniform::LdcNarrow(mask) => {
-                let v = s.bits(0)?.map(|word| word & mask);
-                s.write(&v);
-            }
+            Uniform::Ldc64 => s.write64(&s.int64(0)?),
+            Uniform::LdcNarrow(mask) => s.write(&s.bits(0)?.each(|word| word & mask)),
             Uniform::R2ur => {
                 // all active lanes hold the same value, so that of the first one serves (`group_mask`: mask of the lanes that execute)
                 let first = s.group_mask.trailing_zeros() as usize & 31;
-                let v = s.bits(0)?[first];
-                s.write(&[v; 32]);
+                s.write(&[s.bits(0)?[first]; 32]);
             }
         }
         Ok(())

@@ -52,13 +52,10 @@ impl Class for WarpWide {
                 let (a, b, c) = (s.bits(0)?, s.bits(1)?, s.bits(2)?);
                 let mut r = [0u32; 32];
                 let mut ok = 0u32;
-                for l in 0..32u32 {
-                    if m >> l & 1 == 0 {
-                        continue;
-                    }
+                for lane in lanes_in(m) {
+                    let l = lane as u32;
                     // c has the last lane of a segment in bits 0 to 4, and the mask of the bits that select the segment in 8 to 12
-                    let (bv, cv) = (b[l as usize] & 31, c[l as usize]);
-                    let (clamp, seg) = (cv & 31, cv >> 8 & 31);
+                    let (bv, clamp, seg) = (b[lane] & 31, c[lane] & 31, c[lane] >> 8 & 31);
                     let min = l & seg;
                     let max = min | (clamp & !seg);
                     let (j, p) = match mode {
@@ -69,22 +66,17 @@ impl Class for WarpWide {
                     };
                     let j = if p { j & 31 } else { l };
                     ok |= (p as u32) << l;
-                    r[l as usize] = a[j as usize];
+                    r[lane] = a[j as usize];
                 }
                 s.write(&r);
                 s.set_predicate(0, ok);
             }
             WarpWide::Vote { all, eq } => {
                 let ballot = s.predicate(0) & m;
-                let p = if eq {
-                    ballot == m || ballot == 0
-                } else if all {
-                    ballot == m
-                } else {
-                    ballot != 0
-                };
+                let (none, every) = (ballot == 0, ballot == m);
+                let p = if eq { none | every } else { (all & every) | (!all & !none) };
                 s.write(&[ballot; 32]);
-                s.set_predicate(0, (p as u32).wrapping_neg());
+                s.set_predicate(0, if p { !0 } else { 0 });
             }
             WarpWide::Movm => {
                 if !s.has_whole_warp("MOVM")? {
@@ -96,14 +88,11 @@ impl Class for WarpWide {
             }
             WarpWide::Match { all } => {
                 let a = s.bits(0)?;
-                let mut r = [0u32; 32];
-                for l in 0..32 {
-                    r[l] = mask_of(|k| m >> k & 1 != 0 && a[k] == a[l]);
-                }
+                let r = lanes(|l| mask_of(|k| m >> k & 1 != 0 && a[k] == a[l]));
                 if all {
-                    let same = (0..32).all(|l| m >> l & 1 == 0 || r[l] == m);
+                    let same = lanes_in(m).all(|l| r[l] == m);
                     s.write(&[if same { m } else { 0 }; 32]);
-                    s.set_predicate(0, (same as u32).wrapping_neg());
+                    s.set_predicate(0, if same { !0 } else { 0 });
                 } else {
                     s.write(&r);
                 }

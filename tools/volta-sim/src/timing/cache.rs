@@ -2,24 +2,26 @@
 
 /// L1 or L2: set-associative, lines of 128 bytes with 4 sectors of 32 bytes that are filled one by one. Replaces the line unused longest.
 pub(super) struct Cache {
-    pub(super) sets: Vec<Vec<Line>>,
-    pub(super) ways: usize,
+    sets: Vec<Vec<Line>>,
+    /// maximum lines of a set
+    ways: usize,
     /// number of accesses, the time of `Line::used`
-    pub(super) tick: u64,
+    tick: u64,
 }
-pub(super) struct Line {
-    pub(super) tag: u64,
+struct Line {
+    /// byte address / 128
+    tag: u64,
     /// sectors that are filled, a bit each
-    pub(super) sectors: u8,
-    pub(super) used: u64,
+    sectors: u8,
+    used: u64,
 }
 impl Cache {
     pub(super) fn new(bytes: u64, ways: usize) -> Self {
         let n = (bytes / 128 / ways as u64).max(1) as usize;
         Cache { sets: (0..n).map(|_| Vec::new()).collect(), ways, tick: 0 }
     }
-    /// Looks up the sector of a byte address. Returns true on a hit. `fill` inserts it on a miss.
-    pub(super) fn access(&mut self, addr: u64, fill: bool) -> bool {
+    /// Looks up the sector of a byte address. Returns true on a hit; a miss fills the sector.
+    pub(super) fn access(&mut self, addr: u64) -> bool {
         self.tick += 1;
         let (tag, sector) = (addr / 128, 1u8 << (addr / 32 % 4));
         let n = self.sets.len() as u64;
@@ -28,18 +30,14 @@ impl Cache {
         if let Some(l) = set.iter_mut().find(|l| l.tag == tag) {
             l.used = self.tick;
             let hit = l.sectors & sector != 0;
-            if fill {
-                l.sectors |= sector;
-            }
+            l.sectors |= sector;
             return hit;
         }
-        if fill {
-            let line = Line { tag, sectors: sector, used: self.tick };
-            if set.len() < self.ways {
-                set.push(line);
-            } else {
-                *set.iter_mut().min_by_key(|l| l.used).unwrap() = line;
-            }
+        let line = Line { tag, sectors: sector, used: self.tick };
+        if set.len() < self.ways {
+            set.push(line);
+        } else {
+            *set.iter_mut().min_by_key(|l| l.used).unwrap() = line;
         }
         false
     }
@@ -48,14 +46,14 @@ impl Cache {
 /// An instruction cache, the L0 of one sub-partition or the L1.5 they share. A line is 128 bytes of the kernel's code, 8 instructions.
 #[derive(Default)]
 pub(super) struct ICache {
-    /// by line: the cycle from which it is here, or ABSENT
+    /// by line: the cycle from which it is here, or [`ABSENT`]
     pub(super) ready: Vec<u64>,
     /// by line: the cycle of its last use
     pub(super) used: Vec<u64>,
     /// the lines that are here or in flight
-    pub(super) held: Vec<u32>,
+    held: Vec<u32>,
     /// state of the pseudo-random choice of a victim, not 0
-    pub(super) seed: u64,
+    seed: u64,
 }
 pub(super) const ABSENT: u64 = u64::MAX;
 
@@ -64,8 +62,8 @@ impl ICache {
         ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![], seed }
     }
 
-    /// Adds an absent line, which will be here at `ready`. If `capacity` lines are held, it replaces the one unused longest, or with
-    /// `random` any but `keep`, the line that a warp waits for.
+    /// Adds an absent line at cycle `now`, which will be here at cycle `ready`. If `capacity` lines are held, it replaces the one unused
+    /// longest, or with `random` any but `keep`, the line that a warp waits for.
     pub(super) fn fill(&mut self, line: u32, keep: u32, capacity: usize, random: bool, now: u64, ready: u64) {
         if self.held.len() >= capacity {
             let i = if random {

@@ -28,7 +28,8 @@ pub(super) struct Release {
 #[derive(Default, Clone)]
 pub(super) struct Scoreboard {
     pub(super) users: Vec<Release>,
-    pub(super) why: Option<WaitReason>,
+    /// what a wait for the last of them counts as
+    pub(super) why: WaitReason,
 }
 
 /// A resident warp as the scheduler sees it.
@@ -63,7 +64,7 @@ pub(super) struct SubPartition {
     pub(super) last: Option<usize>,
     pub(super) last_yield: bool,
     /// by `Unit`: when the pipe can take another instruction
-    pub(super) free: [u64; 8],
+    pub(super) free: [u64; 8], // Unit::Ctl, the last one, has no pipe
     /// when each queued memory instruction leaves the MIO queue, in which it waits for the SM's data stage
     pub(super) mio: VecDeque<u64>,
     /// when its address unit can take another instruction
@@ -114,16 +115,16 @@ pub struct Counters {
     pub insts: u64,
     pub ctas: u64,
     pub issue_slots: u64,
-    /// FP32 and IMAD pipe busy
+    /// FP32 and IMAD
     pub fma_busy: u64,
     pub alu_busy: u64,
     pub fp16_busy: u64,
     pub fp64_busy: u64,
-    /// special-function and conversion pipe busy
+    /// special functions and conversions
     pub xu_busy: u64,
     pub tensor_busy: u64,
     pub uniform_busy: u64,
-    /// cycles of the SM's one LSU data stage
+    /// cycles of the SM's one data stage of memory instructions and shuffles (MIO)
     pub mio_busy: u64,
     /// shared-memory wavefronts, 128 bytes each
     pub smem_wavefronts: u64,
@@ -150,7 +151,7 @@ pub struct Counters {
     pub reg_conflicts: u64,
     /// 128-byte instruction lines fetched into the L0 caches
     pub l0_fills: u64,
-    /// of these, into the L1.5 cache from L2, where it is modelled
+    /// of these, lines that the L1.5 first had to fetch from L2; 0 where the L1.5 is not modeled
     pub l15_fills: u64,
     /// resident warps, summed over all cycles
     pub resident_warp_cycles: u64,

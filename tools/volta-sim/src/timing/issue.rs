@@ -1,5 +1,6 @@
-//! Issue of an instruction: units, scoreboards and stall counts. `s` is a sub-partition (scheduler), `k` an index of `SmSim::warps`, `idx`
-//! one of the code's instructions; times are cycles.
+//! Issue of an instruction: units, scoreboards and stall counts. A scoreboard is one of six counters of a warp: an instruction of variable
+//! latency holds one, and later instructions wait for it. `s` is a sub-partition (scheduler), `k` an index of `SmSim::warps`, `idx` the
+//! number of an instruction in the code. Times are cycles.
 
 use super::counters::{Release, WaitReason};
 use super::SmSim;
@@ -25,7 +26,8 @@ impl SmSim<'_, '_> {
         }
     }
 
-    /// Executes the next instruction of warp `k`, and records when it releases what. Returns the CTA's slot if the CTA has finished.
+    /// Executes the next instruction of warp `k`, and records when it releases its scoreboards and when the warp may go on. `acc` gets the
+    /// lanes' addresses. Returns the CTA's slot if the CTA has finished.
     pub(super) fn issue(&mut self, s: usize, k: usize, now: u64, acc: &mut Access) -> SimResult<Option<usize>> {
         let (slot, warp_index) = {
             let w = self.warps[k].as_ref().unwrap();
@@ -65,7 +67,7 @@ impl SmSim<'_, '_> {
             w.last_issue = now;
         }
 
-        // --- resources: without active lanes an instruction takes no unit
+        // --- resources, and when results are written (wr) and sources read (rd): without active lanes an instruction takes no unit
         let (wr, rd, why) = if acc.mask == 0 && !matches!(inst.unit, Unit::Ctl) {
             (now + 1, now + 1, WaitReason::ShortScoreboard)
         } else {
@@ -75,11 +77,12 @@ impl SmSim<'_, '_> {
         let w = self.warps[k].as_mut().unwrap();
         let forwarded = if is_hmma884(inst) { now + self.machine.hmma_forward } else { wr };
         for (sb, at, for_hmma) in [(inst.ctrl.wr_sb, wr, forwarded), (inst.ctrl.rd_sb, rd, rd)] {
+            // 7 is no scoreboard
             if sb < 6 {
                 let b = &mut w.sb[sb as usize];
                 b.users.retain(|x| x.at > now);
                 b.users.push(Release { at, for_hmma });
-                b.why = Some(why);
+                b.why = why;
             }
         }
         let mut next = now + (inst.ctrl.stall as u64).max(1);
@@ -146,7 +149,7 @@ impl SmSim<'_, '_> {
                 if let Some(t) = sb.users.iter().map(|x| if is_hmma { x.for_hmma } else { x.at }).max() {
                     if t > w.ready {
                         w.ready = t;
-                        w.ready_reason = sb.why.unwrap_or(WaitReason::ShortScoreboard);
+                        w.ready_reason = sb.why;
                     }
                 }
             }
@@ -165,36 +168,25 @@ impl SmSim<'_, '_> {
             Op::Tensor(Tensor::Imma8816 { .. }) => (m.imma_8816_cycles, m.imma_8816_latency),
             _ => (m.hmma_f16_cycles, m.hmma_latency), // HMMA.884 with f16 accumulators; other operations do not use it
         };
-        let mut cost = match inst.unit {
-            Unit::Fma => match inst.op {
-                Op::Integer(Integer::ImadWide { .. } | Integer::ImadHi { .. }) => m.imad_wide_cycles,
-                _ => m.fma_cycles,
-            },
-            Unit::Alu => m.alu_cycles,
-            Unit::Fp16 => m.fp16_cycles,
-            Unit::Fp64 => m.fp64_cycles,
-            Unit::Xu => m.xu_cycles,
-            Unit::Tensor => tensor_cycles,
-            Unit::Uniform => m.uniform_cycles,
+        let is_wide = matches!(inst.op, Op::Integer(Integer::ImadWide { .. } | Integer::ImadHi { .. }));
+        let c = &mut self.counters;
+        let (mut cost, busy) = match inst.unit {
+            Unit::Fma => (if is_wide { m.imad_wide_cycles } else { m.fma_cycles }, &mut c.fma_busy),
+            Unit::Alu => (m.alu_cycles, &mut c.alu_busy),
+            Unit::Fp16 => (m.fp16_cycles, &mut c.fp16_busy),
+            Unit::Fp64 => (m.fp64_cycles, &mut c.fp64_busy),
+            Unit::Xu => (m.xu_cycles, &mut c.xu_busy),
+            Unit::Tensor => (tensor_cycles, &mut c.tensor_busy),
+            Unit::Uniform => (m.uniform_cycles, &mut c.uniform_busy),
             Unit::Lsu => return self.memory(s, k, idx, now, acc),
             Unit::Ctl => return (now + SOURCES_READ, now + SOURCES_READ, WaitReason::ShortScoreboard),
         };
         if m.reg_banks && !matches!(inst.unit, Unit::Tensor | Unit::Xu | Unit::Uniform) && bank_conflict(inst) {
             cost += 1;
-            self.counters.reg_conflicts += 1;
+            c.reg_conflicts += 1;
         }
+        *busy += cost;
         self.subs[s].free[inst.unit as usize] = now + cost;
-        let c = &mut self.counters;
-        match inst.unit {
-            Unit::Fma => c.fma_busy += cost,
-            Unit::Alu => c.alu_busy += cost,
-            Unit::Fp16 => c.fp16_busy += cost,
-            Unit::Fp64 => c.fp64_busy += cost,
-            Unit::Xu => c.xu_busy += cost,
-            Unit::Tensor => c.tensor_busy += cost,
-            Unit::Uniform => c.uniform_busy += cost,
-            _ => {}
-        }
         match inst.unit {
             Unit::Xu => (now + m.xu_latency, now + cost, WaitReason::XuScoreboard),
             Unit::Tensor => (now + tensor_latency, now + cost + SOURCES_READ, WaitReason::TensorScoreboard),

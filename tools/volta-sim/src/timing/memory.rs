@@ -1,16 +1,18 @@
-//! Times of loads, stores, shuffles and other instructions of the MIO, the path to shared memory and the caches, from the lanes' addresses.
+//! Times of the instructions of the MIO (memory input/output), from the lanes' addresses. Loads, stores, shuffles and others pass a queue
+//! in each sub-partition, then the SM's one data stage, to shared memory and L1. Times are cycles.
 
 use super::counters::WaitReason;
 use super::issue::SOURCES_READ;
 use super::SmSim;
 use crate::isa::*;
+use crate::lanes::lanes_in;
 use crate::machine::{lanes_per_group, smem_wavefronts, sorted_set};
 use crate::ops::memory::shared_offset;
 use crate::step::Access;
 
 impl SmSim<'_, '_> {
-    /// Passes an instruction through the sub-partition's queue and the SM's data stage. Returns when the result is written, when the
-    /// sources have been read, and the reason of waits for either.
+    /// Passes instruction `idx` of the code, of warp `k`, through the queue of sub-partition `s` and the data stage from cycle `now` on.
+    /// Returns when the result is written, when the sources have been read, and the reason of waits for either.
     pub(super) fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
         let m = self.machine;
         let inst = &self.env.prog.code[idx];
@@ -24,6 +26,7 @@ impl SmSim<'_, '_> {
         }
         let prefetch = matches!(inst.op, Op::Memory(Memory::Prefetch));
         let strong = matches!(inst.op, Op::Memory(Memory::Ld { strong: true, .. }));
+        // `bytes`: of a lane; space None: a shuffle, MATCH or MOVM
         let (space, bytes, write, atomic) = match inst.op {
             Op::Memory(Memory::Ld { space, bytes, .. }) => (Some(space), bytes as u32, false, false),
             Op::Memory(Memory::St { space, bytes }) => (Some(space), bytes as u32, true, false),
@@ -55,7 +58,7 @@ impl SmSim<'_, '_> {
                 let mut w = smem_wavefronts(&acc.addr, lanes, bytes);
                 let ideal = (lanes.count_ones() * bytes).div_ceil(128).max(1);
                 if atomic {
-                    w = w.max(2);
+                    w = w.max(2); // reads, then writes
                 }
                 self.counters.smem_wavefronts += w as u64;
                 self.counters.smem_ideal += ideal as u64;
@@ -104,10 +107,10 @@ impl SmSim<'_, '_> {
                 for sct in sectors {
                     let a = sct * 32;
                     if write && sp == Space::Global {
-                        // write-through; atomics are performed in L2. access(.., true) fills a sector that misses
+                        // write-through; atomics are performed in L2
                         let t = self.l2_xfer(done, false);
                         self.counters.store_sectors += 1;
-                        if !self.l2.access(a, true) && self.is_written_back(a) {
+                        if !self.l2.access(a) && self.is_written_back(a) {
                             self.dram_xfer(t as f64);
                         }
                         if atomic {
@@ -116,7 +119,7 @@ impl SmSim<'_, '_> {
                         continue;
                     }
                     if prefetch {
-                        if !self.l2.access(a, true) && self.first_touch(a) {
+                        if !self.l2.access(a) && self.first_touch(a) {
                             let arrives = self.dram_xfer(done as f64) as u64 + tail(m.dram_latency);
                             self.in_flight.insert(sct, arrives);
                         }
@@ -124,13 +127,13 @@ impl SmSim<'_, '_> {
                     }
                     if !strong {
                         self.counters.l1_sectors += 1;
-                        if self.l1.access(a, true) || write {
+                        if self.l1.access(a) || write {
                             self.counters.l1_hits += 1;
                             continue;
                         }
                     }
                     self.counters.l2_sectors += 1;
-                    let hit = self.l2.access(a, true) || sp == Space::Local || !self.first_touch(a);
+                    let hit = self.l2.access(a) || sp == Space::Local || !self.first_touch(a);
                     let t = self.l2_xfer(done, !hit);
                     ready = ready.max(t + tail(if hit { m.l2_latency } else { m.dram_latency }));
                     if let Some(arrives) = self.in_flight.remove(&sct) {
@@ -185,9 +188,8 @@ impl SmSim<'_, '_> {
 /// at 2^60, above all buffers. A warp has 32 lanes of `lane_bytes`.
 fn local_sectors(acc: &Access, bytes: u32, k: u64, lane_bytes: u64) -> Vec<u64> {
     let words = (bytes / 4).max(1) as u64;
-    let address = |l: u64, word: u64| (1 << 60) + k * lane_bytes * 32 + ((acc.addr[l as usize] / 4 + word) * 32 + l) * 4;
-    let active = (0..32).filter(|l| acc.mask >> l & 1 != 0);
-    sorted_set(active.flat_map(|l| (0..words).map(move |word| address(l, word) / 32)))
+    let address = |l: usize, word: u64| (1 << 60) + k * lane_bytes * 32 + ((acc.addr[l] / 4 + word) * 32 + l as u64) * 4;
+    sorted_set(lanes_in(acc.mask).flat_map(|l| (0..words).map(move |word| address(l, word) / 32)))
 }
 
 /// Returns the wavefronts of a global access, one for each 128-byte line that a group of lanes touches, and the access's 32-byte sectors.
@@ -197,5 +199,5 @@ fn global_wavefronts(acc: &Access, bytes: u32) -> (u32, Vec<u64>) {
     let active = |l: &usize| acc.mask >> l & 1 != 0;
     let lines = |first: usize| sorted_set((first..first + group).filter(active).map(|l| acc.addr[l] / 128)).len() as u32;
     let sectors = |l: usize| [acc.addr[l] / 32, (acc.addr[l] + bytes as u64 - 1) / 32]; // a lane has at most 16 bytes
-    ((0..32).step_by(group).map(lines).sum::<u32>().max(1), sorted_set((0..32).filter(active).flat_map(sectors)))
+    ((0..32).step_by(group).map(lines).sum::<u32>().max(1), sorted_set(lanes_in(acc.mask).flat_map(sectors)))
 }

@@ -1,5 +1,6 @@
-//! Timing model of one SM, which `launch` runs: issue follows the control codes, pipes and memory are resources with a "free at" time, and
-//! instructions execute functionally when they issue. Times are cycles. A line of code is 128 bytes, 8 instructions.
+//! Timing model of one SM, which `launch` runs: issue follows the control codes (stall counts and scoreboards in each instruction), pipes
+//! and memory are resources with a "free at" time, and instructions execute functionally when they issue. Times are cycles. A line of code
+//! is 128 bytes, 8 instructions. A sub-partition is one of the SM's four schedulers with its pipes. A slot is a place for a resident CTA.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -17,7 +18,8 @@ pub use counters::{Counters, Stalls};
 use cache::{Cache, ICache, ABSENT};
 use counters::{SubPartition, WarpTiming};
 
-/// The simulated SM. Fields with `free` are cycles from which a resource is free. `l15` is the L1.5 instruction cache.
+/// The simulated SM. Fields with `free` are cycles from which a resource is free: the data stage of memory instructions (`lsu`), the way of
+/// code lines out of the L1.5 instruction cache (`l15`) and into it from L2 (`l15_fill`), and the SM's shares of L2 and DRAM bandwidth.
 pub struct SmSim<'a, 'e> {
     env: &'a Env<'e>,
     machine: &'a Machine,
@@ -49,19 +51,18 @@ pub struct SmSim<'a, 'e> {
     pub clock_reads: Option<(u64, u64)>,
     clock_reader: Option<usize>,
     /// warps launched so far
-    age: u64,
-    /// the same, to deal them to the sub-partitions in turn
-    sub_cursor: u32,
+    launched: u64,
 }
 
 impl<'a, 'e> SmSim<'a, 'e> {
-    /// Returns an SM that holds `slots` CTAs. Shared memory takes the least carve-out of the L1 that holds them.
+    /// Returns an SM that holds `slots` CTAs with `smem_per_cta` bytes of shared memory each. Shared memory takes the least carve-out of
+    /// the L1 that holds them.
     pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
         let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
         let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
         let warps_per_cta = env.block.iter().product::<u32>().div_ceil(32);
         let n = env.prog.code.len();
-        let lines = n.div_ceil(8);
+        let lines = n.div_ceil(8); // of code
         let sharers = m.sms.min(env.grid.iter().product()) as u64; // SMs that have a CTA
         SmSim {
             env,
@@ -87,12 +88,11 @@ impl<'a, 'e> SmSim<'a, 'e> {
             dram_budget: env.mem.bufs.iter().map(|b| if b.exchanged { 0 } else { b.len.div_ceil(32).div_ceil(sharers) }).collect(),
             clock_reads: None,
             clock_reader: None,
-            age: 0,
-            sub_cursor: 0,
+            launched: 0,
         }
     }
 
-    /// Run the given CTAs (in dispatch order) to completion.
+    /// Runs the given CTAs, indices (x, y, z) in dispatch order, to completion. Each starts when a slot is free.
     pub fn run(&mut self, list: &[[u32; 3]]) -> SimResult<()> {
         let mut pending = list.iter();
         let mut now = 0u64;
@@ -129,11 +129,8 @@ impl<'a, 'e> SmSim<'a, 'e> {
             let step = if issued {
                 1
             } else if next_event == u64::MAX {
-                let mut s = String::new();
-                for c in self.ctas.iter().flatten() {
-                    s += &format!("\n  CTA {:?}:{}", c.id, c.stuck());
-                }
-                return Err(format!("deadlock at cycle {now}:{s}"));
+                let stuck: String = self.ctas.iter().flatten().map(|c| format!("\n  CTA {:?}:{}", c.id, c.stuck())).collect();
+                return Err(format!("deadlock at cycle {now}:{stuck}"));
             } else {
                 next_event.max(now + 1) - now
             };
@@ -144,19 +141,17 @@ impl<'a, 'e> SmSim<'a, 'e> {
         Ok(())
     }
 
-    /// Puts a CTA into a slot, whose warps may issue from cycle `at` on.
+    /// Puts a CTA into a slot. Its warps may issue from cycle `at` on.
     fn launch(&mut self, slot: usize, id: [u32; 3], at: u64) {
         let cta = Cta::new(self.env, id);
         let n = cta.warps.len();
         for warp_index in 0..n {
             let k = slot * n + warp_index;
             self.warps[k] =
-                Some(WarpTiming { cta: slot, warp_index, age: self.age, next: at, ready: at, last_issue: at, ..Default::default() });
-            self.age += 1;
-            // warp w -> sub-partition (w % 4), continuing across CTAs for odd warp counts
-            let sub = (self.sub_cursor % self.machine.subs) as usize;
-            self.sub_cursor += 1;
-            self.subs[sub].warps.push(k);
+                Some(WarpTiming { cta: slot, warp_index, age: self.launched, next: at, ready: at, last_issue: at, ..Default::default() });
+            // sub-partitions get warps in turn, across CTAs too
+            self.subs[(self.launched % u64::from(self.machine.subs)) as usize].warps.push(k);
+            self.launched += 1;
         }
         self.ctas[slot] = Some(cta);
     }
@@ -169,7 +164,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let (last, last_yielded) = (self.subs[s].last, self.subs[s].last_yield);
         for i in 0..self.subs[s].warps.len() {
             let k = self.subs[s].warps[i];
-            let Some(w) = self.warps[k].as_ref() else { continue };
+            let Some(w) = self.warps[k].as_mut() else { continue };
             if w.blocked {
                 continue;
             }
@@ -178,9 +173,8 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 continue;
             }
             let age = w.age;
-            let cta = self.ctas[w.cta].as_mut().unwrap();
-            let ww = &mut cta.warps[w.warp_index];
-            self.warps[k].as_mut().unwrap().scans += 1;
+            w.scans += 1;
+            let ww = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.warp_index];
             let g = ww.select().expect("unblocked warp has a runnable group");
             let pc = ww.groups[g].pc;
             // Cta::step fails for a pc outside the code
@@ -200,14 +194,10 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 continue;
             }
             // greedy, then oldest; a yield hint pushes the last warp to the back
-            let age = if last == Some(k) {
-                if last_yielded {
-                    u64::MAX - 1
-                } else {
-                    0
-                }
-            } else {
-                age + 1
+            let age = match last == Some(k) {
+                true if last_yielded => u64::MAX - 1,
+                true => 0,
+                false => age + 1,
             };
             if age < best_age {
                 best_age = age;
