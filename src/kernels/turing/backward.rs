@@ -135,6 +135,8 @@ const fn dq_warp_specialized(headdim: u32) -> Variant {
     }
 }
 
+// Arguments of `dq`: headdim, keys of a step, threads; blocks have 128 queries.
+
 /// Four warps of 32 queries.
 const DQ_64: Variant = dq(64, 16, 128);
 /// Eight warps of 16 queries, as at headdim 128.

@@ -15,6 +15,7 @@ const DECODE: Source = Source::new(
 );
 const MLA: Source = Source::new(&["volta/decode/mla.cuh"], "decode::Block<volta::MlaMainloop<THREADS / 32>>");
 
+// false: softmax_lse is that of the keys, without the sink
 const SPARSE_MLA: Source = Source::new(
     &["volta/decode/sparse_mla.cuh"],
     "decode::Block<volta::MlaMainloop<THREADS / 32, volta::SparseTokens>, decode::WriteOutputAs<false>>",
