@@ -34,20 +34,15 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
 }
 
 /// Computes a planned forward pass into `out`. Returns softmax_lse.
-pub(super) fn run_forward(
-    planned: &PlannedKernel,
-    inputs: &Inputs,
-    a: &Attention,
-    out: &Tensor,
-    launcher: &dyn Launcher,
-) -> Result<Tensor> {
+pub(super) fn run_forward(kernel: &PlannedKernel, inputs: &Inputs, a: &Attention, out: &Tensor, launcher: &dyn Launcher) -> Result<Tensor> {
     let softmax_lse = tensor::empty(&a.lse_shape(), Kind::Float, launcher)?;
-    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(planned, plan, launcher)).transpose()?;
+    let stream_k = kernel.stream_k.map(|plan| stream_k::Launch::new(kernel, plan, launcher)).transpose()?;
     let scratch = stream_k.as_ref().map(stream_k::Launch::scratch);
     let written = [("out", Some(out)), ("softmax_lse", Some(&softmax_lse)), (SCRATCH, scratch)];
     let launches = Launches::begin(inputs, a, launcher, written);
     fill_varlen(a, [out, &softmax_lse])?;
-    launch_forward((planned, stream_k.as_ref()), inputs, a, [out, &softmax_lse], 0, &launches)?;
+    // 0: sequences of any number of rows
+    launch_forward((kernel, stream_k.as_ref()), inputs, a, [out, &softmax_lse], 0, &launches)?;
     Ok(softmax_lse)
 }
 

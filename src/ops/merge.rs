@@ -87,15 +87,9 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
     let [lse_a, lse_b] = [states.lses[0].f_contiguous()?, states.lses[1].f_contiguous()?];
     let empty = |like: &Tensor| tensor::empty(&like.size(), like.kind(), launcher);
     let (out, lse) = (empty(&a)?, empty(&lse_a)?);
-    let ranges = vec![
-        read_range("out_a", &a),
-        read_range("out_b", &b),
-        read_range("softmax_lse_a", &lse_a),
-        read_range("softmax_lse_b", &lse_b),
-        written_range("out", &out),
-        written_range("softmax_lse", &lse),
-    ];
-    let launches = Launches::begin_with(launcher, ranges);
+    let read = [("out_a", &a), ("out_b", &b), ("softmax_lse_a", &lse_a), ("softmax_lse_b", &lse_b)].map(|(name, t)| read_range(name, t));
+    let written = [written_range("out", &out), written_range("softmax_lse", &lse)];
+    let launches = Launches::begin_with(launcher, read.into_iter().chain(written).collect());
     launch([&a, &b, &out], [&lse_a, &lse_b, &lse], m, &planned, &launches)?;
     Ok((without_padding(out, m.headdim_v)?, lse))
 }
@@ -106,13 +100,10 @@ fn in_place_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher
     log::merge(m, &planned)?;
     let ([whole, part], [whole_lse, part_lse]) = (&states.outs, &states.lses);
     let (part, part_lse) = (readable(part)?, part_lse.f_contiguous()?);
-    let ranges = vec![
-        written_range("out_a", whole),
-        written_range("softmax_lse_a", whole_lse),
-        read_range("out_b", &part),
-        read_range("softmax_lse_b", &part_lse),
-    ];
-    launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &Launches::in_place(launcher, ranges))
+    let written = [written_range("out_a", whole), written_range("softmax_lse_a", whole_lse)];
+    let read = [read_range("out_b", &part), read_range("softmax_lse_b", &part_lse)];
+    let launches = Launches::in_place(launcher, [written, read].concat());
+    launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &launches)
 }
 
 /// Launches the kernel. Arrays are [first state, second state, result]; in place the result is the first state.

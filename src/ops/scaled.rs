@@ -38,10 +38,9 @@ impl Largest {
     const TWO_PARTS: Largest = Largest { factors: LARGEST_OF_PARTS as i64, dlse: 26 };
 
     fn of(mode: BackwardMode) -> Largest {
-        if mode.split {
-            Largest::TWO_PARTS
-        } else {
-            Largest::ONE_NUMBER
+        match mode.split {
+            true => Largest::TWO_PARTS,
+            false => Largest::ONE_NUMBER,
         }
     }
 }
@@ -136,7 +135,8 @@ fn unused_rows(inputs: &Inputs, a: &Attention) -> Result<Option<Tensor>> {
     let position = Tensor::f_arange(rows, (Kind::Int, cu.device()))?;
     // a row's sequence has the number of sequences that end at or before the row
     let entries = cu.size()[0] - 1;
-    let unused = position.f_bucketize(&cu.f_narrow(0, 1, entries)?, false, true)?.f_eq(entries)?;
+    let (out_int32, right) = (false, true);
+    let unused = position.f_bucketize(&cu.f_narrow(0, 1, entries)?, out_int32, right)?.f_eq(entries)?;
     // after the rows: heads, heads of a group, and headdim
     Ok(Some(unused.f_unsqueeze(-1)?.f_unsqueeze(-1)?.f_unsqueeze(-1)?))
 }

@@ -17,12 +17,11 @@ macro_rules! reject_if {
 }
 pub(super) use reject_if;
 
-/// Formats a number that may be unknown.
+/// Formats a number; `?` if it is unknown.
 pub fn number(n: i64) -> String {
-    if n == UNKNOWN {
-        "?".into()
-    } else {
-        n.to_string()
+    match n {
+        UNKNOWN => "?".into(),
+        _ => n.to_string(),
     }
 }
 

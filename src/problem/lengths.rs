@@ -116,21 +116,16 @@ pub fn check_cu_seqlens_values(name: &str, cu: &[i32], total: i64, longest_name:
     Ok(())
 }
 
-/// Checks the values in the length tensors of `fwd` and `bwd`.
-pub fn validate_lengths(
-    a: &Attention,
-    cu_seqlens_q: Option<&[i32]>,
-    cu_seqlens_k: Option<&[i32]>,
-    seqused_k: Option<&[i32]>,
-) -> Result<()> {
-    if let (Some(cu), Some(total)) = (cu_seqlens_q, a.total_q()) {
+/// Checks the values in the length tensors of `fwd` and `bwd`: cu_seqlens_q, cu_seqlens_k and seqused_k.
+pub fn validate_lengths(a: &Attention, cu_q: Option<&[i32]>, cu_k: Option<&[i32]>, seqused_k: Option<&[i32]>) -> Result<()> {
+    if let (Some(cu), Some(total)) = (cu_q, a.total_q()) {
         check_cu_seqlens_values("cu_seqlens_q", cu, total, "max_seqlen_q", a.seqlen_q)?;
     }
-    if let (Some(cu), Some(total)) = (cu_seqlens_k, a.total_k()) {
+    if let (Some(cu), Some(total)) = (cu_k, a.total_k()) {
         check_cu_seqlens_values("cu_seqlens_k", cu, total, "max_seqlen_k", a.seqlen_k)?;
     }
     for (b, &n) in seqused_k.unwrap_or_default().iter().enumerate() {
-        let stored = cu_seqlens_k.map_or(a.seqlen_k, |cu| i64::from(cu[b + 1] - cu[b]));
+        let stored = cu_k.map_or(a.seqlen_k, |cu| i64::from(cu[b + 1] - cu[b]));
         reject_if!(!(0..=stored).contains(&i64::from(n)), "seqused_k", format!("{n} (entry {b})"), format!("a length from 0 to {stored}"));
     }
     Ok(())

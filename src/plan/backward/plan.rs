@@ -170,11 +170,7 @@ impl StoredPlan {
 
     /// Returns the rows, of [`STORED_ROWS`] fp16 numbers, of a tile (`kStoredTile` in csrc/backward/stored_scores.cuh).
     pub fn tile_rows(&self) -> i64 {
-        if self.split {
-            2 * STORED_ROWS + 1
-        } else {
-            STORED_ROWS
-        }
+        STORED_ROWS + if self.split { STORED_ROWS + 1 } else { 0 } // low parts, and a row of units
     }
 
     /// Returns true if each launch fills a GPU, as far as the problem does.

@@ -148,10 +148,9 @@ impl BackwardStreamKPlan {
 
     /// Returns the number of splits of a key block; 1: it is whole.
     fn splits(&self, block: u32) -> u32 {
-        if block < self.first_split {
-            1
-        } else {
-            self.shape.steps(block).div_ceil(self.limit).max(1)
+        match block < self.first_split {
+            true => 1,
+            false => self.shape.steps(block).div_ceil(self.limit).max(1),
         }
     }
 
