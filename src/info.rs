@@ -244,7 +244,7 @@ pub fn plan(values: &[Value]) -> Result<Json> {
         nheads_k: positive("nheads_k", nheads_k)?,
         headdim: padded_headdim(positive("headdim", headdim)?),
         headdim_v: padded_headdim(positive("headdim_v", headdim_v)?),
-        softmax_scale: 1.0,
+        softmax_scale: 1.0, // plans do not depend on it
         window: Window { left: None, right: is_causal.bool().then_some(0) },
         features,
         ..Attention::default()

@@ -121,6 +121,7 @@ pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
             CacheLayout::Pages { .. } => format!("keys in pages of {}, ", cache.rows),
             CacheLayout::Entries => format!("keys in entries of {}, ", cache.rows),
         });
+        // 0: no limit
         let splits = if planned.num_splits > 0 { format!(", at most {} splits", planned.num_splits) } else { String::new() };
         let (name, reason, blocks) = (planned.kernel.variant.name, planned.kernel.reason, planned.kernel.blocks[0]);
         format!(

@@ -33,12 +33,13 @@ impl Card {
     }
 }
 
-/// Properties of a problem that decide on its kernels. A [`Class`] bounds the first six, and names features. The planner's test whether a
-/// kernel is applicable also uses the others.
+/// Properties of a problem that decide on its kernels. A [`Class`] bounds the first five, and may name `is_causal` and features. The
+/// planner's test whether a kernel is applicable also uses the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Padded headdim of q and k, a multiple of 8; 0: the pass takes any.
     pub headdim: i64,
+    /// The same of v.
     pub headdim_v: i64,
     /// Queries of the longest entry.
     pub seqlen_q: i64,

@@ -54,14 +54,8 @@ pub const FORMATS: [FormatInfo; 6] = {
     [
         plain(Unquantized, "float", "", ""), // in the type of q
         int8(Int8, "int8"),
-        FormatInfo {
-            bits: 4,
-            scale: Scale::Token,
-            has_zero_point: true,
-            max_code: 15.0,
-            of_latents: false,
-            ..plain(Int4, "int4", "int4", "torch.uint8")
-        },
+        // like int8, a scale for each token and head
+        FormatInfo { dtype: "torch.uint8", bits: 4, has_zero_point: true, max_code: 15.0, of_latents: false, ..int8(Int4, "int4") },
         // max_code: the largest finite numbers of the two fp8 types
         FormatInfo { bits: 8, scale: Scale::Head, max_code: 57344.0, ..plain(E5m2, "fp8_e5m2", "e5m2", "torch.float8_e5m2") },
         FormatInfo { bits: 8, scale: Scale::Head, max_code: 448.0, ..plain(E4m3, "fp8_e4m3", "e4m3", "torch.float8_e4m3fn") },

@@ -9,13 +9,13 @@ use super::blocks::{broadcast_strides, lse_at, with_readable_operands, Blocks};
 use super::codes::{ceil_div, CodeSizes, Codes, SCALE_KEYS};
 use super::device::fill_varlen;
 use super::inputs::{Inputs, Target};
-use super::launches::{memory_ranges, Launches};
+use super::launches::{memory_ranges, Launches, Named};
 use super::{cpu, empty_forward, forward_on};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
-use crate::limits::MAX_FAST_HEADDIM;
+use crate::limits::MAX_FAST_HEADDIM; // 256
 use crate::log;
-use crate::options::UNKNOWN;
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 use crate::params::FastParams;
 use crate::plan::{self, FastPlan, PlannedKernel};
 use crate::problem::{self, Attention, Backend};
@@ -40,7 +40,7 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
         return empty_forward(inputs, &a);
     }
     let o = &inputs.options;
-    // checks its size, and gives views of its parts
+    // `within` checks its size, and gives views of its parts
     let prepared = o.prepared.as_ref().map(|t| code_sizes(inputs, &a).within(t, o.rotate, inputs.q.device())).transpose()?;
     match &target {
         Target::Cpu if a.headdim.max(a.headdim_v) > MAX_FAST_HEADDIM => forward_on(&target, &with_bias(inputs), &a),
@@ -191,10 +191,7 @@ fn on_device(
 }
 
 /// Returns the tensors that the prepare kernel writes, after `others`, by name.
-fn written<'a, const N: usize>(
-    codes: &'a Codes,
-    others: [(&'static str, Option<&'a Tensor>); N],
-) -> Vec<(&'static str, Option<&'a Tensor>)> {
+fn written<'a, const N: usize>(codes: &'a Codes, others: [Named<'a>; N]) -> Vec<Named<'a>> {
     let of_codes = [
         ("k_codes", Some(&codes.k_codes)),
         ("k_scales", Some(&codes.k_scales)),
@@ -228,7 +225,7 @@ fn params(inputs: &Inputs, a: &Attention, codes: &Codes, (first, batches): (i64,
         smooth_k: inputs.options.smooth_k.into(),
         rotate: inputs.options.rotate.into(),
         phase: QUANTIZE,
-        ..FastParams::NONE
+        ..FastParams::NONE // null pointers and zeros: no results and no mask yet
     }
 }
 

@@ -4,7 +4,7 @@
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
-use crate::limits::MAX_HEADDIM;
+use crate::limits::MAX_HEADDIM; // 512
 use crate::options::Options;
 use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
 use crate::shim::volta_fa_reduces_fp32;
@@ -48,19 +48,7 @@ impl Inputs {
             stream: self.stream,
         }
     }
-}
 
-/// Descriptions of the tensors of [`Inputs`], for validation (src/problem/).
-pub(super) struct Described {
-    pub q: TensorDesc,
-    pub k: TensorDesc,
-    pub v: TensorDesc,
-    pub appended: Option<[TensorDesc; 2]>,
-    pub rng_state: Option<TensorDesc>,
-    pub options: problem::Options,
-}
-
-impl Inputs {
     /// Describes every tensor. `VOLTA_FA_BATCH_INVARIANT=1` sets the option `batch_invariant` of every call. Fails for tensors without
     /// strides, or on other devices than cpu, cuda and meta.
     pub(super) fn describe(&self) -> Result<Described> {
@@ -75,6 +63,16 @@ impl Inputs {
             options: problem::Options { batch_invariant, ..options },
         })
     }
+}
+
+/// Descriptions of the tensors of [`Inputs`], for validation (src/problem/).
+pub(super) struct Described {
+    pub q: TensorDesc,
+    pub k: TensorDesc,
+    pub v: TensorDesc,
+    pub appended: Option<[TensorDesc; 2]>,
+    pub rng_state: Option<TensorDesc>,
+    pub options: problem::Options,
 }
 
 /// Arguments of `volta_fa::bwd` beyond the inputs of `volta_fa::fwd`.

@@ -28,7 +28,7 @@ pub struct States {
 /// Computes (out, softmax_lse) over the keys of both.
 pub fn merge(states: &States) -> Result<(Tensor, Tensor)> {
     let target = Target::of(&describe(&states.outs[0])?, states.stream)?;
-    let m = validate(states, false, target.backend())?;
+    let m = validate(states, false, target.backend())?; // false: not in place
     match target {
         Target::Kernels(launcher) if !m.is_empty() => on_device(states, &m, &*launcher),
         _ => on_cpu(states),
@@ -40,7 +40,7 @@ pub fn merge(states: &States) -> Result<(Tensor, Tensor)> {
 pub fn merge_in_place(states: &States) -> Result<()> {
     // by the dtype of the part: on the CPU fp16 may select the simulator
     let target = Target::of(&describe(&states.outs[1])?, states.stream)?;
-    let m = validate(states, true, target.backend())?;
+    let m = validate(states, true, target.backend())?; // true: in place
     let ([whole, part], [whole_lse, _]) = (&states.outs, &states.lses);
     let (out, lse) = match target {
         Target::Kernels(launcher) if !m.is_empty() && writable(whole, whole_lse)? => return in_place_on_device(states, &m, &*launcher),

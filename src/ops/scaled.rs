@@ -163,6 +163,7 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
     let largest_exponent = Largest::ONE_NUMBER.factors as i32;
     // batch-invariant: v that fp16 holds is not scaled, so that its bits do not depend on other tokens (keeps_ordinary)
     let v = Values { largest_exponent, is_shared: false, keeps_ordinary: a.features.batch_invariant, low_column: 0 };
+    // 0: a number becomes one fp16 number; None: there is no softmax_lse yet
     let cast = Cast::new(inputs, a, Operands { v: Some(v), low_column: 0 }, None, launcher)?;
     // in fp16 a mean of many values would lose digits that fp32 attention keeps
     let fp32_output = inputs.q.kind() == Kind::Float;

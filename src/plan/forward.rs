@@ -9,7 +9,7 @@ use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Kernels, Pass, Variant, COMPILED};
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
 use std::cell::Cell;
@@ -63,7 +63,7 @@ fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d:
         return None;
     }
     let row_tiles = usual_blocks(variant, a);
-    // with a window, the keys that a row tile sees
+    // with a window over a KV cache, the keys that a row tile sees
     let of_window = a.window.left.filter(|_| pass == Pass::Prefill).map(|left| left + i64::from(variant.block_rows));
     let keys = of_window.map_or(a.seqlen_k, |keys| keys.min(a.seqlen_k));
     let (keys, step, blocks_per_sm) = (keys as u32, variant.step, variant.blocks_per_sm);

@@ -8,7 +8,7 @@
 //!
 //! Times are in keys: 1 is the time in which a block computes one key.
 
-use crate::limits::MAX_STREAM_K_SPLITS;
+use crate::limits::MAX_STREAM_K_SPLITS; // 440
 use crate::params::{FwdStreamKParams, StreamKSplit};
 use std::cmp::Reverse;
 
@@ -178,6 +178,7 @@ impl StreamKPlan {
             tile: split.tile as u16,
             first: split.first as u16,
             end: split.end as u16,
+            // both in one number: 256 * the split's number in its tile + the tile's splits
             part: StreamKSplit::part(number(split) as u16, splits_of_tiles[split.tile as usize] as u16),
         };
         let max_splits = splits_of_tiles.iter().copied().max().unwrap_or(0);

@@ -7,7 +7,7 @@
 use super::checks::*;
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::options::UNKNOWN;
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 
 /// Rows of a row block: queries; in transposed lists, keys.
 pub const BLOCK_ROWS: i64 = 128;

@@ -5,7 +5,7 @@ use super::checks::*;
 use super::operands::{self, Packing};
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN};
+use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN}; // 65535, 2^20, 2^29 - 1
 
 /// A validated `volta_fa::merge_attention_states`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

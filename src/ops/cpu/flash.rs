@@ -361,7 +361,7 @@ pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
                 &p.query_rows(&p.q, &b, fold)?,
                 &p.key_rows(&p.k, &b, fold)?,
                 &p.key_rows(&p.v, &b, fold)?,
-                0.0,
+                0.0, // dropout_p
                 b.is_causal,
                 mask.as_ref(),
                 a.softmax_scale,
@@ -416,7 +416,7 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Resul
                 &p.key_rows(&p.v, &b, fold)?,
                 &p.query_rows(&out, &b, fold)?,
                 &p.lse_rows(lse, &b, fold)?,
-                0.0,
+                0.0, // dropout_p
                 b.is_causal,
                 mask.as_ref(),
                 a.softmax_scale,

@@ -11,7 +11,7 @@
 
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;
-use crate::limits::MAX_DRAFT_TOKENS;
+use crate::limits::MAX_DRAFT_TOKENS; // 64
 use crate::ops;
 use crate::ops::inputs::{Inputs, Target};
 use crate::options::scale_of_latents;
@@ -162,6 +162,7 @@ fn tokens(t: &Tensor) -> Result<Tensor> {
 pub(super) fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
     let token = Tensor::f_arange(count, (Kind::Int64, starts.device()))?;
     let sequence = match packed {
+        // not int32; the last start at or before the token
         true => token.f_bucketize(starts, false, true)?.f_add_scalar(-1)?.f_clamp(0, (a.batch - 1).max(0))?,
         false => token.f_floor_divide_scalar(count / a.batch)?,
     };
@@ -414,6 +415,7 @@ pub fn attend_to(
         let s = Sequences::of(inputs, a)?;
         options.attn_bias = Some(seen_in_tree(inputs, a, [&s.q_start, &s.seqlen_q], &used, seqlen_k)?);
         (options.is_causal, options.window_left, options.window_right) = (false, -1, -1);
+        // -1: no bound
     }
     options.seqused_k = Some(used);
     // `fwd` takes sinks of q's type, which may differ here from the call's, or fp32

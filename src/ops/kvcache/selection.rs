@@ -10,7 +10,7 @@
 use super::gather::{all, owners, Places, Sequences};
 use super::quantized::bytes;
 use crate::error::Result;
-use crate::limits::{MAX_SEQLEN, MAX_SEQUENCES, PAGE_SIZE_MULTIPLE};
+use crate::limits::{MAX_SEQLEN, MAX_SEQUENCES, PAGE_SIZE_MULTIPLE}; // 2^29 - 1, 2^25, 16
 use crate::ops::inputs::Inputs;
 use crate::options::Options;
 use crate::params::CacheFormat;
@@ -189,7 +189,7 @@ fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs>
         sinks: o.sinks.as_ref().map(|t| part(t, 0, group)).transpose()?,
         // the limit of each query is the length of its own sequence
         is_causal: false,
-        window_right: -1,
+        window_right: -1, // no bound
         num_splits: o.num_splits,
         ..o.of_scores(Tensor::shallow_clone)
     };

@@ -8,7 +8,7 @@ use super::plan::{BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::plan::choose::{choose, of_all_sizes, sized, Chosen};
 use crate::plan::device::{cached_plan, DeviceLimits, PlanCache};
 use crate::plan::features::{features, BackwardMode};

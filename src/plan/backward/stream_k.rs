@@ -6,7 +6,7 @@
 //! blocks (those that the GPU holds at once). A stream-K grid splits key blocks with more steps than a limit; each split is a block.
 
 use crate::kernels::Variant;
-use crate::limits::MAX_BACKWARD_SPLITS;
+use crate::limits::MAX_BACKWARD_SPLITS; // 384
 use crate::params::StreamKSplit;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::problem_block;
@@ -230,7 +230,7 @@ impl BackwardStreamKPlan {
             tile: split.key_block as u16,
             first: split.first_step as u16,
             end: split.end_step as u16,
-            part: StreamKSplit::part(split.number as u16, split.of as u16),
+            part: StreamKSplit::part(split.number as u16, split.of as u16), // 256 * number + splits
         };
         let (first_tile, tiles, max_splits) = self.split_blocks();
         BackwardStreamKSchedule { splits: self.blocks().iter().map(encoded).collect(), first_tile, tiles, max_splits }
