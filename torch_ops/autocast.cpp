@@ -1,7 +1,6 @@
 // Kernels at the keys AutocastCPU and AutocastCUDA, which operators.cpp registers: they cast a call's tensors, then call again
-// below autocast. The operator's row in src/operators.rs says how (`Autocast`). Region, as PyTorch's own attention: required
-// tensors get the region's dtype. Cache: required tensors other than caches get the cache's dtype, because it is updated in place.
-// Keep: no kernel.
+// below autocast. An operator's row in src/operators.rs has an `Autocast`. Region: required tensors get the region's dtype. Cache:
+// those other than caches get the cache's dtype, because it is updated in place. Keep: there is no kernel.
 
 #include "operators.h"
 

@@ -77,8 +77,7 @@ pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> 
 
 // ---- fp32 -----------------------------------------------------------------------------------------
 
-/// A tile of the forward kernels of fp32 tensors: headdim, warps of a block, blocks that an SM must hold, and bytes of a row of Q in shared
-/// memory.
+/// A tile of fp32 tensors' forward kernels: headdim, warps of a block, blocks that an SM must hold, bytes of a row of Q in shared memory.
 type SplitTile = (u32, u32, u32, u32);
 
 /// Returns the forward kernels of fp32 tensors (csrc/forward/split.cuh), whose numbers are split: a high part and a low part, both fp16. A
@@ -202,8 +201,7 @@ fn gradients_source(family: Family, kernel: &str) -> Source {
 
 /// Returns the backward kernels that pass P and dS through memory (csrc/backward/stored_scores.cuh), for headdims above 256. Where they are
 /// faster, the planner takes them above `Family::stored_above` (volta: 192) too. Tiles are 128 by 128, four warps with 64 by 64 each, so
-/// that two blocks an SM have all registers. Two buffers of both operands, 128 rows of 32 fp16 numbers each, are 32 KB; two blocks have the
-/// 64 KB of Turing.
+/// that two blocks an SM have all registers. Two buffers of both operands, 128 rows of 32 fp16 numbers each, are 32 KB, half of Turing's.
 pub fn stored_backward(family: Family) -> [Variant; 5] {
     let row = |pass, source| Variant {
         headdim: 512,

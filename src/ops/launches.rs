@@ -1,4 +1,5 @@
 //! Launches planned kernels, and lists the memory that they access, which the simulator checks. All modules of src/ops/ launch through it.
+//! Several decode blocks may share the tokens of a row tile (the rows of one block), and count themselves in its semaphore (arrivals).
 
 use super::inputs::Inputs;
 use crate::error::Result;

@@ -135,8 +135,7 @@ impl StreamKPlan {
         splits
     }
 
-    /// Returns when the last block ends, in keys, and the number of splits; None: too many splits,
-    /// of a tile or for the parameters of a kernel.
+    /// Returns when the last block ends, in keys, and the number of splits; None: too many, of a tile or for a kernel's parameters.
     fn time_and_splits(&self) -> Option<(u64, u32)> {
         let keys_of = |splits: usize, iterations: u32| splits as u32 * FIXED_KEYS + iterations * self.step;
         let (longest, max_of_tile, splits) = if self.is_even() {

@@ -1,6 +1,6 @@
 //! Plans kernels without attention: merging states (results of attention over parts of the keys), appending to a KV cache, dequantizing it,
-//! casting bf16 or fp32 to fp16, and listing the tokens of sparse attention. A kernel serves all headdims. `choose` takes
-//! it from the preferred family of kernels, and `on_grid` gives it a block for every `block_rows` rows of each head.
+//! casting bf16 or fp32 to fp16, and listing the tokens of sparse attention. A kernel serves all headdims. `choose` takes it
+//! from the preferred family of kernels, and `on_grid` gives it a block for every `block_rows` rows of each head.
 
 use super::choose::choose;
 use super::device::{cached_plan, DeviceLimits, PlanCache};

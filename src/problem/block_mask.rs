@@ -1,5 +1,4 @@
-//! Rules of a block mask: lists of the blocks of scores that exist, and bits of those that exist in part. src/ops/block_mask.rs passes
-//! values.
+//! Rules of a block mask: lists of the blocks of scores that exist, bits of those that exist in part. src/ops/block_mask.rs passes values.
 //!
 //! The scores of a head are a matrix of queries by keys, divided into blocks of 128 rows by 64 columns. A row block's list names its column
 //! blocks. Transposed lists (`block_lists_t`, for gradients) divide the transposed matrix: their rows are keys, and their columns queries.

@@ -1,6 +1,5 @@
 //! Validation of `fwd_fast` and `prepare_fast`: the rules of `fwd`, with fp16 and bf16 alone, and a boolean mask in the place of a bias.
-//! `fwd_fast` multiplies Q and K as int8 and sums P V in fp16. `prepared`, of `prepare_fast`, holds K's int8 codes and V's largest
-//! magnitudes.
+//! `fwd_fast` multiplies Q and K as int8 and sums P V in fp16. `prepared`, of `prepare_fast`, has K's codes and V's largest magnitudes.
 
 use super::attention::Attention;
 use super::checks::*;

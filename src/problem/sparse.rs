@@ -19,8 +19,7 @@ pub struct ChosenTokens<'a> {
     pub lengths: Option<&'a TensorDesc>,
 }
 
-/// Headdims, and the bytes of a row of an fp8 cache with each: one-byte codes, scales (four of fp32, or eight bytes of exponents), and 64
-/// columns of 16 bits.
+/// Headdims, and bytes of a row of an fp8 cache: one-byte codes, scales (four fp32, or eight bytes of exponents), 64 columns of 16 bits.
 const FP8_ROW_BYTES: [(i64, i64); 2] = [(576, 512 + 4 * 4 + 64 * 2), (512, 448 + 8 + 64 * 2)];
 
 /// Checks a call. Returns its problem, in which each query is a batch entry, with as many keys as it has indices.

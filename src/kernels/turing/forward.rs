@@ -52,8 +52,7 @@ const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant
 }
 
 // Plain kernels, from which the others are made. Arguments of `pipelined`: headdims of q and v, size, (warps, rows of a warp), slots, and
-// blocks that an SM must hold; of `column_groups`: headdim, rows of a block and size. Comments count registers of a thread, and shared
-// memory of a block.
+// blocks that an SM must hold; of `column_groups`: headdim, rows of a block, size. Comments count registers of a thread, and shared memory.
 
 /// 48 registers of Q and 96 of output; 32 KB: two blocks.
 const PLAIN_64: Variant = pipelined((64, 64), Size::Large, (4, 48), 8, 2);
@@ -61,8 +60,7 @@ const PLAIN_64: Variant = pipelined((64, 64), Size::Large, (4, 48), 8, 2);
 const PLAIN_128: Variant = pipelined((128, 128), Size::Large, (8, 32), 8, 1);
 /// As at headdim 192, 16 rows a warp.
 const PLAIN_256: Variant = pipelined((256, 256), Size::Large, (8, 16), 4, 1);
-/// 64 registers of Q and 128 of output, for 32 rows and a quarter of the columns; then half of the rows and of both registers, for grids
-/// that leave SMs idle.
+/// 64 registers of Q and 128 of output, for 32 rows and a quarter of the columns; then half of the rows and registers, for small grids.
 const PLAIN_512: [Variant; 2] = [column_groups(512, (64, Size::Large)), column_groups(512, (32, Size::Small))];
 const PLAIN: [Variant; 15] = {
     use Size::{Large, Medium, Small};

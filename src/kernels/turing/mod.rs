@@ -22,6 +22,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table(forward::split_rows()),
         table(forward::split_stream_k_rows()),
         table(backward::backward_rows()),
+        // many queries a sequence over a KV cache
         table(forward::prefill_rows()),
         table([shared::append(TURING, CacheFormat::Unquantized)]),
         table([shared::dequantize(TURING)]),

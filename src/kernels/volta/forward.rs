@@ -103,7 +103,7 @@ const MEDIUM: Tile = (64, 32, Size::Medium);
 const SMALL: Tile = (64, 64, Size::Small);
 
 // Plain kernels, from which the others are made. Arguments of `shared_q`: headdims of q and v, tile, threads, blocks that an SM must hold;
-// of `register_q`: headdim and these blocks; of `column_groups`: headdim, rows of a block and size. Comments count registers of a thread,
+// of `register_q`: headdim and these blocks; of `column_groups`: headdim, rows of a block, size. Comments count registers of a thread,
 // and shared memory of a block.
 
 /// 64 registers of Q and 64 of output: two blocks.

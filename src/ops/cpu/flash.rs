@@ -332,8 +332,7 @@ fn is_settled(lse: &Tensor, has_mask: bool) -> Result<bool> {
     Ok(!has_zero && (!has_mask || lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?.f_int64_value(&[])? != 0))
 }
 
-/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, for which the operator returns 0. None if
-/// other rows are 0 or, under a mask, NaN.
+/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, where the operator has 0. None: others are 0, or NaN under a mask.
 fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
     let lse = lse.f_contiguous()?;
     if is_settled(&lse, mask.is_some())? {

@@ -1,4 +1,4 @@
-//! The plan of a backward pass: what mod.rs returns, and src/ops/device.rs launches. P are probabilities, dS gradients of scores. Where both
+//! The plan of a backward pass: mod.rs returns it, src/ops/device.rs launches it. P are probabilities, dS gradients of scores. Where both
 //! are stored, for large headdims or fp32, [`StoredPlan`] divides them into tiles and launches, so that memory stays bounded.
 
 use crate::kernels::{Scratch, Variant};

@@ -26,9 +26,8 @@ const MAX_WAVES: u64 = 8;
 const MAX_SCRATCH: u64 = 64 << 20;
 /// Keys of a block.
 const LARGE_BLOCK: u32 = 128;
-/// Time of smaller blocks, percent of that of large ones. At headdim 64, with 1024 queries and keys and 32
-/// heads on 8 KV heads, a step takes 3.1 us instead of 5.2. There smaller blocks have two roles of warps (P and dV; dS and dK), large ones
-/// have one.
+/// Time of smaller blocks, percent of that of large ones. At headdim 64, with 1024 queries and keys and 32 heads on 8 KV heads, a step
+/// takes 3.1 us instead of 5.2. There smaller blocks have two roles of warps (P and dV; dS and dK), large ones have one.
 const SMALL_PERCENT: u64 = 60;
 /// Limits of a split's steps that are tried: 2 to 19 twentieths of the longest key block.
 const PARTS: u32 = 20;
