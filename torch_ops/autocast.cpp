@@ -11,7 +11,7 @@ namespace {
 
 struct Cast final : c10::OperatorKernel {
     Cast(const Operator& op, c10::DeviceType device) : op(op), device(device) {
-        for (size_t i = 0; i < op.required(); ++i) {
+        for (size_t i = 0; i < op.required(); ++i) {  // the first arguments, all tensors
             // k_cache, v_cache and latent_cache
             const bool is_cache = op.schema.arguments()[i].name().find("cache") != std::string::npos;
             if (op.autocast == Autocast::Region || !is_cache) {

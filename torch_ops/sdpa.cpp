@@ -277,7 +277,7 @@ Tensor laid_out(const Call& c, const Tensor& out) {
     return no_kernel ? out.clone(at::MemoryFormat::Contiguous) : at::empty_like(c.q).copy_(out);
 }
 
-// fwd or fwd_fast, and the indices of its arguments that come from PyTorch's. `mask` names the argument for the mask.
+// fwd or fwd_fast, called through the dispatcher (Caller), and indices of arguments that come from PyTorch's. `mask`: name of one.
 struct Target : Caller {
     Target(const char* name, std::string_view mask)
         : Caller(name), mask(op().at(mask)), softmax_scale(op().at("softmax_scale")), is_causal(op().at("is_causal")),

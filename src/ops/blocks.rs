@@ -11,7 +11,7 @@ use crate::options::Options;
 use crate::params::{Cache, CacheScale, CacheScales, ElementType, Lengths, Operand, Problem, ScoreOptions};
 use crate::plan;
 use crate::problem::{Attention, CacheLayout, ScoreFunction};
-use crate::tensor::{self, is_readable, operand, Absent};
+use crate::tensor::{self, is_readable, operand, Absent}; // Absent: NONE, a block of null pointers and zeros
 use std::ptr::null;
 use tch::{Kind, Tensor};
 
@@ -73,7 +73,7 @@ fn lengths(o: &Options<Tensor>, a: &Attention, first: i64) -> Lengths {
 
 /// Describes the cache, from batch entry `first` and its entry `first_entry` on.
 fn cache(o: &Options<Tensor>, a: &Attention, [k, v]: [Operand; 2], first: i64, first_entry: i64) -> Cache {
-    let Some(cache) = a.cache() else { return Cache::NONE }; // null pointers and zeros
+    let Some(cache) = a.cache() else { return Cache::NONE };
     let block_table_stride = o.block_table.as_ref().map_or(0, |t| t.stride()[0]);
     // new tokens are packed like q unless they have cu_seqlens of their own
     let cu_seqlens_k_new = if o.cu_seqlens_k_new.is_some() { &o.cu_seqlens_k_new } else { &o.cu_seqlens_q };

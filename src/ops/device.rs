@@ -17,6 +17,7 @@ use crate::log;
 use crate::params::{BwdBlockParams, BwdParams, BwdStoredBlockParams, BwdStoredParams, FwdBlockParams, FwdParams, Lengths, StoredScores};
 use crate::plan::{self, BackwardMode, PlannedKernel, StoredPlan, STORED_ROWS};
 use crate::problem::{Attention, Window};
+// readable: the tensor, or a copy that kernels can read; without_padding undoes its padded columns; ranges are for the simulator
 use crate::tensor::{self, operand, output, read_range, readable, without_padding, written_range};
 use tch::{Kind, Tensor};
 
@@ -113,7 +114,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     ranges.extend([("row_stats", &row_stats), ("dq_accum", &dq_accum)].map(|(name, t)| written_range(name, t)));
     ranges.extend([("dout", &dout), ("out", &out), ("softmax_lse", &softmax_lse)].map(|(name, t)| read_range(name, t)));
     ranges.extend(stream_k.iter().map(|launch| written_range(SCRATCH, launch.scratch())));
-    ranges.extend(stored.iter().flat_map(StoredMemory::tensors).map(|(name, t)| written_range(name, t)));
+    let of_stored = stored.iter().flat_map(|memory| [("p", &memory.p), ("ds", &memory.ds), ("dq_sums", &memory.dq_sums)]);
+    ranges.extend(of_stored.map(|(name, t)| written_range(name, t)));
     let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
     // after `begin`: the simulator fills writable memory with NaN there, but a sum starts from zeros. `&[]`: no other range changes
@@ -284,11 +286,6 @@ impl StoredMemory {
         let sum_tiles = if plan.key_launches > 1 { plan.columns } else { 0 };
         let scores = || tile(plan.key_tiles, plan.tile_rows(), Kind::Half);
         Ok(StoredMemory { plan, p: scores()?, ds: scores()?, dq_sums: tile(sum_tiles, STORED_ROWS, Kind::Float)? })
-    }
-
-    /// Returns the tensors with names, for the ranges of the simulator.
-    fn tensors(&self) -> [(&'static str, &Tensor); 3] {
-        [("p", &self.p), ("ds", &self.ds), ("dq_sums", &self.dq_sums)]
     }
 
     /// Returns the parameters of each launch, in order.

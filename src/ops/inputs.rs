@@ -3,7 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
-use crate::launch::Launcher;
+use crate::launch::{flag, Launcher}; // flag: an environment variable that is 0 or 1; None: not set
 use crate::limits::MAX_HEADDIM; // 512
 use crate::options::Options;
 use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
@@ -184,17 +184,6 @@ impl Target {
 /// Returns whether the environment asks for batch invariance in all calls.
 pub fn all_are_batch_invariant() -> Result<bool> {
     Ok(flag("VOLTA_FA_BATCH_INVARIANT")?.unwrap_or(false))
-}
-
-/// Reads an environment variable that is 0, 1 or not set.
-fn flag(variable: &str) -> Result<Option<bool>> {
-    let value = std::env::var_os(variable).unwrap_or_default();
-    match value.to_str() {
-        Some("") => Ok(None),
-        Some("0") => Ok(Some(false)),
-        Some("1") => Ok(Some(true)),
-        _ => Err(Error::value(variable, format!("`{}`", value.to_string_lossy()), "0 or 1")),
-    }
 }
 
 /// Chooses for fp16 and bf16 CPU tensors: the simulator if the environment requests it, else the CPU backend.

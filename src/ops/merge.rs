@@ -4,7 +4,7 @@
 //! of devices combine parts without their scores.
 
 use super::blocks::at;
-use super::inputs::Target;
+use super::inputs::Target; // Target: ATen on the CPU, or kernels
 use super::launches::Launches;
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
@@ -12,6 +12,7 @@ use crate::log;
 use crate::params::MergeParams;
 use crate::plan::{self, PlannedKernel};
 use crate::problem::{self, padded_headdim, Backend, MergedStates};
+// readable: the tensor, or a copy that kernels can read; without_padding undoes its padded columns; ranges are for the simulator
 use crate::tensor::{self, compute_kind, describe, operand, output, read_range, readable, without_padding, written_range};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};

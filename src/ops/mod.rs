@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 use crate::plan::BackwardMode;
 use crate::problem::{self, Attention, Backend};
 use crate::tensor::{describe, readable_gradient};
-use inputs::{check_bias_gradient, reduces_fp32, Described, Target};
+use inputs::{check_bias_gradient, reduces_fp32, Described, Target}; // Target: ATen on the CPU, or kernels
 use tch::{Kind, Tensor};
 
 /// Computes `volta_fa::fwd`: (out, softmax_lse).

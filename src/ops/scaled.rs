@@ -141,11 +141,6 @@ fn unused_rows(inputs: &Inputs, a: &Attention) -> Result<Option<Tensor>> {
     Ok(Some(unused.f_unsqueeze(-1)?.f_unsqueeze(-1)?.f_unsqueeze(-1)?))
 }
 
-/// Copies a gradient of softmax_lse, `([batch,] nheads, rows)`, to a column for each head: `([batch,] rows, nheads, 1)`.
-fn per_row(dlse: &Tensor) -> Result<Tensor> {
-    copied(&dlse.f_transpose(-1, -2)?.f_unsqueeze(-1)?, Kind::Float)
-}
-
 /// Returns fp32 numbers as sums of two fp16 numbers: `columns` columns of high parts, then the low parts, padded with zeros.
 fn parts(t: &Tensor, columns: i64) -> Result<Tensor> {
     let mut sizes = t.size();
@@ -238,7 +233,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     let largest = Largest::of(mode);
     let (cast, v) = cast_backward(inputs, a, shared, saved, &softmax_lse, mode, launcher)?;
     let mut dout = Exponents::new(&saved.dout, &unused_rows(inputs, a)?, shared, largest.factors, a)?;
-    let mut dlse = saved.dlse.as_ref().map(per_row).transpose()?;
+    // a copy of ([batch,] nheads, rows) as ([batch,] rows, nheads, 1)
+    let mut dlse = saved.dlse.as_ref().map(|t| copied(&t.f_transpose(-1, -2)?.f_unsqueeze(-1)?, Kind::Float)).transpose()?;
     if let Some(dlse) = &mut dlse {
         dout = dout.with_lse_gradient(&v, dlse, shared, largest.dlse, a)?;
         multiply(&mut by_group(dlse, a)?, &v.0.f_add(&dout.0)?)?;

@@ -2,8 +2,8 @@
 //! tile (the rows of one block) and head. A stream-K grid divides the keys of the last row tiles evenly among blocks. A
 //! tuning has choices of kernels that were measured on the GPU.
 
-use super::choose::{choose, is_uneven, sized};
-use super::device::{cached_plan, DeviceLimits, PlanCache};
+use super::choose::{choose, is_uneven, sized}; // choose: tuned or cheapest kernels; sized: with smaller blocks where faster
+use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if its key and device are the same
 use super::features::{features, BackwardMode};
 use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;

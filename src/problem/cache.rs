@@ -3,7 +3,7 @@
 //! vector per token, which is key and value of all heads. Sizes may be unknown (meta kernels).
 
 use super::attention::{Cache, CacheLayout};
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::formats::{cache_format, key_format};
 use super::operands::check_headdim;
 use super::tensor::{Backend, Options, TensorDesc};

@@ -4,7 +4,7 @@
 use super::attention::{Attention, Keys};
 use super::cache::{self, CacheTensors};
 use super::features::RequestedFeatures;
-use super::operands::{self, Packing};
+use super::operands::{self, Packing}; // Packing: whether tensors are packed, and by which argument
 use super::tensor::{Backend, Options, TensorDesc};
 use super::{append, formats, lengths, scores, selection, tree};
 use crate::error::Result;

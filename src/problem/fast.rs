@@ -2,7 +2,7 @@
 //! `fwd_fast` multiplies Q and K as int8 and sums P V in fp16. `prepared`, of `prepare_fast`, has K's codes and V's largest magnitudes.
 
 use super::attention::Attention;
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use super::{dense, scores};
 use crate::error::{Error, Result};

@@ -1,7 +1,7 @@
 //! Rules of q, k and v as tensors: ranks, dtypes, layouts, heads and headdims. Packed tensors have no batch dimension: the rows of all
 //! sequences follow each other, and cu_seqlens arguments say where each begins. Unknown sizes pass.
 
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{MAX_HEADDIM, MAX_HEADS, MAX_SEQLEN}; // 512, 65535, 2^29 - 1

@@ -2,7 +2,7 @@
 //! is key and value of all heads. src/ops/sparse.rs calls it.
 
 use super::attention::{Attention, Cache, CacheLayout, Keys, Queries};
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN}; // [512, 64], 65535, 2^29 - 1

@@ -182,11 +182,7 @@ impl<'a> Problem<'a> {
         let alibi = self.part.alibi_slopes.as_ref().map(|t| t.size());
         let sizes = |i: usize| bias.as_ref().map_or(1, |s| s[i]).max(alibi.as_ref().map_or(1, |s| s[i]));
         let one_row = !has_window && alibi.is_none() && (self.plain_bias.is_some() || bias.as_ref().is_none_or(|s| s[2] == 1));
-        if one_row {
-            0
-        } else {
-            sizes(0) * sizes(1)
-        }
+        i64::from(!one_row) * sizes(0) * sizes(1)
     }
 
     /// Divides the query rows that see a key into blocks: one for all if there is no mask to store.

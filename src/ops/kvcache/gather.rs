@@ -13,7 +13,7 @@ use super::quantized::{bytes, Quantized};
 use crate::error::Result;
 use crate::limits::MAX_DRAFT_TOKENS; // 64
 use crate::ops;
-use crate::ops::inputs::{Inputs, Target};
+use crate::ops::inputs::{Inputs, Target}; // Target: ATen on the CPU, or kernels
 use crate::options::scale_of_latents;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
@@ -401,14 +401,8 @@ pub fn no_output(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 }
 
 /// Attends `q`, the call's or rotated, to keys, values and key counts as [`keys`] returns them. `fwd` computes NaN for invalid counts.
-pub fn attend_to(
-    q: &Tensor,
-    inputs: &Inputs,
-    a: &Attention,
-    (mut k, mut v, used): (Tensor, Tensor, Tensor),
-    seqlen_k: i64,
-) -> Result<(Tensor, Tensor)> {
-    let device = q.device();
+pub fn attend_to(q: &Tensor, inputs: &Inputs, a: &Attention, keys: (Tensor, Tensor, Tensor), seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let ((mut k, mut v, used), device) = (keys, q.device());
     let o = &inputs.options;
     let mut options = o.of_scores(Tensor::shallow_clone);
     if a.features.tree && seqlen_k > 0 && !a.has_no_output() {

@@ -10,7 +10,7 @@ mod latents;
 mod quantized;
 mod selection;
 
-use super::inputs::{int32_values, Described, Inputs, Target};
+use super::inputs::{int32_values, Described, Inputs, Target}; // Target: ATen on the CPU, or kernels
 use crate::error::Result;
 use crate::kernels::FormatInfo;
 use crate::limits::LATENT_HEADDIMS; // [512, 64]
