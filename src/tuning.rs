@@ -282,15 +282,15 @@ impl Tuning {
         let mut rejected = Vec::new();
         self.choices.retain(|c| {
             let Take::Kernel(v) = c.take else { return true };
-            if !families.iter().any(|(f, _)| f.name == v.family.name) {
-                rejected.push(format!("{}: this GPU does not run the family {}", v.name, v.family.name));
-                return false;
-            }
-            let fits = v.shared_bytes <= shared_bytes_per_block;
-            if !fits {
-                rejected.push(format!("{}: it takes {} bytes of shared memory, of {}", v.name, v.shared_bytes, shared_bytes_per_block));
-            }
-            fits
+            let why = if !families.iter().any(|(f, _)| f.name == v.family.name) {
+                format!("this GPU does not run the family {}", v.family.name)
+            } else if v.shared_bytes > shared_bytes_per_block {
+                format!("it takes {} bytes of shared memory, of {shared_bytes_per_block}", v.shared_bytes)
+            } else {
+                return true;
+            };
+            rejected.push(format!("{}: {why}", v.name));
+            false
         });
         (self, rejected)
     }

@@ -52,7 +52,7 @@ fn packed(dlse: &Tensor, cu_seqlens_q: &Tensor, rows: i64, rounding: i64) -> Res
     // one row more than kernels read takes those of no sequence
     let at = first.f_add(&position.f_sub(&start)?)?.f_clamp(0, rows)?.f_masked_fill(&of_none, rows)?;
     let mut padded = Tensor::f_zeros([rows + 1, nheads], (Kind::Float, device))?;
-    let _ = padded.f_index_put_(&[Some(at.f_to_kind(Kind::Int64)?)], &dlse.f_transpose(0, 1)?, false)?;
+    let _ = padded.f_index_put_(&[Some(at.f_to_kind(Kind::Int64)?)], &dlse.f_transpose(0, 1)?, false)?; // false: overwrites
     Ok(padded.f_narrow(0, 0, rows)?.f_transpose(0, 1)?.f_contiguous()?)
 }
 

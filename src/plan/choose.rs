@@ -41,7 +41,7 @@ pub(super) fn choose<const N: usize>(
         if found.iter().all(Option::is_some) {
             return Ok(found.map(|chosen| chosen.expect("each pass has a kernel")));
         }
-        is_fallback |= requested.iter().all(|&wanted| search.applicable(family, wanted, &d.untuned()).next().is_some());
+        is_fallback |= requested.iter().all(|&wanted| !search.applicable(family, wanted, &d.untuned()).is_empty());
     }
     Err(search.missing(&families, &requested))
 }
@@ -72,17 +72,12 @@ impl Search<'_> {
     }
 
     fn cheapest(&self, family: &'static Family, (pass, features): Requested, d: &DeviceLimits) -> Option<&'static Variant> {
-        self.applicable(family, (pass, features), d).min_by_key(|v| cost(v, features))
+        self.applicable(family, (pass, features), d).into_iter().min_by_key(|v| cost(v, features))
     }
 
     /// Returns the kernels that compute the shape with these features, and that the device runs.
-    fn applicable<'a>(
-        &'a self,
-        family: &'static Family,
-        (pass, features): Requested,
-        d: &'a DeviceLimits,
-    ) -> impl Iterator<Item = &'static Variant> + 'a {
-        self.kernels.of(family, pass).filter(move |v| is_applicable(v, self.shape, features, d))
+    fn applicable(&self, family: &'static Family, (pass, features): Requested, d: &DeviceLimits) -> Vec<&'static Variant> {
+        self.kernels.of(family, pass).filter(|v| is_applicable(v, self.shape, features, d)).collect()
     }
 
     /// Returns the error that says which kernels none of the families has, and which failed. No families: the device is too old.
@@ -111,7 +106,7 @@ impl Search<'_> {
         let family_note = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
         // applicable kernels, but for a failure
         let failed_in = |&wanted: &Requested| {
-            let of_family = move |&(family, _): &(&'static Family, Code)| self.applicable(family, wanted, &d.untuned()).collect::<Vec<_>>();
+            let of_family = move |&(family, _): &(&'static Family, Code)| self.applicable(family, wanted, &d.untuned());
             families.iter().flat_map(of_family).filter(|v| !d.runs(v)).map(|v| v.name)
         };
         let failed = requested.iter().flat_map(failed_in).collect::<Vec<_>>().join(", ");

@@ -145,7 +145,7 @@ impl Places {
     }
 
     fn write(&self, cache: &Tensor, values: &Tensor) -> Result<()> {
-        let _ = cache.shallow_clone().f_index_put_(&[Some(&self.entry), Some(&self.row)], values, false)?;
+        let _ = cache.shallow_clone().f_index_put_(&[Some(&self.entry), Some(&self.row)], values, false)?; // false: overwrites
         Ok(())
     }
 }
