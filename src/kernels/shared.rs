@@ -24,8 +24,8 @@ fn source(family: Family, headers: &[&str], kernel: &str, arguments: &str) -> So
 }
 
 /// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters. A block has up to
-/// four tokens of a KV head. In a decoding step it has one, with those of its query heads, about 400 words of 4 bytes: two for each of 256
-/// threads, all in flight at once. Quantizing takes more registers than four blocks an SM would leave.
+/// four tokens of a KV head. In a decoding step it has one, and its queries, about 400 words of 4 bytes: two for each of 256 threads, all
+/// in flight at once. Quantizing takes more registers than four blocks an SM would leave.
 pub fn append(family: Family, cache: CacheFormat) -> Variant {
     let blocks_per_sm = if cache.is_quantized() { 3 } else { 4 };
     Variant { cache, block_rows: 4, blocks_per_sm, ..Variant::new(family, Pass::Append, APPEND) }

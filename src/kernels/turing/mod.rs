@@ -28,6 +28,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table([shared::dequantize(TURING)]),
         table([shared::cast(TURING)]),
         table(decode::decode_rows()),
+        // scores by which queries of sparse attention choose tokens
         table(shared::indexer(TURING, decode::INDEXER)),
         table(fast::rows()),
     ]

@@ -35,6 +35,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         // lists of the latents that queries chose, for sparse MLA
         table([shared::select(VOLTA)]),
         table(decode::sparse_mla_rows()),
+        // scores by which queries of sparse attention choose tokens
         table(shared::indexer(VOLTA, decode::INDEXER)),
     ]
 }
