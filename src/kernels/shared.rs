@@ -225,7 +225,7 @@ pub fn stored_backward(family: Family) -> [Variant; 5] {
 /// Blocks of gradients have 64 columns where these suffice: a block of 128 would multiply padding half of its time.
 pub fn split_backward(family: Family) -> [Variant; 7] {
     let [scores, gradients, ..] = stored_backward(family);
-    // the kernels' template arguments: the first true for split numbers, then the block mask
+    // the kernels' template arguments: the first `true` stands for split numbers, the next for a block mask
     let source_of_scores = scores_source(family, "BackwardScores<FAMILY::StoredFamily, true>");
     let source_of_gradients = gradients_source(family, "BackwardGradients<FAMILY::StoredFamily, true>");
     let listed = source(

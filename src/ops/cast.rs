@@ -171,6 +171,7 @@ impl<'a> Cast<'a> {
             largest,
             launcher,
         };
+        // None: softmax_lse stays as it is
         this.run(&launches, Phase::TakeLargest, None)?;
         if may_hide_keys(&this.given, a) {
             this.run(&launches, Phase::LeaveOutHidden, None)?;

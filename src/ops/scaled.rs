@@ -176,6 +176,7 @@ pub fn split_forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher
     // a row of an operand has this many columns of high parts, then as many of low parts
     let columns = i64::from(planned.variant.headdim);
     let of_v = Values { largest_exponent: LARGEST_OF_PARTS, is_shared: false, keeps_ordinary: false, low_column: columns };
+    // None: there is no softmax_lse yet
     let cast = Cast::new(inputs, given, Operands { v: Some(of_v), low_column: columns }, None, launcher)?;
     let a = &cast.problem.padded();
     let converted = blocks::readable(&cast.inputs, a)?;

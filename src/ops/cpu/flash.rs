@@ -337,7 +337,7 @@ fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
     let Some(mask) = mask else { return Ok(None) };
     let hidden = mask.f_amax(-1, false)?.f_eq(f64::NEG_INFINITY)?.f_logical_and(&lse.f_eq(0.0)?)?;
     let lse = lse.f_masked_fill(&hidden, f64::INFINITY)?;
-    Ok(if is_settled(&lse, true)? { Some(lse) } else { None })
+    Ok(if is_settled(&lse, true)? { Some(lse) } else { None }) // true: there is a mask
 }
 
 /// Computes out (batch, seqlen_q, nheads, headdim) and the log-sum-exp (batch, nheads, seqlen_q).

@@ -408,8 +408,8 @@ pub fn attend_to(q: &Tensor, inputs: &Inputs, a: &Attention, keys: (Tensor, Tens
     if a.features.tree && seqlen_k > 0 && !a.has_no_output() {
         let s = Sequences::of(inputs, a)?;
         options.attn_bias = Some(seen_in_tree(inputs, a, [&s.q_start, &s.seqlen_q], &used, seqlen_k)?);
-        (options.is_causal, options.window_left, options.window_right) = (false, -1, -1);
         // -1: no bound
+        (options.is_causal, options.window_left, options.window_right) = (false, -1, -1);
     }
     options.seqused_k = Some(used);
     // `fwd` takes sinks of q's type, which may differ here from the call's, or fp32

@@ -130,7 +130,8 @@ impl Planner<'_> {
     /// Plans a pass whose third kernel computes dq.
     fn separate(&self, chosen: Chosen<3>) -> Parts {
         let chosen = self.sized(chosen);
-        Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false), stream_k: None }
+        let with_tail = false;
+        Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], with_tail), stream_k: None }
     }
 
     /// Plans launches of a main kernel that takes a part of the key blocks, with their time (see [`blocks_of_launch`]). None: there is no
