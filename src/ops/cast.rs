@@ -196,9 +196,8 @@ impl<'a> Cast<'a> {
 
     /// Scales softmax_lse of these inputs back to that of the given ones, in place.
     pub fn restore_lse(&self, softmax_lse: &Tensor) -> Result<()> {
-        let written = [("softmax_lse", Some(softmax_lse))];
-        let ranges =
-            memory_ranges(&self.given, &self.problem, self.launcher, written.into_iter().chain([("largest", Some(&self.largest))]));
+        let written = [("softmax_lse", Some(softmax_lse)), ("largest", Some(&self.largest))];
+        let ranges = memory_ranges(&self.given, &self.problem, self.launcher, written);
         self.run(&Launches::in_place(self.launcher, ranges), Phase::RestoreLse, Some(softmax_lse))
     }
 

@@ -134,9 +134,8 @@ fn check_pages(args: &IndexerArgs<TensorDesc>, found: Indexer) -> Result<Indexer
     let [pages, page_size, heads, bytes] = [k.sizes[0], k.sizes[1], k.sizes[2], k.sizes[3]];
     check_bytes("k", k)?;
     if !same_size(heads, 1) || !same_size(bytes, TOKEN_BYTES) {
-        let expected =
-            format!("shape (pages, page_size, 1, {TOKEN_BYTES}): codes of {INDEXER_HEADDIM} columns and a float32 scale a token");
-        return Err(Error::value("k", shape(k), expected));
+        let allowed = format!("shape (pages, page_size, 1, {TOKEN_BYTES}): codes of {INDEXER_HEADDIM} columns and a float32 scale a token");
+        return Err(Error::value("k", shape(k), allowed));
     }
     if page_size != UNKNOWN && (page_size < MIN_PAGE_SIZE || !(page_size as u64).is_power_of_two()) {
         return Err(Error::value("k", format!("page_size {page_size}"), format!("a power of two, at least {MIN_PAGE_SIZE}")));

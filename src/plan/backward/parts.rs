@@ -300,11 +300,10 @@ fn blocks_of_launch(main: &Variant, KeyBlocks { large: blocks, tail }: KeyBlocks
     let per_accumulator = 0.8 * FLOPS_PER_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / resident_blocks as f64);
     let tail = tail.map_or(0, |(_, small_blocks)| small_blocks);
     let of_tail = if tail > 0 { TAIL_TIME } else { 0.0 };
-    // `sums`: accumulators, and key blocks of a head in a launch
-    let cost =
-        |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * per_accumulator;
+    // `n`: accumulators, and key blocks of a head in a launch
+    let cost = |n: u64| (blocks / n) as f64 * block_times(n) + block_times(blocks % n) + of_tail + n as f64 * per_accumulator;
     // a tail begins where a launch ends, and needs an accumulator for each of its blocks
-    let possible = (1..=blocks.min(MAX_ACCUMULATORS)).filter(|&sums| tail == 0 || (blocks % sums == 0 && tail <= sums));
+    let possible = (1..=blocks.min(MAX_ACCUMULATORS)).filter(|&n| tail == 0 || (blocks % n == 0 && tail <= n));
     let best = possible.min_by(|&a, &b| cost(a).total_cmp(&cost(b)))?;
     Some((cost(best), best as u32))
 }
