@@ -133,7 +133,7 @@ fn parse_features(names: &str) -> Result<FeatureSet> {
 const SIMULATOR: i64 = -1;
 
 /// Returns the driver of a CUDA device, with the default stream.
-fn driver_of(device: i64) -> Result<Driver> {
+pub(crate) fn driver_of(device: i64) -> Result<Driver> {
     let wrong = || Error::value("device", device, format!("the number of a CUDA device, or {SIMULATOR}: the simulator"));
     Ok(Driver { device: usize::try_from(device).map_err(|_| wrong())?, stream: std::ptr::null_mut() })
 }
@@ -169,11 +169,6 @@ pub fn tuning(device: i64) -> Result<Json> {
         "failed": found.tuning().map_or(&[][..], |t| t.failed()),
         "overridden": tuning::forced().is_some(),
     }))
-}
-
-/// Loads a kernel on a device, see [`Driver::preload`].
-pub fn preload(kernel: &str, device: i64) -> Result<()> {
-    driver_of(device)?.preload(kernel)
 }
 
 /// Returns the device that numbers of a [`plan()`] call describe.
@@ -244,7 +239,7 @@ pub fn plan(values: &[Value]) -> Result<Json> {
         nheads_k: positive("nheads_k", nheads_k)?,
         headdim: padded_headdim(positive("headdim", headdim)?),
         headdim_v: padded_headdim(positive("headdim_v", headdim_v)?),
-        softmax_scale: 1.0,
+        softmax_scale: 1.0, // plans do not depend on it
         window: Window { left: None, right: is_causal.bool().then_some(0) },
         features,
         ..Attention::default()

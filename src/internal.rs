@@ -60,7 +60,7 @@ pub const INTERNAL: &[Internal] = &[
         schema: "_preload(str kernel, int device) -> ()",
         run: |values| {
             let [kernel, device] = arguments(values);
-            info::preload(&kernel.text(), device.int()).map(|()| Output::Nothing)
+            info::driver_of(device.int())?.preload(&kernel.text()).map(|()| Output::Nothing)
         },
     },
     // JSON: the families of kernels (Volta, Turing) that a compute capability runs

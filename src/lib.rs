@@ -20,8 +20,7 @@
 //! Below them: `options` (the operators' keyword options), `value` (an argument in the C ABI), `limits` (of sizes), `kernels` (the table of
 //! kernels, and their machine code), `params` (parameter blocks: kernels' arguments, shared with CUDA C++), `log` (prints plans), `shim`
 //! (C++ functions that Rust calls), `error` (messages and Python exceptions), `tensor` (describes tch tensors to validation and to
-//! kernels). Beside `operators`: `internal` (the table of internal operators), which publishes `info` (describes the build and the machine
-//! as JSON).
+//! kernels). Beside `operators`: `internal` (the table of internal operators), which publishes `info` (build and machine as JSON).
 
 pub mod error;
 pub mod ffi;

@@ -1,28 +1,21 @@
 //! `VOLTA_FA_LOG=1`: prints the kernels of a call on standard error, with their grids, why the planner chose them, and the problem. Later
 //! calls with the same kernels and reasons print nothing. src/ops/ calls a function of this module for each pass that it has planned.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::Feature;
+use crate::launch::flag; // an environment variable that is 0 or 1; None: not set
 use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, FastPlan, PlannedKernel};
 use crate::problem::{Attention, CacheLayout, Indexer, MergedStates, Window};
 use std::collections::HashSet;
 use std::sync::{LazyLock, Mutex, OnceLock};
 
-/// Environment variable: 1 logs; 0, empty or unset does not.
-const VARIABLE: &str = "VOLTA_FA_LOG";
-
 /// Kernels and reasons that were printed. Shapes are not part of it, so a server with ever new lengths fills neither memory nor log.
 static PRINTED: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
-/// Returns true if plans are logged. Reads the environment once.
+/// Returns true if `VOLTA_FA_LOG` is 1; false if it is 0, empty or unset. Reads the environment once.
 fn enabled() -> Result<bool> {
     static ENABLED: OnceLock<Result<bool>> = OnceLock::new();
-    let read = || match std::env::var_os(VARIABLE).unwrap_or_default().to_string_lossy().as_ref() {
-        "" | "0" => Ok(false),
-        "1" => Ok(true),
-        other => Err(Error::value(VARIABLE, format!("`{other}`"), "0 or 1")),
-    };
-    ENABLED.get_or_init(read).clone()
+    ENABLED.get_or_init(|| Ok(flag("VOLTA_FA_LOG")?.unwrap_or(false))).clone()
 }
 
 /// Prints the line of a pass and its plan, unless it printed one with the same kernels and reasons. Fails for another value than 0 or 1.
@@ -121,6 +114,7 @@ pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
             CacheLayout::Pages { .. } => format!("keys in pages of {}, ", cache.rows),
             CacheLayout::Entries => format!("keys in entries of {}, ", cache.rows),
         });
+        // 0: no limit
         let splits = if planned.num_splits > 0 { format!(", at most {} splits", planned.num_splits) } else { String::new() };
         let (name, reason, blocks) = (planned.kernel.variant.name, planned.kernel.reason, planned.kernel.blocks[0]);
         format!(

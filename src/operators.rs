@@ -3,7 +3,7 @@
 //! in the order of the schema: an operator's own arguments, then options. Functions below make them the structs of src/ops/.
 
 use crate::error::{Error, Result};
-use crate::limits::LATENT_HEADDIMS;
+use crate::limits::LATENT_HEADDIMS; // [512, 64]
 use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs, Saved};
 use crate::options::{Kind, Op, Options, Row};
 use crate::problem::IndexerArgs;
@@ -47,7 +47,7 @@ pub struct Operator {
     pub run: fn(&Call) -> Result<Results>,
     /// For meta tensors: rejects what `run` rejects, as far as sizes are known. Returns what the rule of the results' sizes
     /// (torch_ops/meta.cpp) cannot tell from arguments' sizes. Operators on KV caches: the columns that an element of the values has, 2 in
-    /// int4. Operators on latents (compressed keys of multi-head latent attention, MLA): the columns of out. Others: 0.
+    /// int4, else 1. Operators on latents (compressed keys of multi-head latent attention, MLA): the columns of out. Others: 0.
     pub check: fn(&Call) -> Result<i64>,
 }
 
@@ -138,7 +138,7 @@ pub const OPERATORS: &[Operator] = &[
         results: "()",
         autocast: Autocast::Keep,
         run: |call| merge::merge_in_place(&states(call)).map(|()| results([])),
-        check: |call| merge::check(&states(call), true).map(|()| 0),
+        check: |call| merge::check(&states(call), true).map(|()| 0), // true: in place
     },
     Operator {
         name: "fwd_kvcache",

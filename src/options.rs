@@ -169,6 +169,7 @@ macro_rules! table {
     };
 }
 
+// Option: kind = default => operators that have it. None: not given.
 table! {
     cache_seqlens: Tensor = None => FwdKvcache FwdMla,
     cu_seqlens_q: Tensor = None => Fwd Bwd FwdFast FwdKvcache FwdMla,
@@ -180,12 +181,14 @@ table! {
     block_table: Tensor = None => FwdKvcache FwdMla,
     cache_batch_idx: Tensor = None => FwdKvcache FwdMla,
     leftpad_k: Tensor = None => FwdKvcache,
+    // of quantized caches: int8 and int4 have a scale for each token and head, int4 also a zero point, fp8 a descale for each head
     k_scale: Written = None => FwdKvcache,
     v_scale: Written = None => FwdKvcache,
     k_zero_point: Written = None => FwdKvcache,
     v_zero_point: Written = None => FwdKvcache,
     k_descale: Tensor = None => FwdKvcache,
     v_descale: Tensor = None => FwdKvcache,
+    // of a cache of latents (MLA), which are keys and values at once
     latent_scale: Tensor = None => FwdMla,
     latent_descale: Tensor = None => FwdMla,
     rotary_cos: Tensor = None => FwdKvcache,
@@ -195,26 +198,27 @@ table! {
     attn_mask: Tensor = None => FwdFast,
     alibi_slopes: Tensor = None => Fwd Bwd FwdKvcache,
     sinks: Tensor = None => Fwd Bwd FwdKvcache FwdSparseMla,
+    // a block mask: lists of present blocks, bits of partial ones; _t: for gradients, with queries and keys exchanged
     block_lists: Tensor = None => Fwd Bwd,
     block_bits: Tensor = None => Fwd Bwd,
     block_lists_t: Tensor = None => Fwd Bwd,
     block_bits_t: Tensor = None => Fwd Bwd,
     tree_mask: Tensor = None => FwdKvcache,
     kv_indices: Tensor = None => FwdKvcache FwdMla,
-    kv_block: Int = 1 => FwdKvcache FwdMla,
-    dropout_p: Float = 0.0 => Fwd Bwd,
-    softmax_scale: OptionalFloat = None => Fwd Bwd FwdFast FwdKvcache FwdMla FwdSparseMla,
+    kv_block: Int = 1 => FwdKvcache FwdMla, // tokens of a block of kv_indices
+    dropout_p: Float = 0.0 => Fwd Bwd, // off
+    softmax_scale: OptionalFloat = None => Fwd Bwd FwdFast FwdKvcache FwdMla FwdSparseMla, // headdim ** -0.5
     is_causal: Bool = false => Fwd Bwd FwdFast FwdKvcache FwdMla,
-    window_left: Int = -1 => Fwd Bwd FwdFast FwdKvcache,
-    window_right: Int = -1 => Fwd Bwd FwdFast FwdKvcache,
-    softcap: Float = 0.0 => Fwd Bwd FwdKvcache,
-    num_splits: Int = 0 => FwdKvcache FwdMla,
+    window_left: Int = -1 => Fwd Bwd FwdFast FwdKvcache,  // no bound
+    window_right: Int = -1 => Fwd Bwd FwdFast FwdKvcache, // no bound
+    softcap: Float = 0.0 => Fwd Bwd FwdKvcache,           // off
+    num_splits: Int = 0 => FwdKvcache FwdMla,             // the kernel decides
     deterministic: Bool = false => Fwd Bwd,
     batch_invariant: Bool = false => Fwd Bwd FwdKvcache FwdMla,
-    smooth_k: Bool = true => FwdFast PrepareFast,
-    rotate: Bool = false => FwdFast PrepareFast,
-    prepared: Tensor = None => FwdFast,
-    check_lengths: Bool = false => Fwd Bwd FwdFast PrepareFast FwdKvcache FwdMla,
+    smooth_k: Bool = true => FwdFast PrepareFast, // subtracts K's mean before it quantizes K
+    rotate: Bool = false => FwdFast PrepareFast,  // Hadamard transform of Q and K before it quantizes them
+    prepared: Tensor = None => FwdFast,           // what prepare_fast returned
+    check_lengths: Bool = false => Fwd Bwd FwdFast PrepareFast FwdKvcache FwdMla, // true synchronizes a GPU
 }
 
 impl<T: Clone> Clone for Options<T> {

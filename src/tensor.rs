@@ -3,8 +3,8 @@
 
 use crate::error::{Error, Result};
 use crate::launch::{Launcher, MemoryRange};
-use crate::limits::HEADDIM_MULTIPLE;
-use crate::options::UNKNOWN;
+use crate::limits::HEADDIM_MULTIPLE; // 8
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 use crate::params::{BlockLists, Cache, CacheScale, ChosenTokens, ElementType, FastParams, Operand, Output};
 use crate::problem::{padded_headdim, DType, Device, Dims, TensorDesc};
 use crate::shim::{volta_fa_describe, TensorInfo};
@@ -37,6 +37,7 @@ fn dtype(scalar_type: i32) -> DType {
 
 /// Reads dtype, device and layout of a tensor in one call, without allocations. None: it has no strides.
 fn info(t: &Tensor) -> Option<TensorInfo> {
+    // placeholders, which the shim overwrites
     let mut info = TensorInfo { dtype: -1, device_kind: -1, device_index: 0, rank: 0, sizes: [0; 8], strides: [0; 8] };
     // SAFETY: the handle is that of a live tensor.
     unsafe { volta_fa_describe(t.as_ptr().cast(), &mut info) }.then_some(info)

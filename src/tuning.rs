@@ -33,12 +33,13 @@ impl Card {
     }
 }
 
-/// Properties of a problem that decide on its kernels. A [`Class`] bounds the first six, and names features. The planner's test whether a
-/// kernel is applicable also uses the others.
+/// Properties of a problem that decide on its kernels. A [`Class`] bounds the first five, and may name `is_causal` and features. The
+/// planner's test whether a kernel is applicable also uses the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Padded headdim of q and k, a multiple of 8; 0: the pass takes any.
     pub headdim: i64,
+    /// The same of v.
     pub headdim_v: i64,
     /// Queries of the longest entry.
     pub seqlen_q: i64,
@@ -281,15 +282,15 @@ impl Tuning {
         let mut rejected = Vec::new();
         self.choices.retain(|c| {
             let Take::Kernel(v) = c.take else { return true };
-            if !families.iter().any(|(f, _)| f.name == v.family.name) {
-                rejected.push(format!("{}: this GPU does not run the family {}", v.name, v.family.name));
-                return false;
-            }
-            let fits = v.shared_bytes <= shared_bytes_per_block;
-            if !fits {
-                rejected.push(format!("{}: it takes {} bytes of shared memory, of {}", v.name, v.shared_bytes, shared_bytes_per_block));
-            }
-            fits
+            let why = if !families.iter().any(|(f, _)| f.name == v.family.name) {
+                format!("this GPU does not run the family {}", v.family.name)
+            } else if v.shared_bytes > shared_bytes_per_block {
+                format!("it takes {} bytes of shared memory, of {shared_bytes_per_block}", v.shared_bytes)
+            } else {
+                return true;
+            };
+            rejected.push(format!("{}: {why}", v.name));
+            false
         });
         (self, rejected)
     }

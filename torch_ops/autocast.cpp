@@ -1,7 +1,6 @@
 // Kernels at the keys AutocastCPU and AutocastCUDA, which operators.cpp registers: they cast a call's tensors, then call again
-// below autocast. The operator's row in src/operators.rs says how (`Autocast`). Region, as PyTorch's own attention: required
-// tensors get the region's dtype. Cache: required tensors other than caches get the cache's dtype, because it is updated in place.
-// Keep: no kernel.
+// below autocast. An operator's row in src/operators.rs has an `Autocast`. Region: required tensors get the region's dtype. Cache:
+// those other than caches get the cache's dtype, because it is updated in place. Keep: there is no kernel.
 
 #include "operators.h"
 
@@ -12,7 +11,7 @@ namespace {
 
 struct Cast final : c10::OperatorKernel {
     Cast(const Operator& op, c10::DeviceType device) : op(op), device(device) {
-        for (size_t i = 0; i < op.required(); ++i) {
+        for (size_t i = 0; i < op.required(); ++i) {  // the first arguments, all tensors
             // k_cache, v_cache and latent_cache
             const bool is_cache = op.schema.arguments()[i].name().find("cache") != std::string::npos;
             if (op.autocast == Autocast::Region || !is_cache) {

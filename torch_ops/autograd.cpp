@@ -31,7 +31,7 @@ struct Pair {
         }
     }
 
-    const Caller fwd{"fwd"}, bwd{"bwd"};
+    const Caller fwd{"fwd"}, bwd{"bwd"};  // call the operators through the dispatcher; op() is the row with the schema
     const size_t attn_bias = fwd.op().at("attn_bias"), sinks = fwd.op().at("sinks");
     std::vector<Shared> shared;
 };

@@ -1,5 +1,6 @@
-// The kernels at the CPU and CUDA keys, for each operator: `Compute` passes a call's arguments to Rust (volta_fa_call) and puts the
-// results on PyTorch's stack. Only fwd has a generator: for it, the kernel draws the random state of dropout and checks the layout.
+// The kernels at the CPU and CUDA keys, for each operator (a row of src/operators.rs, by its number): `Compute` passes a call's
+// arguments to Rust (volta_fa_call) and puts the results on PyTorch's stack. Only fwd has a generator: for it, the kernel draws the
+// random state of dropout and checks the layout.
 
 #include "operators.h"
 

@@ -58,8 +58,7 @@ std::vector<Tensor> prepare_fast(const Arguments& arguments, int64_t) {
     const auto batch = packed ? arguments.tensor("cu_seqlens_k").sym_size(0) - 1 : k.sym_size(0);
     const auto seqlen = packed ? rows.min(arguments["max_seqlen_k"].toSymInt()) : rows;
     const auto blocks = packed ? rows / 64 + batch + 1 : batch * ((seqlen + 63) / 64);  // packed: the last one is spare
-    // a block: int8 keys and 4 fp32 scales; a sequence: the fp32 mean of its keys, and 16 bytes of fp32 maxima of V for each 256
-    // keys
+    // a block: int8 keys and 4 fp32 scales; a sequence: its keys' fp32 mean, and 16 bytes of fp32 maxima of V for each 256 keys
     auto bytes = heads * (blocks * (64 * headdim + 16) + batch * (4 * headdim + (seqlen + 255) / 256 * 16));
     // bf16: V as fp16, headdim_v padded to 8. `rotate` adds 16 unused bytes, so that the size tells rotated keys from others.
     if (k.scalar_type() == at::kBFloat16) bytes = bytes + (packed ? rows : batch * rows) * heads * ((v.sym_size(-1) + 7) / 8 * 16);

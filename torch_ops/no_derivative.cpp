@@ -96,8 +96,7 @@ struct Inference final : c10::OperatorKernel {
 };
 
 // Kernel at the ADInplaceOrView key: increments the version of each tensor that the schema marks as written, as PyTorch's in-place
-// operators do, so that a backward pass which saved the tensor before raises an error. PyTorch's fallback reads the schema in each
-// call.
+// operators do. Then a backward pass that saved the tensor before raises. PyTorch's fallback reads the schema in each call.
 struct Written final : c10::OperatorKernel {
     explicit Written(const Operator& op) : count(op.count()) {
         for (size_t i = 0; i < op.count(); ++i) {

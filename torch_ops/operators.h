@@ -60,8 +60,7 @@ private:
 constexpr size_t kMaxArguments = 48;  // some more than fwd_kvcache.append has, which has most
 constexpr size_t kMaxResults = 5;  // MAX_RESULTS of src/operators.rs: Rust writes this many
 
-// Arguments of a call as Rust reads them: the enum of src/value.rs, for which cbindgen writes a tag and a union. They borrow the
-// tensors on the stack.
+// Arguments of a call as Rust reads them: the enum of src/value.rs, in C++ a tag and a union. They borrow the tensors on the stack.
 class Values {
 public:
     // `may_be_symbolic`: passes symbolic ints as unknown, for meta kernels. Otherwise it guards on them.

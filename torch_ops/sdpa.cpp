@@ -56,7 +56,7 @@ void decide(int64_t device) {
         const uint64_t bit = uint64_t{1} << device;
         if (!(cuda_undecided & bit)) return;
         int32_t sm = 0;
-        const Status status = volta_fa_device_sm(device, &sm);
+        const Status status = volta_fa_device_sm(device, &sm);  // sm: 70 for compute capability 7.0
         if (status.code == 0 && volta_fa_serves_sm(sm, newer_devices_too)) {
             cuda_enabled |= bit;
         } else {
@@ -167,8 +167,7 @@ bool traced() {
            TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL);
 }
 
-// Returns true if the user allows a fused implementation that volta_fa replaces (torch.nn.attention.sdpa_kernel). On the CPU flash
-// attention is the only one.
+// Returns true if torch.nn.attention.sdpa_kernel allows a fused implementation that volta_fa replaces; on the CPU, only flash.
 bool fused_allowed(const Call& c) {
     const auto& context = at::globalContext();
     return context.userEnabledFlashSDP() || (c.q.is_cuda() && context.userEnabledMemEfficientSDP());
@@ -269,8 +268,7 @@ bool runs_fast(const Call& c) {
 }
 
 // Returns `out`, a transposed view of (batch, seqlen_q, heads, headdim_v) memory, with the strides of PyTorch's own result. On
-// Volta and Turing that is such a view too. On the CPU its fused kernel returns q's layout, and other calls, `no_kernel`, are
-// contiguous.
+// a GPU that is such a view too. On the CPU its fused kernel returns q's layout; other calls (`no_kernel`) are contiguous.
 Tensor laid_out(const Call& c, const Tensor& out) {
     if (!c.q.is_cpu()) return out;
     const auto strided = [](const Tensor& t) { return t.sym_stride(3) != 1; };
@@ -279,7 +277,7 @@ Tensor laid_out(const Call& c, const Tensor& out) {
     return no_kernel ? out.clone(at::MemoryFormat::Contiguous) : at::empty_like(c.q).copy_(out);
 }
 
-// fwd or fwd_fast, and the indices of its arguments that come from PyTorch's. `mask` names the argument for the mask.
+// fwd or fwd_fast, called through the dispatcher (Caller), and indices of arguments that come from PyTorch's. `mask`: name of one.
 struct Target : Caller {
     Target(const char* name, std::string_view mask)
         : Caller(name), mask(op().at(mask)), softmax_scale(op().at("softmax_scale")), is_causal(op().at("is_causal")),
@@ -300,8 +298,7 @@ Tensor run(const Call& c) {
     stack[target.mask] = bias(c);
     stack[target.softmax_scale] = c.scale;
     stack[target.is_causal] = c.is_causal;
-    // PyTorch aligns is_causal top-left: query i sees keys j <= i. volta_fa aligns it bottom-right:
-    // j <= i + seqlen_k - seqlen_q + window_right.
+    // PyTorch aligns is_causal top-left: query i sees keys j <= i. volta_fa: j <= i + seqlen_k - seqlen_q + window_right.
     if (c.is_causal && k.sym_size(2) > seqlen_q) {
         // no query sees the keys removed here; without them the alignments are equal
         k = k.narrow_symint(2, 0, seqlen_q);

@@ -23,8 +23,7 @@ namespace {
 // Function of torch's C interface for ahead-of-time compiled models; returns 0 on success.
 using CurrentStream = int32_t(int32_t device_index, void** stream);
 
-// Finds the function in libtorch_cuda, which every process with CUDA tensors has loaded. In a Python process dlsym(RTLD_DEFAULT)
-// does not search it.
+// Finds the function in libtorch_cuda, which processes with CUDA tensors have loaded. In Python, dlsym(RTLD_DEFAULT) misses it.
 CurrentStream* find_current_stream() {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     return library ? reinterpret_cast<CurrentStream*>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;

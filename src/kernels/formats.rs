@@ -43,6 +43,7 @@ pub struct FormatInfo {
 /// Every format, in the order of the enum.
 pub const FORMATS: [FormatInfo; 6] = {
     use {CacheFormat::*, ScaleGranularity as Scale};
+    // name in Python, word in kernel names, and type of an element in PyTorch
     const fn plain(format: CacheFormat, name: &'static str, kernel_word: &'static str, dtype: &'static str) -> FormatInfo {
         let (scale, has_zero_point, max_code) = (ScaleGranularity::None, false, 0.0);
         FormatInfo { format, name, kernel_word, dtype, bits: 16, scale, has_zero_point, max_code, of_latents: true, pair: None }
@@ -51,16 +52,10 @@ pub const FORMATS: [FormatInfo; 6] = {
         FormatInfo { bits: 8, scale: Scale::Token, max_code: 127.0, ..plain(format, name, name, "torch.int8") }
     }
     [
-        plain(Unquantized, "float", "", ""),
+        plain(Unquantized, "float", "", ""), // in the type of q
         int8(Int8, "int8"),
-        FormatInfo {
-            bits: 4,
-            scale: Scale::Token,
-            has_zero_point: true,
-            max_code: 15.0,
-            of_latents: false,
-            ..plain(Int4, "int4", "int4", "torch.uint8")
-        },
+        // like int8, a scale for each token and head
+        FormatInfo { dtype: "torch.uint8", bits: 4, has_zero_point: true, max_code: 15.0, of_latents: false, ..int8(Int4, "int4") },
         // max_code: the largest finite numbers of the two fp8 types
         FormatInfo { bits: 8, scale: Scale::Head, max_code: 57344.0, ..plain(E5m2, "fp8_e5m2", "e5m2", "torch.float8_e5m2") },
         FormatInfo { bits: 8, scale: Scale::Head, max_code: 448.0, ..plain(E4m3, "fp8_e4m3", "e4m3", "torch.float8_e4m3fn") },
@@ -80,10 +75,9 @@ const _: () = {
 impl FormatInfo {
     /// Returns the columns in one element of a quantized cache's tensor: a byte has two of 4 bits.
     pub const fn columns(&self) -> i64 {
-        if self.bits < 8 {
-            8 / self.bits as i64
-        } else {
-            1
+        match self.bits {
+            4 => 2,
+            _ => 1,
         }
     }
 

@@ -15,11 +15,8 @@ pub use tables::variants::{
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM};
-use crate::params::{
-    AppendParams, BwdBlockParams, BwdParams, BwdStoredBlockParams, BwdStoredParams, BwdStreamKParams, CastParams, DecodeParams,
-    DequantizeParams, FastParams, FwdBlockParams, FwdParams, FwdStreamKParams, IndexerParams, MergeParams, SparseMlaParams,
-};
+use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM}; // 256 and 512
+use crate::params;
 use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::LazyLock;
@@ -27,20 +24,19 @@ use std::sync::LazyLock;
 /// The code of one variant, as build.rs compiled it. A build that left the kernel out (VOLTA_FA_COMPILE_ONLY) has no bytes of it.
 pub struct Image {
     pub name: &'static str,
-    /// compressed by zstd
+    // both compressed by zstd
     cubin: &'static [u8],
-    /// compressed by zstd
     ptx: &'static [u8],
-    /// registers of a thread, in the family's cubin
+    /// registers of a thread, in the cubin
     pub registers: u32,
-    /// spill stores and loads in the family's cubin, bytes
+    /// spill stores and loads in the cubin, bytes
     pub spill_bytes: u32,
 }
 
 // IMAGES, which tools/build/embed.rs writes: the image of each variant
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// Tables of variants, each of one family. Tests make some of their own.
+/// Tables of variants, each of one family (the kernels for one kind of tensor core). Tests make some of their own.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernels(pub &'static [&'static [Variant]]);
 
@@ -99,6 +95,7 @@ impl Kernels {
         }
         let covers = |f: &'static Family, passes: &[Pass]| self.covers_all_of(f, passes, COMMON_HEADDIM, f.shared_bytes);
         let is_native = |passes: &[Pass]| families.iter().any(|(f, code)| *code == Code::Cubin && covers(f, passes));
+        // fwd, bwd, and deterministic bwd
         PASS_SETS.into_iter().all(is_native)
     }
 
@@ -109,10 +106,10 @@ impl Kernels {
         let native = families.iter().find(|(_, code)| *code == Code::Cubin);
         let bytes = native.map_or(VOLTA.shared_bytes, |(family, _)| family.shared_bytes);
         let covered = |passes: &[Pass]| families.iter().any(|(f, _)| self.covers_all_of(f, passes, MAX_HEADDIM, bytes));
-        if LARGE_PASS_SETS.into_iter().all(covered) {
-            MAX_HEADDIM
-        } else {
-            COMMON_HEADDIM
+        // fwd, and the bwd for large headdims
+        match LARGE_PASS_SETS.into_iter().all(covered) {
+            true => MAX_HEADDIM,
+            false => COMMON_HEADDIM,
         }
     }
 }
@@ -125,22 +122,22 @@ pub fn variants() -> impl Iterator<Item = &'static Variant> {
 /// Returns the size of a kernel argument, bytes.
 pub fn params_bytes(block: ParamBlock) -> usize {
     match block {
-        ParamBlock::Forward => size_of::<FwdParams>(),
-        ParamBlock::ForwardStreamK => size_of::<FwdStreamKParams>(),
-        ParamBlock::Backward => size_of::<BwdParams>(),
-        ParamBlock::BackwardStreamK => size_of::<BwdStreamKParams>(),
-        ParamBlock::ForwardBlocks => size_of::<FwdBlockParams>(),
-        ParamBlock::BackwardBlocks => size_of::<BwdBlockParams>(),
-        ParamBlock::BackwardStored => size_of::<BwdStoredParams>(),
-        ParamBlock::BackwardStoredBlocks => size_of::<BwdStoredBlockParams>(),
-        ParamBlock::Merge => size_of::<MergeParams>(),
-        ParamBlock::Decode => size_of::<DecodeParams>(),
-        ParamBlock::Append => size_of::<AppendParams>(),
-        ParamBlock::Dequantize => size_of::<DequantizeParams>(),
-        ParamBlock::Cast => size_of::<CastParams>(),
-        ParamBlock::Fast => size_of::<FastParams>(),
-        ParamBlock::SparseMla => size_of::<SparseMlaParams>(),
-        ParamBlock::Indexer => size_of::<IndexerParams>(),
+        ParamBlock::Forward => size_of::<params::FwdParams>(),
+        ParamBlock::ForwardStreamK => size_of::<params::FwdStreamKParams>(),
+        ParamBlock::Backward => size_of::<params::BwdParams>(),
+        ParamBlock::BackwardStreamK => size_of::<params::BwdStreamKParams>(),
+        ParamBlock::ForwardBlocks => size_of::<params::FwdBlockParams>(),
+        ParamBlock::BackwardBlocks => size_of::<params::BwdBlockParams>(),
+        ParamBlock::BackwardStored => size_of::<params::BwdStoredParams>(),
+        ParamBlock::BackwardStoredBlocks => size_of::<params::BwdStoredBlockParams>(),
+        ParamBlock::Merge => size_of::<params::MergeParams>(),
+        ParamBlock::Decode => size_of::<params::DecodeParams>(),
+        ParamBlock::Append => size_of::<params::AppendParams>(),
+        ParamBlock::Dequantize => size_of::<params::DequantizeParams>(),
+        ParamBlock::Cast => size_of::<params::CastParams>(),
+        ParamBlock::Fast => size_of::<params::FastParams>(),
+        ParamBlock::SparseMla => size_of::<params::SparseMlaParams>(),
+        ParamBlock::Indexer => size_of::<params::IndexerParams>(),
     }
 }
 

@@ -66,7 +66,7 @@ pub struct PassInfo {
 /// splits may leave SMs idle; shorter ones take time to begin and to join.
 pub const SPLIT_TOKENS: u32 = 512;
 
-/// Defines [`Pass`], and [`PASSES`] with a row for each: words in kernel names, parameters, kind of rows, features.
+/// Defines [`Pass`], and [`PASSES`] with a row for each.
 macro_rules! passes {
     ($($(#[$doc:meta])* $Pass:ident: $before:literal $after:literal, $Params:ident, $Rows:ident, $features:expr;)*) => {
         /// The computation of a kernel. An op runs one pass, or several one after the other.
@@ -96,6 +96,7 @@ const POSTPROCESS: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Fp32
 const POSTPROCESS_BLOCKS: FeatureSet = POSTPROCESS.union(FeatureSet::of(&[Feature::Blocks]));
 const PREFILL: FeatureSet = FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]));
 
+// Pass: words in kernel names, before and after those of the features, then the parameter block, the kind of rows, the features.
 passes! {
     /// out and softmax_lse
     Forward: "fwd" "", Forward, Queries, FORWARD;
@@ -186,5 +187,5 @@ pub const SPLIT_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardS
 /// The sets that run every fp16 problem of `fwd` and `bwd` up to headdim `COMMON_HEADDIM` (256), for `Kernels::serve`. For each set, some
 /// family must have all passes. Stream-K and fused kernels only save time.
 pub const PASS_SETS: [&[Pass]; 3] = [&[Pass::Forward], &BACKWARD, &DETERMINISTIC_BACKWARD];
-/// The same for headdims above.
+/// The same for headdims above, to 512.
 pub const LARGE_PASS_SETS: [&[Pass]; 2] = [&[Pass::Forward], &STORED_BACKWARD];

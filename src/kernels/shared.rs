@@ -23,17 +23,17 @@ fn source(family: Family, headers: &[&str], kernel: &str, arguments: &str) -> So
     Source { headers: headers.leak(), kernel: named(kernel), arguments: named(arguments) }
 }
 
-/// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters. In a decoding step
-/// a block has one token of a KV head and of its query heads, about 400 words of 4 bytes: two for each of 256 threads, all in flight at
-/// once. Quantizing takes more registers than four blocks an SM would leave.
+/// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters. A block has up to
+/// four tokens of a KV head. In a decoding step it has one, and its queries, about 400 words of 4 bytes: two for each of 256 threads, all
+/// in flight at once. Quantizing takes more registers than four blocks an SM would leave.
 pub fn append(family: Family, cache: CacheFormat) -> Variant {
     let blocks_per_sm = if cache.is_quantized() { 3 } else { 4 };
     Variant { cache, block_rows: 4, blocks_per_sm, ..Variant::new(family, Pass::Append, APPEND) }
 }
 
-/// Returns the kernel for all headdims and formats, which it reads from its parameters. Memory bounds it: four blocks an SM are 1024
-/// threads, each with eight columns at a time. It has no loop of steps: its `step` is the longest of the attention kernels that read its
-/// output, up to which it writes zeros before the first visible token.
+/// Returns the kernel that copies a quantized cache as fp16 or bf16, for all headdims and formats, which it reads from its parameters.
+/// Memory bounds it: four blocks an SM are 1024 threads, each with eight columns at a time. It has no loop of steps: its `step` is the
+/// longest of the attention kernels that read its output, up to which it writes zeros before the first visible token.
 pub fn dequantize(family: Family) -> Variant {
     Variant { block_rows: 64, step: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Dequantize, DEQUANTIZE) }
 }
@@ -44,8 +44,8 @@ pub fn cast(family: Family) -> Variant {
     Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Cast, CAST) }
 }
 
-/// Returns the kernel before sparse MLA, which lists the tokens that each query chose and casts bf16 queries. A block has the list of a
-/// query, or as many of its heads as there are warps. Shared memory has a number for each warp.
+/// Returns the kernel before sparse MLA, which lists the tokens that each query chose and casts bf16 queries. A block has one query: its
+/// list, or as many of its heads as there are warps. Shared memory has a number for each warp.
 pub fn select(family: Family) -> Variant {
     let shared_bytes = 8 * 4; // an int of each of the 8 warps
     Variant { block_rows: 1, blocks_per_sm: 4, shared_bytes, ..Variant::new(family, Pass::SparseSelect, SELECT) }
@@ -77,8 +77,7 @@ pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> 
 
 // ---- fp32 -----------------------------------------------------------------------------------------
 
-/// A tile of the forward kernels of fp32 tensors: headdim, warps of a block, blocks that an SM must hold, and bytes of a row of Q in shared
-/// memory.
+/// A tile of fp32 tensors' forward kernels: headdim, warps of a block, blocks that an SM must hold, bytes of a row of Q in shared memory.
 type SplitTile = (u32, u32, u32, u32);
 
 /// Returns the forward kernels of fp32 tensors (csrc/forward/split.cuh), whose numbers are split: a high part and a low part, both fp16. A
@@ -96,7 +95,7 @@ pub fn split_forward(family: Family, tiles: &[SplitTile]) -> impl Iterator<Item 
         });
     let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &SplitTile| {
         let is_wide = headdim > 128;
-        // two slots of 16 rows: wide, of one part of K or V; else of K and V with both parts
+        // two slots of 16 rows, bytes: wide, of one fp16 part of K or V, and the sums; else of K and V with both parts
         let ring = if is_wide { 2 * 16 * (2 * headdim + 16) + 1024 * warps } else { 2 * 2 * 16 * (4 * headdim + 16) };
         Variant {
             headdim,
@@ -202,8 +201,7 @@ fn gradients_source(family: Family, kernel: &str) -> Source {
 
 /// Returns the backward kernels that pass P and dS through memory (csrc/backward/stored_scores.cuh), for headdims above 256. Where they are
 /// faster, the planner takes them above `Family::stored_above` (volta: 192) too. Tiles are 128 by 128, four warps with 64 by 64 each, so
-/// that two blocks an SM have all registers. Two buffers of both operands, 128 rows of 32 fp16 numbers each, are 32 KB; two blocks have the
-/// 64 KB of Turing.
+/// that two blocks an SM have all registers. Two buffers of both operands, 128 rows of 32 fp16 numbers each, are 32 KB, half of Turing's.
 pub fn stored_backward(family: Family) -> [Variant; 5] {
     let row = |pass, source| Variant {
         headdim: 512,
@@ -227,7 +225,7 @@ pub fn stored_backward(family: Family) -> [Variant; 5] {
 /// Blocks of gradients have 64 columns where these suffice: a block of 128 would multiply padding half of its time.
 pub fn split_backward(family: Family) -> [Variant; 7] {
     let [scores, gradients, ..] = stored_backward(family);
-    // the kernels' template arguments: the first true for split numbers, then the block mask
+    // the kernels' template arguments: the first `true` stands for split numbers, the next for a block mask
     let source_of_scores = scores_source(family, "BackwardScores<FAMILY::StoredFamily, true>");
     let source_of_gradients = gradients_source(family, "BackwardGradients<FAMILY::StoredFamily, true>");
     let listed = source(
@@ -264,13 +262,9 @@ pub fn split_backward(family: Family) -> [Variant; 7] {
 // each loads (csrc/decode/cooperative_loader.cuh). Other warps of a block take other tokens. The bytes that an SM has in flight decide the
 // speed, and registers decide these: a warp loads eight tokens of K and V at a time, in fp16 32 * headdim bytes.
 
-/// Warps that share the columns of a row (csrc/decode/column_groups.cuh).
+/// Returns the warps that share the columns of a row (csrc/decode/column_groups.cuh): two above headdim 256, else one.
 pub const fn column_groups(headdim: u32) -> u32 {
-    if headdim > 256 {
-        2
-    } else {
-        1
-    }
+    1 + (headdim > 256) as u32
 }
 
 /// Returns the shared memory of csrc/decode/block.cuh, bytes: a part for each set of warps with tokens of its own. A part has fp32 outputs,
@@ -280,8 +274,9 @@ pub const fn column_groups(headdim: u32) -> u32 {
 fn decode_shared_bytes(row: &Variant) -> u32 {
     let Variant { family, headdim, block_rows, step, threads, blocks_per_sm, .. } = *row;
     let of_loop = if column_groups(headdim) > 1 { wide_loop_bytes(row) } else { 0 };
+    // sets of warps: those of a set have all rows and columns of the same tokens
     let parts = threads / 32 * step / block_rows / column_groups(headdim);
-    let mut outputs = parts * (headdim + 4) * block_rows * 4;
+    let mut outputs = parts * (headdim + 4) * block_rows * 4; // 4 floats of padding; 4 bytes
     while outputs * blocks_per_sm > family.shared_bytes {
         outputs /= 2;
     }
@@ -295,6 +290,7 @@ fn decode_shared_bytes(row: &Variant) -> u32 {
 fn wide_loop_bytes(row: &Variant) -> u32 {
     let Variant { family, headdim, block_rows, step, threads, .. } = *row;
     let shared_chunks = if family.shared_bytes > 65536 { 4 } else { 2 };
+    // two steps of 8 tokens, each of keys and of values, fp16
     let (warps, loads) = (threads / 32, if block_rows / step == 4 { 2 * 8 * 2 * headdim * 2 + 64 } else { 0 });
     let queries = if loads > 0 && step > 8 { shared_chunks * step / 8 * 512 } else { 0 };
     let sets = warps * step / block_rows / column_groups(headdim);

@@ -1,5 +1,6 @@
-//! Every kernel variant, as rows of one table: build.rs compiles the rows, `kernels::COMPILED` holds them with their code, the planner
-//! chooses from them. A family is the kernels for one kind of tensor core. A new one is a folder like `volta`, listed here.
+//! All kernels, as rows of tables: build.rs compiles the rows, `kernels::COMPILED` holds them, and the planner chooses from them. A row (a
+//! variant) is a kernel's source with its tile sizes and features. A family is the kernels for one kind of tensor core: volta or turing.
+//! A new family is a folder like `volta`, listed here.
 
 // with their paths, because this file is a module of build.rs too
 #[path = "features.rs"]

@@ -147,14 +147,8 @@ impl Driver {
         // SAFETY: modules are never unloaded, so the function stays valid.
         unsafe {
             let f = check(&what, result::module::get_function(module, name))?;
-            check(
-                &what,
-                result::function::set_function_attribute(
-                    f,
-                    sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    variant.shared_bytes as i32,
-                ),
-            )?;
+            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            check(&what, result::function::set_function_attribute(f, attribute, variant.shared_bytes as i32))?;
             Ok(Handle(f))
         }
     }

@@ -39,6 +39,17 @@ pub struct KernelLaunch<'a> {
     pub ranges: &'a [MemoryRange],
 }
 
+/// Reads an environment variable that is 0 or 1; None: it is empty or not set.
+pub(crate) fn flag(variable: &str) -> Result<Option<bool>> {
+    let value = std::env::var_os(variable).unwrap_or_default();
+    match value.to_str() {
+        Some("") => Ok(None),
+        Some("0") => Ok(Some(false)),
+        Some("1") => Ok(Some(true)),
+        _ => Err(Error::value(variable, format!("`{}`", value.to_string_lossy()), "0 or 1")),
+    }
+}
+
 /// Returns the kernel family (volta, turing) that the environment restricts plans to; None for no restriction.
 pub fn only_family() -> Result<Option<&'static Family>> {
     let Some(name) = std::env::var_os(FAMILY_VARIABLE).filter(|v| !v.is_empty()) else { return Ok(None) };

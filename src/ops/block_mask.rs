@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::options::Options;
 use crate::params::BlockLists;
 use crate::problem::{validate_block_lists, Attention, ListValues, LIST_HEADER};
-use crate::tensor::{copied, Absent};
+use crate::tensor::{copied, Absent}; // Absent: NONE, a block of null pointers and zeros
 use std::ptr::null;
 use tch::{Device, Kind, Tensor};
 

@@ -11,7 +11,7 @@ use crate::options::Options;
 use crate::params::{Cache, CacheScale, CacheScales, ElementType, Lengths, Operand, Problem, ScoreOptions};
 use crate::plan;
 use crate::problem::{Attention, CacheLayout, ScoreFunction};
-use crate::tensor::{self, is_readable, operand, Absent};
+use crate::tensor::{self, is_readable, operand, Absent}; // Absent: NONE, a block of null pointers and zeros
 use std::ptr::null;
 use tch::{Kind, Tensor};
 

@@ -15,7 +15,7 @@ use crate::log;
 use crate::params::{CastParams, Operand, Output};
 use crate::plan::{self, PlannedKernel};
 use crate::problem::{padded_headdim, Attention};
-use crate::tensor::{self, element_type, output, Absent};
+use crate::tensor::{self, element_type, output, Absent}; // Absent: NONE, a block of null pointers and zeros
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
@@ -171,6 +171,7 @@ impl<'a> Cast<'a> {
             largest,
             launcher,
         };
+        // None: softmax_lse stays as it is
         this.run(&launches, Phase::TakeLargest, None)?;
         if may_hide_keys(&this.given, a) {
             this.run(&launches, Phase::LeaveOutHidden, None)?;
@@ -195,23 +196,17 @@ impl<'a> Cast<'a> {
 
     /// Scales softmax_lse of these inputs back to that of the given ones, in place.
     pub fn restore_lse(&self, softmax_lse: &Tensor) -> Result<()> {
-        let written = [("softmax_lse", Some(softmax_lse))];
-        let ranges =
-            memory_ranges(&self.given, &self.problem, self.launcher, written.into_iter().chain([("largest", Some(&self.largest))]));
+        let written = [("softmax_lse", Some(softmax_lse)), ("largest", Some(&self.largest))];
+        let ranges = memory_ranges(&self.given, &self.problem, self.launcher, written);
         self.run(&Launches::in_place(self.launcher, ranges), Phase::RestoreLse, Some(softmax_lse))
     }
 
-    /// Returns the exponents of q: q_fp16 = q * 2^exponent in ordinary rows.
-    fn q_exponents(&self) -> Result<Tensor> {
-        Ok(self.exponents.f_select(0, 0)?)
-    }
-
-    /// Returns the exponents of k, as [`Cast::v_exponents`].
+    /// Returns the exponents of k: k_fp16 = k * 2^exponent.
     pub fn k_exponents(&self) -> Result<Tensor> {
         Ok(self.exponents.f_select(0, 1)?)
     }
 
-    /// Returns the exponents of v: v_fp16 = v * 2^exponent.
+    /// Returns the exponents of v likewise.
     pub fn v_exponents(&self) -> Result<Tensor> {
         Ok(self.exponents.f_select(0, 2)?)
     }
@@ -220,7 +215,8 @@ impl<'a> Cast<'a> {
     pub fn gradient_exponents(&self) -> Result<[Tensor; 2]> {
         // dq is a sum of scale * dS * k, dk of scale * dS * q; the scale lost scale_exponent
         let lost = -i64::from(self.scale_exponent);
-        Ok([self.k_exponents()?.f_add_scalar(lost)?, self.q_exponents()?.f_add_scalar(lost)?])
+        let of_q = self.exponents.f_select(0, 0)?; // those of ordinary rows
+        Ok([self.k_exponents()?.f_add_scalar(lost)?, of_q.f_add_scalar(lost)?])
     }
 
     /// Launches the kernel for one phase. `softmax_lse`: what the phase scales; None: nothing.

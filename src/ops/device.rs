@@ -17,6 +17,7 @@ use crate::log;
 use crate::params::{BwdBlockParams, BwdParams, BwdStoredBlockParams, BwdStoredParams, FwdBlockParams, FwdParams, Lengths, StoredScores};
 use crate::plan::{self, BackwardMode, PlannedKernel, StoredPlan, STORED_ROWS};
 use crate::problem::{Attention, Window};
+// readable: the tensor, or a copy that kernels can read; without_padding undoes its padded columns; ranges are for the simulator
 use crate::tensor::{self, operand, output, read_range, readable, without_padding, written_range};
 use tch::{Kind, Tensor};
 
@@ -34,20 +35,15 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
 }
 
 /// Computes a planned forward pass into `out`. Returns softmax_lse.
-pub(super) fn run_forward(
-    planned: &PlannedKernel,
-    inputs: &Inputs,
-    a: &Attention,
-    out: &Tensor,
-    launcher: &dyn Launcher,
-) -> Result<Tensor> {
+pub(super) fn run_forward(kernel: &PlannedKernel, inputs: &Inputs, a: &Attention, out: &Tensor, launcher: &dyn Launcher) -> Result<Tensor> {
     let softmax_lse = tensor::empty(&a.lse_shape(), Kind::Float, launcher)?;
-    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(planned, plan, launcher)).transpose()?;
+    let stream_k = kernel.stream_k.map(|plan| stream_k::Launch::new(kernel, plan, launcher)).transpose()?;
     let scratch = stream_k.as_ref().map(stream_k::Launch::scratch);
     let written = [("out", Some(out)), ("softmax_lse", Some(&softmax_lse)), (SCRATCH, scratch)];
     let launches = Launches::begin(inputs, a, launcher, written);
     fill_varlen(a, [out, &softmax_lse])?;
-    launch_forward((planned, stream_k.as_ref()), inputs, a, [out, &softmax_lse], 0, &launches)?;
+    // 0: sequences of any number of rows
+    launch_forward((kernel, stream_k.as_ref()), inputs, a, [out, &softmax_lse], 0, &launches)?;
     Ok(softmax_lse)
 }
 
@@ -118,7 +114,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     ranges.extend([("row_stats", &row_stats), ("dq_accum", &dq_accum)].map(|(name, t)| written_range(name, t)));
     ranges.extend([("dout", &dout), ("out", &out), ("softmax_lse", &softmax_lse)].map(|(name, t)| read_range(name, t)));
     ranges.extend(stream_k.iter().map(|launch| written_range(SCRATCH, launch.scratch())));
-    ranges.extend(stored.iter().flat_map(StoredMemory::tensors).map(|(name, t)| written_range(name, t)));
+    let of_stored = stored.iter().flat_map(|memory| [("p", &memory.p), ("ds", &memory.ds), ("dq_sums", &memory.dq_sums)]);
+    ranges.extend(of_stored.map(|(name, t)| written_range(name, t)));
     let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
     // after `begin`: the simulator fills writable memory with NaN there, but a sum starts from zeros. `&[]`: no other range changes
@@ -289,11 +286,6 @@ impl StoredMemory {
         let sum_tiles = if plan.key_launches > 1 { plan.columns } else { 0 };
         let scores = || tile(plan.key_tiles, plan.tile_rows(), Kind::Half);
         Ok(StoredMemory { plan, p: scores()?, ds: scores()?, dq_sums: tile(sum_tiles, STORED_ROWS, Kind::Float)? })
-    }
-
-    /// Returns the tensors with names, for the ranges of the simulator.
-    fn tensors(&self) -> [(&'static str, &Tensor); 3] {
-        [("p", &self.p), ("ds", &self.ds), ("dq_sums", &self.dq_sums)]
     }
 
     /// Returns the parameters of each launch, in order.

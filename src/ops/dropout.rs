@@ -7,8 +7,8 @@
 //! `2 * r + c % 2`: in its lower half if `c < 2`, else in its upper half. The highest bit of a half is unused. Seven rounds are the fewest
 //! that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
-//! So a lane of Volta's forward kernels gets the eight numbers of its scores from one call. In kernels with other layouts, lanes share calls
-//! by one or two shuffles. Read as fp16, numbers up to 0x7c00 (infinity) have the same order, and larger ones are NaN. A packed comparison
+//! So a lane of Volta's forward kernels gets the eight numbers of its scores from one call. In other layouts, lanes share calls by one or
+//! two shuffles. Read as fp16, numbers up to 0x7c00 (infinity) have the same order, and larger ones are NaN. A packed comparison
 //! "not below the threshold", which is at most 0x4000 and which an unordered comparison (NaN) also satisfies, decides two halves at once.
 
 use crate::error::{Error, Result};

@@ -8,14 +8,14 @@
 use super::blocks::{broadcast_strides, lse_at, with_readable_operands, Blocks};
 use super::codes::{ceil_div, CodeSizes, Codes, SCALE_KEYS};
 use super::device::fill_varlen;
-use super::inputs::{Inputs, Target};
-use super::launches::{memory_ranges, Launches};
+use super::inputs::{Inputs, Target}; // Target: ATen on the CPU, or kernels
+use super::launches::{memory_ranges, Launches, Named};
 use super::{cpu, empty_forward, forward_on};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
-use crate::limits::MAX_FAST_HEADDIM;
+use crate::limits::MAX_FAST_HEADDIM; // 256
 use crate::log;
-use crate::options::UNKNOWN;
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 use crate::params::FastParams;
 use crate::plan::{self, FastPlan, PlannedKernel};
 use crate::problem::{self, Attention, Backend};
@@ -40,7 +40,7 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
         return empty_forward(inputs, &a);
     }
     let o = &inputs.options;
-    // checks its size, and gives views of its parts
+    // `within` checks its size, and gives views of its parts
     let prepared = o.prepared.as_ref().map(|t| code_sizes(inputs, &a).within(t, o.rotate, inputs.q.device())).transpose()?;
     match &target {
         Target::Cpu if a.headdim.max(a.headdim_v) > MAX_FAST_HEADDIM => forward_on(&target, &with_bias(inputs), &a),
@@ -49,7 +49,7 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
             cpu::fast_forward(&with_bias(inputs), &a, &codes)
         }
         Target::Kernels(launcher) => match plan::fast(&a.padded(), prepared.is_some(), &launcher.limits()?)? {
-            Some(plan) => on_device(inputs, &a, &plan, prepared, &**launcher),
+            Some(plan) => launch(inputs, &a, &plan, prepared, &**launcher),
             None => forward_on(&target, &with_bias(inputs), &a),
         },
     }
@@ -132,14 +132,8 @@ fn with_bias(inputs: &Inputs) -> Inputs {
     inputs
 }
 
-/// Computes a call on the fast kernels: prepares K and V if `prepared` is None, packs a mask, then computes out.
-fn on_device(
-    inputs: &Inputs,
-    given: &Attention,
-    plan: &FastPlan,
-    prepared: Option<Codes>,
-    launcher: &dyn Launcher,
-) -> Result<(Tensor, Tensor)> {
+/// Computes a call on the fast kernels: prepares K and V if there are no codes, packs a mask, then computes out.
+fn launch(inputs: &Inputs, given: &Attention, plan: &FastPlan, codes: Option<Codes>, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let a = &given.padded();
     let inputs = &with_readable_operands(inputs)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
@@ -148,7 +142,7 @@ fn on_device(
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
     let headdim = i64::from(plan.forward.variant.headdim);
     // a tuning (measured choices of kernels) may have chosen the kernel of a larger headdim than the codes have
-    let prepared = prepared.filter(|codes| codes.k_mean.size()[2] == headdim);
+    let prepared = codes.filter(|codes| codes.k_mean.size()[2] == headdim);
     let is_prepared = prepared.is_some();
     log::fast(a, plan, is_prepared && inputs.options.attn_mask.is_none())?;
     // scratch memory: the codes, and a bit for each element of the mask, whose broadcast dimensions keep size 1
@@ -191,10 +185,7 @@ fn on_device(
 }
 
 /// Returns the tensors that the prepare kernel writes, after `others`, by name.
-fn written<'a, const N: usize>(
-    codes: &'a Codes,
-    others: [(&'static str, Option<&'a Tensor>); N],
-) -> Vec<(&'static str, Option<&'a Tensor>)> {
+fn written<'a, const N: usize>(codes: &'a Codes, others: [Named<'a>; N]) -> Vec<Named<'a>> {
     let of_codes = [
         ("k_codes", Some(&codes.k_codes)),
         ("k_scales", Some(&codes.k_scales)),
@@ -228,7 +219,7 @@ fn params(inputs: &Inputs, a: &Attention, codes: &Codes, (first, batches): (i64,
         smooth_k: inputs.options.smooth_k.into(),
         rotate: inputs.options.rotate.into(),
         phase: QUANTIZE,
-        ..FastParams::NONE
+        ..FastParams::NONE // null pointers and zeros: no results and no mask yet
     }
 }
 

@@ -4,7 +4,7 @@
 //!
 //! `k_start`, `k_end` and block tables stay on the device. What they name outside of memory is no key. src/operators.rs calls this module.
 
-use super::inputs::Target;
+use super::inputs::Target; // Target: ATen on the CPU, or kernels
 use super::launches::Launches;
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};

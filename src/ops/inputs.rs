@@ -3,8 +3,8 @@
 
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
-use crate::launch::Launcher;
-use crate::limits::MAX_HEADDIM;
+use crate::launch::{flag, Launcher}; // flag: an environment variable that is 0 or 1; None: not set
+use crate::limits::MAX_HEADDIM; // 512
 use crate::options::Options;
 use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
 use crate::shim::volta_fa_reduces_fp32;
@@ -48,19 +48,7 @@ impl Inputs {
             stream: self.stream,
         }
     }
-}
 
-/// Descriptions of the tensors of [`Inputs`], for validation (src/problem/).
-pub(super) struct Described {
-    pub q: TensorDesc,
-    pub k: TensorDesc,
-    pub v: TensorDesc,
-    pub appended: Option<[TensorDesc; 2]>,
-    pub rng_state: Option<TensorDesc>,
-    pub options: problem::Options,
-}
-
-impl Inputs {
     /// Describes every tensor. `VOLTA_FA_BATCH_INVARIANT=1` sets the option `batch_invariant` of every call. Fails for tensors without
     /// strides, or on other devices than cpu, cuda and meta.
     pub(super) fn describe(&self) -> Result<Described> {
@@ -75,6 +63,16 @@ impl Inputs {
             options: problem::Options { batch_invariant, ..options },
         })
     }
+}
+
+/// Descriptions of the tensors of [`Inputs`], for validation (src/problem/).
+pub(super) struct Described {
+    pub q: TensorDesc,
+    pub k: TensorDesc,
+    pub v: TensorDesc,
+    pub appended: Option<[TensorDesc; 2]>,
+    pub rng_state: Option<TensorDesc>,
+    pub options: problem::Options,
 }
 
 /// Arguments of `volta_fa::bwd` beyond the inputs of `volta_fa::fwd`.
@@ -186,17 +184,6 @@ impl Target {
 /// Returns whether the environment asks for batch invariance in all calls.
 pub fn all_are_batch_invariant() -> Result<bool> {
     Ok(flag("VOLTA_FA_BATCH_INVARIANT")?.unwrap_or(false))
-}
-
-/// Reads an environment variable that is 0, 1 or not set.
-fn flag(variable: &str) -> Result<Option<bool>> {
-    let value = std::env::var_os(variable).unwrap_or_default();
-    match value.to_str() {
-        Some("") => Ok(None),
-        Some("0") => Ok(Some(false)),
-        Some("1") => Ok(Some(true)),
-        _ => Err(Error::value(variable, format!("`{}`", value.to_string_lossy()), "0 or 1")),
-    }
 }
 
 /// Chooses for fp16 and bf16 CPU tensors: the simulator if the environment requests it, else the CPU backend.

@@ -1,4 +1,5 @@
 //! Launches planned kernels, and lists the memory that they access, which the simulator checks. All modules of src/ops/ launch through it.
+//! Several decode blocks may share the tokens of a row tile (the rows of one block), and count themselves in its semaphore (arrivals).
 
 use super::inputs::Inputs;
 use crate::error::Result;
@@ -11,6 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::OnceLock;
 use tch::{Kind, Tensor};
 
+/// A tensor with its name, for the simulator's errors; None: the call has no such tensor.
+pub type Named<'t> = (&'static str, Option<&'t Tensor>);
+
 /// Where the kernels of an operator run, and the memory that they may access.
 pub struct Launches<'a> {
     pub launcher: &'a dyn Launcher,
@@ -18,15 +22,9 @@ pub struct Launches<'a> {
 }
 
 impl<'a> Launches<'a> {
-    /// Begins launches that read the inputs and write the `written` tensors (name and tensor; None: left out).
-    pub fn begin<'t>(
-        inputs: &Inputs,
-        a: &Attention,
-        launcher: &'a dyn Launcher,
-        written: impl IntoIterator<Item = (&'static str, Option<&'t Tensor>)>,
-    ) -> Launches<'a> {
-        let ranges = memory_ranges(inputs, a, launcher, written);
-        Launches::begin_with(launcher, ranges)
+    /// Begins launches that read the inputs and write the `written` tensors.
+    pub fn begin<'t>(inputs: &Inputs, a: &Attention, launcher: &'a dyn Launcher, written: impl IntoIterator<Item = Named<'t>>) -> Self {
+        Launches::begin_with(launcher, memory_ranges(inputs, a, launcher, written))
     }
 
     /// Begins launches that access these ranges.
@@ -60,7 +58,7 @@ pub fn memory_ranges<'t>(
     inputs: &Inputs,
     a: &Attention,
     launcher: &dyn Launcher,
-    written: impl IntoIterator<Item = (&'static str, Option<&'t Tensor>)>,
+    written: impl IntoIterator<Item = Named<'t>>,
 ) -> Vec<MemoryRange> {
     let [k, v] = a.key_names();
     if !launcher.looks_at_memory() {

@@ -12,24 +12,18 @@ pub fn of_visible_rows(dlse: &Tensor, softmax_lse: &Tensor) -> Result<Tensor> {
     Ok(dlse.f_masked_fill(&softmax_lse.f_eq(f64::INFINITY)?, 0.0)?)
 }
 
-/// Adds the gradient to the row statistics (entries, nheads, groups of rows, floats of a group) of a launch of `batches` entries from
-/// `first` on. `scratch` says where in a group each row's -delta is; `cu_seqlens_q` where packed sequences begin.
-pub fn add_to_stats(
-    dlse: &Tensor,
-    row_stats: &Tensor,
-    scratch: &Scratch,
-    cu_seqlens_q: Option<&Tensor>,
-    (first, batches): (i64, i64),
-) -> Result<()> {
+/// Adds the gradient to the row statistics (entries, nheads, groups of rows, floats of a group) of a launch of `count` entries from
+/// `first` on. `scratch` says where in a group each row's -delta is; `cu_q`, cu_seqlens_q, where packed sequences begin.
+pub fn add_to_stats(dlse: &Tensor, row_stats: &Tensor, scratch: &Scratch, cu_q: Option<&Tensor>, (first, count): (i64, i64)) -> Result<()> {
     let (_, nheads, groups, _) = row_stats.size4()?;
     let group_rows = i64::from(scratch.group_rows);
     let rows = groups * group_rows;
-    let (entries, padded) = match cu_seqlens_q {
-        Some(cu) => (1, packed(dlse, &cu.f_narrow(0, first, batches + 1)?, rows, i64::from(scratch.row_rounding))?),
+    let (entries, padded) = match cu_q {
+        Some(cu) => (1, packed(dlse, &cu.f_narrow(0, first, count + 1)?, rows, i64::from(scratch.row_rounding))?),
         None => {
-            let padded = Tensor::f_zeros([batches, nheads, rows], (Kind::Float, dlse.device()))?;
-            padded.f_narrow(2, 0, dlse.size()[2])?.f_copy_(&dlse.f_narrow(0, first, batches)?)?;
-            (batches, padded)
+            let padded = Tensor::f_zeros([count, nheads, rows], (Kind::Float, dlse.device()))?;
+            padded.f_narrow(2, 0, dlse.size()[2])?.f_copy_(&dlse.f_narrow(0, first, count)?)?;
+            (count, padded)
         }
     };
     let (stats, of_groups) = (row_stats.f_narrow(0, 0, entries)?, padded.f_view([entries, nheads, groups, group_rows])?);
@@ -50,14 +44,15 @@ fn packed(dlse: &Tensor, cu_seqlens_q: &Tensor, rows: i64, rounding: i64) -> Res
     let (device, entries) = (dlse.device(), cu_seqlens_q.size()[0] - 1);
     let position = Tensor::f_arange(total, (Kind::Int, device))?;
     // a row's sequence has the number of sequences that end at or before the row
-    let entry = position.f_bucketize(&cu_seqlens_q.f_narrow(0, 1, entries)?, false, true)?;
+    let (out_int32, right) = (false, true);
+    let entry = position.f_bucketize(&cu_seqlens_q.f_narrow(0, 1, entries)?, out_int32, right)?;
     let start = cu_seqlens_q.f_index_select(0, &entry.f_clamp_max(entries - 1)?)?;
     let of_none = entry.f_eq(entries)?.f_logical_or(&position.f_lt_tensor(&start)?)?;
     let first = start.f_floor_divide_scalar(rounding)?.f_add(&entry)?.f_mul_scalar(rounding)?;
     // one row more than kernels read takes those of no sequence
     let at = first.f_add(&position.f_sub(&start)?)?.f_clamp(0, rows)?.f_masked_fill(&of_none, rows)?;
     let mut padded = Tensor::f_zeros([rows + 1, nheads], (Kind::Float, device))?;
-    let _ = padded.f_index_put_(&[Some(at.f_to_kind(Kind::Int64)?)], &dlse.f_transpose(0, 1)?, false)?;
+    let _ = padded.f_index_put_(&[Some(at.f_to_kind(Kind::Int64)?)], &dlse.f_transpose(0, 1)?, false)?; // false: overwrites
     Ok(padded.f_narrow(0, 0, rows)?.f_transpose(0, 1)?.f_contiguous()?)
 }
 

@@ -4,7 +4,7 @@
 //! of devices combine parts without their scores.
 
 use super::blocks::at;
-use super::inputs::Target;
+use super::inputs::Target; // Target: ATen on the CPU, or kernels
 use super::launches::Launches;
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
@@ -12,6 +12,7 @@ use crate::log;
 use crate::params::MergeParams;
 use crate::plan::{self, PlannedKernel};
 use crate::problem::{self, padded_headdim, Backend, MergedStates};
+// readable: the tensor, or a copy that kernels can read; without_padding undoes its padded columns; ranges are for the simulator
 use crate::tensor::{self, compute_kind, describe, operand, output, read_range, readable, without_padding, written_range};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
@@ -28,7 +29,7 @@ pub struct States {
 /// Computes (out, softmax_lse) over the keys of both.
 pub fn merge(states: &States) -> Result<(Tensor, Tensor)> {
     let target = Target::of(&describe(&states.outs[0])?, states.stream)?;
-    let m = validate(states, false, target.backend())?;
+    let m = validate(states, false, target.backend())?; // false: not in place
     match target {
         Target::Kernels(launcher) if !m.is_empty() => on_device(states, &m, &*launcher),
         _ => on_cpu(states),
@@ -40,7 +41,7 @@ pub fn merge(states: &States) -> Result<(Tensor, Tensor)> {
 pub fn merge_in_place(states: &States) -> Result<()> {
     // by the dtype of the part: on the CPU fp16 may select the simulator
     let target = Target::of(&describe(&states.outs[1])?, states.stream)?;
-    let m = validate(states, true, target.backend())?;
+    let m = validate(states, true, target.backend())?; // true: in place
     let ([whole, part], [whole_lse, _]) = (&states.outs, &states.lses);
     let (out, lse) = match target {
         Target::Kernels(launcher) if !m.is_empty() && writable(whole, whole_lse)? => return in_place_on_device(states, &m, &*launcher),
@@ -87,15 +88,9 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
     let [lse_a, lse_b] = [states.lses[0].f_contiguous()?, states.lses[1].f_contiguous()?];
     let empty = |like: &Tensor| tensor::empty(&like.size(), like.kind(), launcher);
     let (out, lse) = (empty(&a)?, empty(&lse_a)?);
-    let ranges = vec![
-        read_range("out_a", &a),
-        read_range("out_b", &b),
-        read_range("softmax_lse_a", &lse_a),
-        read_range("softmax_lse_b", &lse_b),
-        written_range("out", &out),
-        written_range("softmax_lse", &lse),
-    ];
-    let launches = Launches::begin_with(launcher, ranges);
+    let read = [("out_a", &a), ("out_b", &b), ("softmax_lse_a", &lse_a), ("softmax_lse_b", &lse_b)].map(|(name, t)| read_range(name, t));
+    let written = [written_range("out", &out), written_range("softmax_lse", &lse)];
+    let launches = Launches::begin_with(launcher, read.into_iter().chain(written).collect());
     launch([&a, &b, &out], [&lse_a, &lse_b, &lse], m, &planned, &launches)?;
     Ok((without_padding(out, m.headdim_v)?, lse))
 }
@@ -106,13 +101,10 @@ fn in_place_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher
     log::merge(m, &planned)?;
     let ([whole, part], [whole_lse, part_lse]) = (&states.outs, &states.lses);
     let (part, part_lse) = (readable(part)?, part_lse.f_contiguous()?);
-    let ranges = vec![
-        written_range("out_a", whole),
-        written_range("softmax_lse_a", whole_lse),
-        read_range("out_b", &part),
-        read_range("softmax_lse_b", &part_lse),
-    ];
-    launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &Launches::in_place(launcher, ranges))
+    let written = [written_range("out_a", whole), written_range("softmax_lse_a", whole_lse)];
+    let read = [read_range("out_b", &part), read_range("softmax_lse_b", &part_lse)];
+    let launches = Launches::in_place(launcher, [written, read].concat());
+    launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &launches)
 }
 
 /// Launches the kernel. Arrays are [first state, second state, result]; in place the result is the first state.

@@ -3,6 +3,8 @@
 //!
 //! Backends: `cpu` uses ATen operations. `device` launches kernels, on a GPU or in the simulator, with fp16 operands. For other types
 //! `scaled` casts to fp16 around `device`, with powers of two; fp32 in full precision becomes sums of two fp16 numbers.
+//!
+//! `t.f_NAME(...)` is ATen's `t.NAME(...)` with its arguments in ATen's order; it returns an error where `t.NAME` would panic (crate tch).
 
 mod block_mask;
 mod blocks;
@@ -28,7 +30,7 @@ use crate::error::{Error, Result};
 use crate::plan::BackwardMode;
 use crate::problem::{self, Attention, Backend};
 use crate::tensor::{describe, readable_gradient};
-use inputs::{check_bias_gradient, reduces_fp32, Described, Target};
+use inputs::{check_bias_gradient, reduces_fp32, Described, Target}; // Target: ATen on the CPU, or kernels
 use tch::{Kind, Tensor};
 
 /// Computes `volta_fa::fwd`: (out, softmax_lse).

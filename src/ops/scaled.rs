@@ -38,10 +38,9 @@ impl Largest {
     const TWO_PARTS: Largest = Largest { factors: LARGEST_OF_PARTS as i64, dlse: 26 };
 
     fn of(mode: BackwardMode) -> Largest {
-        if mode.split {
-            Largest::TWO_PARTS
-        } else {
-            Largest::ONE_NUMBER
+        match mode.split {
+            true => Largest::TWO_PARTS,
+            false => Largest::ONE_NUMBER,
         }
     }
 }
@@ -136,14 +135,10 @@ fn unused_rows(inputs: &Inputs, a: &Attention) -> Result<Option<Tensor>> {
     let position = Tensor::f_arange(rows, (Kind::Int, cu.device()))?;
     // a row's sequence has the number of sequences that end at or before the row
     let entries = cu.size()[0] - 1;
-    let unused = position.f_bucketize(&cu.f_narrow(0, 1, entries)?, false, true)?.f_eq(entries)?;
+    let (out_int32, right) = (false, true);
+    let unused = position.f_bucketize(&cu.f_narrow(0, 1, entries)?, out_int32, right)?.f_eq(entries)?;
     // after the rows: heads, heads of a group, and headdim
     Ok(Some(unused.f_unsqueeze(-1)?.f_unsqueeze(-1)?.f_unsqueeze(-1)?))
-}
-
-/// Copies a gradient of softmax_lse, `([batch,] nheads, rows)`, to a column for each head: `([batch,] rows, nheads, 1)`.
-fn per_row(dlse: &Tensor) -> Result<Tensor> {
-    copied(&dlse.f_transpose(-1, -2)?.f_unsqueeze(-1)?, Kind::Float)
 }
 
 /// Returns fp32 numbers as sums of two fp16 numbers: `columns` columns of high parts, then the low parts, padded with zeros.
@@ -163,6 +158,7 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
     let largest_exponent = Largest::ONE_NUMBER.factors as i32;
     // batch-invariant: v that fp16 holds is not scaled, so that its bits do not depend on other tokens (keeps_ordinary)
     let v = Values { largest_exponent, is_shared: false, keeps_ordinary: a.features.batch_invariant, low_column: 0 };
+    // 0: a number becomes one fp16 number; None: there is no softmax_lse yet
     let cast = Cast::new(inputs, a, Operands { v: Some(v), low_column: 0 }, None, launcher)?;
     // in fp16 a mean of many values would lose digits that fp32 attention keeps
     let fp32_output = inputs.q.kind() == Kind::Float;
@@ -180,6 +176,7 @@ pub fn split_forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher
     // a row of an operand has this many columns of high parts, then as many of low parts
     let columns = i64::from(planned.variant.headdim);
     let of_v = Values { largest_exponent: LARGEST_OF_PARTS, is_shared: false, keeps_ordinary: false, low_column: columns };
+    // None: there is no softmax_lse yet
     let cast = Cast::new(inputs, given, Operands { v: Some(of_v), low_column: columns }, None, launcher)?;
     let a = &cast.problem.padded();
     let converted = blocks::readable(&cast.inputs, a)?;
@@ -237,7 +234,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     let largest = Largest::of(mode);
     let (cast, v) = cast_backward(inputs, a, shared, saved, &softmax_lse, mode, launcher)?;
     let mut dout = Exponents::new(&saved.dout, &unused_rows(inputs, a)?, shared, largest.factors, a)?;
-    let mut dlse = saved.dlse.as_ref().map(per_row).transpose()?;
+    // a copy of ([batch,] nheads, rows) as ([batch,] rows, nheads, 1)
+    let mut dlse = saved.dlse.as_ref().map(|t| copied(&t.f_transpose(-1, -2)?.f_unsqueeze(-1)?, Kind::Float)).transpose()?;
     if let Some(dlse) = &mut dlse {
         dout = dout.with_lse_gradient(&v, dlse, shared, largest.dlse, a)?;
         multiply(&mut by_group(dlse, a)?, &v.0.f_add(&dout.0)?)?;

@@ -9,7 +9,7 @@ use super::launches::launch_id;
 use crate::error::Result;
 use crate::kernels::Pass;
 use crate::launch::Launcher;
-use crate::limits::{MAX_BACKWARD_SPLITS, MAX_STREAM_K_SPLITS, PAGED_PARTS};
+use crate::limits::{MAX_BACKWARD_SPLITS, MAX_STREAM_K_SPLITS, PAGED_PARTS}; // 384, 440, 2^15
 use crate::params::{BwdParams, BwdSplits, BwdStreamKParams, FwdParams, FwdStreamKParams, StreamKParams, StreamKSplit};
 use crate::plan::{BackwardStreamKPlan, BackwardStreamKSchedule, PlannedKernel, StreamKPlan, StreamKSchedule};
 use crate::tensor;
@@ -58,22 +58,17 @@ impl Scratch {
 
     /// Prepares a simulator that runs some blocks only, to time them: the last split of each tile finds all other arrivals counted, and the
     /// others never find themselves the last. So as many timed blocks combine splits as in a full run. `semaphores_of`: indices, by tile.
-    fn fake_arrivals<Numbers: Iterator<Item = usize>>(
-        &self,
-        splits: &mut [StreamKSplit],
-        launch_id: u64,
-        semaphores_of: impl Fn(usize) -> Numbers,
-    ) {
+    fn fake_arrivals(&self, splits: &mut [StreamKSplit], launch_id: u64, semaphores_of: impl Fn(usize) -> Vec<usize>) {
         let mut has_last = HashSet::new();
         for split in splits.iter_mut().rev().filter(|split| split.splits() > 1) {
             if has_last.insert(split.tile) {
                 for number in semaphores_of(split.tile.into()) {
-                    // the launch's id above kSemaphoreCountBits (csrc/semaphore.cuh) bits of the count
+                    // the launch's id, then 16 bits (kSemaphoreCountBits in csrc/semaphore.cuh) of the count
                     // SAFETY: a simulator's memory is the host's, and each tile that is split has its semaphores.
                     unsafe { self.semaphores().add(number).write(launch_id << 16 | (u64::from(split.splits()) - 1)) };
                 }
             } else {
-                split.part |= 0xff; // claims 255 splits, more than arrive, so this block is never the last
+                split.part |= 0xff; // its low byte: claims 255 splits, more than arrive, so this block is never the last
             }
         }
     }
@@ -115,7 +110,7 @@ impl Launch {
         }
         let launch_id = launch_id();
         if !launcher.runs_all_blocks() {
-            self.scratch.fake_arrivals(&mut splits, launch_id, std::iter::once);
+            self.scratch.fake_arrivals(&mut splits, launch_id, |tile| vec![tile]);
         }
         let stream_k = StreamKParams {
             partials: self.scratch.partials(),
@@ -160,7 +155,7 @@ impl BackwardLaunch {
         let launch_id = launch_id();
         if !launcher.runs_all_blocks() {
             let (first, tiles) = (schedule.first_tile as usize, schedule.tiles as usize);
-            let of_each_head = |tile: usize| (0..self.heads).map(move |head| head * tiles + tile - first);
+            let of_each_head = |tile: usize| (0..self.heads).map(|head| head * tiles + tile - first).collect();
             self.scratch.fake_arrivals(&mut splits, launch_id, of_each_head);
         }
         let stream_k = BwdSplits {

@@ -18,8 +18,7 @@ type Requested = (Pass, FeatureSet);
 
 /// Chooses kernels of one family for these passes: the first family that has an applicable kernel for each pass.
 ///
-/// Takes the tuning's choices if they are applicable, else the cheapest kernels. Families with tuned kernels come first. Leaves out failed
-/// ones.
+/// Takes the tuning's choices if they are applicable, else the cheapest kernels that did not fail. Families with tuned kernels come first.
 pub(super) fn choose<const N: usize>(
     kernels: Kernels,
     passes: [Pass; N],
@@ -42,7 +41,7 @@ pub(super) fn choose<const N: usize>(
         if found.iter().all(Option::is_some) {
             return Ok(found.map(|chosen| chosen.expect("each pass has a kernel")));
         }
-        is_fallback |= requested.iter().all(|&wanted| search.applicable(family, wanted, &d.untuned()).next().is_some());
+        is_fallback |= requested.iter().all(|&wanted| !search.applicable(family, wanted, &d.untuned()).is_empty());
     }
     Err(search.missing(&families, &requested))
 }
@@ -73,17 +72,12 @@ impl Search<'_> {
     }
 
     fn cheapest(&self, family: &'static Family, (pass, features): Requested, d: &DeviceLimits) -> Option<&'static Variant> {
-        self.applicable(family, (pass, features), d).min_by_key(|v| cost(v, features))
+        self.applicable(family, (pass, features), d).into_iter().min_by_key(|v| cost(v, features))
     }
 
     /// Returns the kernels that compute the shape with these features, and that the device runs.
-    fn applicable<'a>(
-        &'a self,
-        family: &'static Family,
-        (pass, features): Requested,
-        d: &'a DeviceLimits,
-    ) -> impl Iterator<Item = &'static Variant> + 'a {
-        self.kernels.of(family, pass).filter(move |v| is_applicable(v, self.shape, features, d))
+    fn applicable(&self, family: &'static Family, (pass, features): Requested, d: &DeviceLimits) -> Vec<&'static Variant> {
+        self.kernels.of(family, pass).filter(|v| is_applicable(v, self.shape, features, d)).collect()
     }
 
     /// Returns the error that says which kernels none of the families has, and which failed. No families: the device is too old.
@@ -112,7 +106,7 @@ impl Search<'_> {
         let family_note = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
         // applicable kernels, but for a failure
         let failed_in = |&wanted: &Requested| {
-            let of_family = move |&(family, _): &(&'static Family, Code)| self.applicable(family, wanted, &d.untuned()).collect::<Vec<_>>();
+            let of_family = move |&(family, _): &(&'static Family, Code)| self.applicable(family, wanted, &d.untuned());
             families.iter().flat_map(of_family).filter(|v| !d.runs(v)).map(|v| v.name)
         };
         let failed = requested.iter().flat_map(failed_in).collect::<Vec<_>>().join(", ");
@@ -221,8 +215,7 @@ impl OnGrid<'_> {
         self.blocks().div_ceil(self.d.resident_blocks(self.v)) * at_once * u64::from(self.v.block_rows)
     }
 
-    /// Returns the keys that any row of a block sees under a window; in a backward pass, the queries that see any of its keys. 1: there is
-    /// no window.
+    /// Returns the keys that any row of a block sees under a window (backward: the queries that see any of its keys). 1: no window.
     fn seen(&self) -> u64 {
         let Window { left: Some(left), right: Some(right) } = self.a.window else { return 1 };
         let seen = left.saturating_add(right).saturating_add(1).saturating_add(self.v.block_rows.into());
@@ -290,8 +283,7 @@ impl OnGrid<'_> {
 /// Returns true if rows see so different numbers of keys that blocks are uneven: the mean row sees at most three quarters of all keys. So
 /// it is under causal masks with about as many keys as queries.
 ///
-/// Row i sees seqlen_k - seqlen_q + i + right keys, the mean row seqlen_k - seqlen_q / 2 + right. Chunks of long prompts, and windows, are
-/// even.
+/// Row i sees seqlen_k - seqlen_q + i + right keys, the mean row seqlen_k - seqlen_q / 2 + right. Chunks of prompts and windows are even.
 pub(super) fn is_uneven(a: &Attention) -> bool {
     let is_window = a.window.left.is_some_and(|left| left < a.seqlen_k);
     !is_window && a.window.right.is_some_and(|right| right.saturating_mul(4).saturating_add(a.seqlen_k) <= 2 * a.seqlen_q)

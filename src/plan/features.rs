@@ -77,6 +77,6 @@ pub fn problem_block(a: &Attention, batches: i64) -> params::Problem {
         window_right: side(a.window.right),
         scale,
         scale_log2: scale * std::f32::consts::LOG2_E,
-        sign_flip: if a.softmax_scale < 0.0 { 0x8000_8000 } else { 0 },
+        sign_flip: if a.softmax_scale < 0.0 { 0x8000_8000 } else { 0 }, // XOR mask of two fp16 numbers' signs
     }
 }

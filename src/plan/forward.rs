@@ -2,14 +2,14 @@
 //! tile (the rows of one block) and head. A stream-K grid divides the keys of the last row tiles evenly among blocks. A
 //! tuning has choices of kernels that were measured on the GPU.
 
-use super::choose::{choose, is_uneven, sized};
-use super::device::{cached_plan, DeviceLimits, PlanCache};
+use super::choose::{choose, is_uneven, sized}; // choose: tuned or cheapest kernels; sized: with smaller blocks where faster
+use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if its key and device are the same
 use super::features::{features, BackwardMode};
 use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Kernels, Pass, Variant, COMPILED};
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
 use std::cell::Cell;
@@ -63,7 +63,7 @@ fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d:
         return None;
     }
     let row_tiles = usual_blocks(variant, a);
-    // with a window, the keys that a row tile sees
+    // with a window over a KV cache, the keys that a row tile sees
     let of_window = a.window.left.filter(|_| pass == Pass::Prefill).map(|left| left + i64::from(variant.block_rows));
     let keys = of_window.map_or(a.seqlen_k, |keys| keys.min(a.seqlen_k));
     let (keys, step, blocks_per_sm) = (keys as u32, variant.step, variant.blocks_per_sm);

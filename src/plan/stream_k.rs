@@ -8,7 +8,7 @@
 //!
 //! Times are in keys: 1 is the time in which a block computes one key.
 
-use crate::limits::MAX_STREAM_K_SPLITS;
+use crate::limits::MAX_STREAM_K_SPLITS; // 440
 use crate::params::{FwdStreamKParams, StreamKSplit};
 use std::cmp::Reverse;
 
@@ -135,8 +135,7 @@ impl StreamKPlan {
         splits
     }
 
-    /// Returns when the last block ends, in keys, and the number of splits; None: too many splits,
-    /// of a tile or for the parameters of a kernel.
+    /// Returns when the last block ends, in keys, and the number of splits; None: too many, of a tile or for a kernel's parameters.
     fn time_and_splits(&self) -> Option<(u64, u32)> {
         let keys_of = |splits: usize, iterations: u32| splits as u32 * FIXED_KEYS + iterations * self.step;
         let (longest, max_of_tile, splits) = if self.is_even() {
@@ -178,6 +177,7 @@ impl StreamKPlan {
             tile: split.tile as u16,
             first: split.first as u16,
             end: split.end as u16,
+            // both in one number: 256 * the split's number in its tile + the tile's splits
             part: StreamKSplit::part(number(split) as u16, splits_of_tiles[split.tile as usize] as u16),
         };
         let max_splits = splits_of_tiles.iter().copied().max().unwrap_or(0);

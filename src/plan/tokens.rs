@@ -1,8 +1,9 @@
 //! Plans kernels without attention: merging states (results of attention over parts of the keys), appending to a KV cache, dequantizing it,
-//! casting bf16 or fp32 to fp16, and listing the tokens of sparse attention. A kernel serves all headdims.
+//! casting bf16 or fp32 to fp16, and listing the tokens of sparse attention. A kernel serves all headdims. `choose` takes it
+//! from the preferred family of kernels, and `on_grid` gives it a block for every `block_rows` rows of each head.
 
 use super::choose::choose;
-use super::device::{cached_plan, DeviceLimits, PlanCache};
+use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if its key and device are the same
 use super::kernel::{on_grid, PlannedKernel};
 use crate::error::Result;
 use crate::kernels::{CacheFormat, FeatureSet, Pass, COMPILED};

@@ -3,12 +3,12 @@
 
 use super::attention::{Appended, Rotary};
 use super::cache::CacheShape;
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::lengths::check_cu_seqlens;
-use super::operands::{self, Packing, Sizes};
+use super::operands::{self, Packing, Sizes}; // Packing: whether tensors are packed, and by which argument
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::options::UNKNOWN;
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 
 /// The cache that k and v are appended to.
 pub struct Target<'a> {

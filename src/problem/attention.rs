@@ -3,7 +3,7 @@
 
 use super::features::RequestedFeatures;
 use super::tensor::DType;
-use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS};
+use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS}; // 8 and 64
 use crate::params::CacheFormat;
 
 /// Storage of queries.
@@ -58,8 +58,7 @@ pub struct Cache {
     pub format: CacheFormat,
 }
 
-/// Which keys a query row sees: row `i` sees `j` with `i + offset - left <= j <= i + offset + right` and
-/// `offset = seqlen_k - seqlen_q`. `None` is no bound.
+/// Row `i` sees the keys `j` with `i + offset - left <= j <= i + offset + right`, `offset = seqlen_k - seqlen_q`. `None` is no bound.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Window {
     /// Visible keys before position `i + offset`, 0 or more.

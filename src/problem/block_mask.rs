@@ -1,13 +1,12 @@
-//! Rules of a block mask: lists of the blocks of scores that exist, and bits of those that exist in part. src/ops/block_mask.rs passes
-//! values.
+//! Rules of a block mask: lists of the blocks of scores that exist, bits of those that exist in part. src/ops/block_mask.rs passes values.
 //!
 //! The scores of a head are a matrix of queries by keys, divided into blocks of 128 rows by 64 columns. A row block's list names its column
 //! blocks. Transposed lists (`block_lists_t`, for gradients) divide the transposed matrix: their rows are keys, and their columns queries.
 
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::options::UNKNOWN;
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 
 /// Rows of a row block: queries; in transposed lists, keys.
 pub const BLOCK_ROWS: i64 = 128;

@@ -3,13 +3,13 @@
 //! vector per token, which is key and value of all heads. Sizes may be unknown (meta kernels).
 
 use super::attention::{Cache, CacheLayout};
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::formats::{cache_format, key_format};
 use super::operands::check_headdim;
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{LATENT_HEADDIMS, MAX_SEQLEN, PAGE_SIZE_MULTIPLE};
-use crate::options::UNKNOWN;
+use crate::limits::{LATENT_HEADDIMS, MAX_SEQLEN, PAGE_SIZE_MULTIPLE}; // [512, 64], 2^29 - 1, 16
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 use crate::params::CacheFormat;
 
 /// The tensors of a cache.
@@ -58,7 +58,7 @@ impl CacheTensors<'_> {
         let format = key_format(self.name(), self.keys, q, self.values.is_none())?;
         let [entries, rows, nheads_k, elements] = check_cache_tensor(self.name(), self.keys, q, paged, backend)?;
         let headdim = format.columns(elements);
-        // the last is that of latents; a cache of values sets its own
+        // headdim_v is that of latents, 512; a cache of values sets its own
         let mut shape = CacheShape { entries, rows, format, nheads_k, headdim, headdim_v: LATENT_HEADDIMS[0] };
         match self.values {
             None => check_latents(&shape, headdim_q)?,

@@ -4,7 +4,7 @@
 use super::attention::{Attention, Keys};
 use super::cache::{self, CacheTensors};
 use super::features::RequestedFeatures;
-use super::operands::{self, Packing};
+use super::operands::{self, Packing}; // Packing: whether tensors are packed, and by which argument
 use super::tensor::{Backend, Options, TensorDesc};
 use super::{append, formats, lengths, scores, selection, tree};
 use crate::error::Result;
@@ -26,13 +26,7 @@ pub fn validate_mla(q: &TensorDesc, latent_cache: &TensorDesc, o: &Options, back
     validate(q, CacheTensors { keys: latent_cache, values: None }, None, o, backend)
 }
 
-fn validate(
-    q: &TensorDesc,
-    caches: CacheTensors<'_>,
-    appended: Option<[&TensorDesc; 2]>,
-    o: &Options,
-    backend: Backend,
-) -> Result<Attention> {
+fn validate(q: &TensorDesc, caches: CacheTensors, appended: Option<[&TensorDesc; 2]>, o: &Options, backend: Backend) -> Result<Attention> {
     let features = RequestedFeatures::of(o)?;
     scores::check_numbers(o, backend)?;
     let packing = if o.cu_seqlens_q.is_some() { Packing::Since("cu_seqlens_q") } else { Packing::Needs("cu_seqlens_q") };

@@ -3,8 +3,8 @@
 
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::MAX_ROW_STRIDE;
-use crate::options::UNKNOWN;
+use crate::limits::MAX_ROW_STRIDE; // 2^32 - 1
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 use std::fmt;
 
 /// Returns the error `argument: got {found}, expected {allowed}` from the function if the condition holds.
@@ -17,12 +17,11 @@ macro_rules! reject_if {
 }
 pub(super) use reject_if;
 
-/// Formats a number that may be unknown.
+/// Formats a number; `?` if it is unknown.
 pub fn number(n: i64) -> String {
-    if n == UNKNOWN {
-        "?".into()
-    } else {
-        n.to_string()
+    match n {
+        UNKNOWN => "?".into(),
+        _ => n.to_string(),
     }
 }
 

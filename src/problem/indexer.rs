@@ -1,11 +1,11 @@
 //! Validation of `indexer_logits`, the scores by which queries of sparse attention choose tokens: queries, weights of their heads, and keys
 //! as fp8 codes with a scale each. Keys are one tensor, or pages that a block table assigns to batch entries. src/ops/indexer.rs calls it.
 
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_INDEXER_HEADS, MAX_SEQLEN};
-use crate::options::UNKNOWN;
+use crate::limits::{MAX_INDEXER_HEADS, MAX_SEQLEN}; // 64 and 2^29 - 1
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 
 /// Columns of queries and keys.
 pub const INDEXER_HEADDIM: i64 = 128;
@@ -134,9 +134,8 @@ fn check_pages(args: &IndexerArgs<TensorDesc>, found: Indexer) -> Result<Indexer
     let [pages, page_size, heads, bytes] = [k.sizes[0], k.sizes[1], k.sizes[2], k.sizes[3]];
     check_bytes("k", k)?;
     if !same_size(heads, 1) || !same_size(bytes, TOKEN_BYTES) {
-        let expected =
-            format!("shape (pages, page_size, 1, {TOKEN_BYTES}): codes of {INDEXER_HEADDIM} columns and a float32 scale a token");
-        return Err(Error::value("k", shape(k), expected));
+        let allowed = format!("shape (pages, page_size, 1, {TOKEN_BYTES}): codes of {INDEXER_HEADDIM} columns and a float32 scale a token");
+        return Err(Error::value("k", shape(k), allowed));
     }
     if page_size != UNKNOWN && (page_size < MIN_PAGE_SIZE || !(page_size as u64).is_power_of_two()) {
         return Err(Error::value("k", format!("page_size {page_size}"), format!("a power of two, at least {MIN_PAGE_SIZE}")));

@@ -2,12 +2,12 @@
 //! (keys of a sequence that count). src/ops/ passes values too if it has copied them to the host. Unknown sizes pass.
 
 use super::attention::{Attention, Queries};
-use super::checks::*;
-use super::operands::{Packing, Sizes};
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::operands::{Packing, Sizes}; // Packing: whether tensors are packed, and by which argument
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES};
-use crate::options::UNKNOWN;
+use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES}; // 2^31 - 1 and 2^25
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 
 /// Batch size and longest sequences of a call.
 pub struct Lengths {
@@ -116,21 +116,16 @@ pub fn check_cu_seqlens_values(name: &str, cu: &[i32], total: i64, longest_name:
     Ok(())
 }
 
-/// Checks the values in the length tensors of `fwd` and `bwd`.
-pub fn validate_lengths(
-    a: &Attention,
-    cu_seqlens_q: Option<&[i32]>,
-    cu_seqlens_k: Option<&[i32]>,
-    seqused_k: Option<&[i32]>,
-) -> Result<()> {
-    if let (Some(cu), Some(total)) = (cu_seqlens_q, a.total_q()) {
+/// Checks the values in the length tensors of `fwd` and `bwd`: cu_seqlens_q, cu_seqlens_k and seqused_k.
+pub fn validate_lengths(a: &Attention, cu_q: Option<&[i32]>, cu_k: Option<&[i32]>, seqused_k: Option<&[i32]>) -> Result<()> {
+    if let (Some(cu), Some(total)) = (cu_q, a.total_q()) {
         check_cu_seqlens_values("cu_seqlens_q", cu, total, "max_seqlen_q", a.seqlen_q)?;
     }
-    if let (Some(cu), Some(total)) = (cu_seqlens_k, a.total_k()) {
+    if let (Some(cu), Some(total)) = (cu_k, a.total_k()) {
         check_cu_seqlens_values("cu_seqlens_k", cu, total, "max_seqlen_k", a.seqlen_k)?;
     }
     for (b, &n) in seqused_k.unwrap_or_default().iter().enumerate() {
-        let stored = cu_seqlens_k.map_or(a.seqlen_k, |cu| i64::from(cu[b + 1] - cu[b]));
+        let stored = cu_k.map_or(a.seqlen_k, |cu| i64::from(cu[b + 1] - cu[b]));
         reject_if!(!(0..=stored).contains(&i64::from(n)), "seqused_k", format!("{n} (entry {b})"), format!("a length from 0 to {stored}"));
     }
     Ok(())

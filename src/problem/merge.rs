@@ -1,11 +1,11 @@
 //! Validation of `merge_attention_states`: two states, each the result (out and softmax_lse) of attention over some keys, become the state
 //! over all these keys. Packed tensors have the rows of all sequences one after the other. src/ops/merge.rs calls it.
 
-use super::checks::*;
-use super::operands::{self, Packing};
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::operands::{self, Packing}; // Packing: whether tensors are packed, and by which argument
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN};
+use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN}; // 65535, 2^20, 2^29 - 1
 
 /// A validated `volta_fa::merge_attention_states`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

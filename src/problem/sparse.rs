@@ -2,11 +2,11 @@
 //! is key and value of all heads. src/ops/sparse.rs calls it.
 
 use super::attention::{Attention, Cache, CacheLayout, Keys, Queries};
-use super::checks::*;
+use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN};
-use crate::options::UNKNOWN;
+use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN}; // [512, 64], 65535, 2^29 - 1
+use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
 use crate::params::CacheFormat;
 
 /// A cache and the tokens of it that each query chose; a second one may have neither.
@@ -19,8 +19,7 @@ pub struct ChosenTokens<'a> {
     pub lengths: Option<&'a TensorDesc>,
 }
 
-/// Headdims, and the bytes of a row of an fp8 cache with each: one-byte codes, scales (four of fp32, or eight bytes of exponents), and 64
-/// columns of 16 bits.
+/// Headdims, and bytes of a row of an fp8 cache: one-byte codes, scales (four fp32, or eight bytes of exponents), 64 columns of 16 bits.
 const FP8_ROW_BYTES: [(i64, i64); 2] = [(576, 512 + 4 * 4 + 64 * 2), (512, 448 + 8 + 64 * 2)];
 
 /// Checks a call. Returns its problem, in which each query is a batch entry, with as many keys as it has indices.
@@ -57,7 +56,7 @@ pub fn validate_sparse(
         check_device("sinks", d, q)?;
         check_length("sinks", d, nheads, "nheads")?;
     }
-    // a symbolic size (UNKNOWN) is negative
+    // UNKNOWN is negative
     let softmax_scale = softmax_scale.unwrap_or((headdim.max(1) as f64).powf(-0.5));
     reject_if!(!(softmax_scale as f32).is_finite(), "softmax_scale", softmax_scale, "a number that is finite in float32");
     let cache = Cache { layout: CacheLayout::Entries, entries: total_q, rows: topk, format };
@@ -68,7 +67,7 @@ pub fn validate_sparse(
         nheads,
         nheads_k: 1,
         headdim,
-        headdim_v: LATENT_HEADDIMS[0], // the values of a latent
+        headdim_v: LATENT_HEADDIMS[0], // 512: the values of a latent
         dtype: q.dtype,
         queries: Queries::Dense,
         keys: Keys::Latents(cache),
@@ -84,12 +83,8 @@ fn given<'a>(tokens: &ChosenTokens<'a>, indices: &'static str, lengths: &'static
 
 /// Checks a cache, its indices and lengths, whose arguments have these names. Returns the format and the most tokens of a query.
 /// `expected`: the format, if another cache decides it.
-fn check_tokens(
-    [cache, indices, lengths]: [&str; 3],
-    tokens: &ChosenTokens,
-    q: &TensorDesc,
-    expected: Option<CacheFormat>,
-) -> Result<(CacheFormat, i64)> {
+fn check_tokens(names: [&str; 3], tokens: &ChosenTokens, q: &TensorDesc, expected: Option<CacheFormat>) -> Result<(CacheFormat, i64)> {
+    let [cache, indices, lengths] = names;
     let format = check_cache(cache, tokens.cache.expect("the caller has checked it"), q)?;
     if expected.is_some_and(|other| other != format) {
         let given = format!("{} elements", if format == CacheFormat::E4m3 { "fp8" } else { "16-bit" });

@@ -111,8 +111,7 @@ fn key(compiler: &Compiler, variant: &Variant, params_header: &str, sources: &BT
     hash.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect()
 }
 
-/// Returns a source without its `//` comments and the blanks before them, so that an edited comment compiles no kernel again.
-/// No string of csrc/ holds `//`.
+/// Returns a source without `//` comments and the blanks before them (no string of csrc/ holds `//`): edited comments compile nothing.
 fn without_comments(text: &str) -> String {
     text.lines()
         .map(|line| line.split("//").next().unwrap_or_default().trim_end())
@@ -142,8 +141,7 @@ fn include_closure(mut todo: Vec<PathBuf>) -> Result<BTreeMap<PathBuf, String>> 
     Ok(seen)
 }
 
-/// Writes how many kernels are compiled: at the begin, about every ten seconds, and at the end. Lines, not a bar, so that a pipe and a
-/// log have them too.
+/// Writes how many kernels are compiled: at the begin, about every ten seconds, and at the end. Lines serve a pipe and a log too.
 struct Progress {
     done: usize,
     total: usize,

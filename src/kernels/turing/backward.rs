@@ -57,12 +57,9 @@ const fn single_role(headdim: u32, step: u32) -> Variant {
 /// goes from dP through dV and dK at a time, to save registers.
 const SINGLE_ROLE_HALVES: Variant = {
     let (row, step) = (single_role(64, 16), 32);
-    Variant {
-        step,
-        shared_bytes: 2 * row.headdim * row.block_rows + 4 * row.headdim * step + 2 * row.block_rows * step,
-        source: HALVES,
-        ..row
-    }
+    let Variant { headdim, block_rows, .. } = row;
+    // 2: fp16, of K, of Q and dO, and of dS
+    Variant { step, shared_bytes: 2 * (headdim * block_rows + 2 * headdim * step + block_rows * step), source: HALVES, ..row }
 };
 
 /// `turing/backward/warp_specialized`: two roles of four warps, one for S, P and dV, one for dP, dS and dK. Shared memory has K, tiles of
@@ -134,6 +131,8 @@ const fn dq_warp_specialized(headdim: u32) -> Variant {
         ..dq(headdim, step, 256)
     }
 }
+
+// Arguments of `dq`: headdim, keys of a step, threads; blocks have 128 queries.
 
 /// Four warps of 32 queries.
 const DQ_64: Variant = dq(64, 16, 128);

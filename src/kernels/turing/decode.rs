@@ -4,8 +4,8 @@
 //! Warps "beside each other" take the same tokens for different rows; other warps of a block take other tokens. All store their results to
 //! shared memory (a Turing SM has 64 KB), and the block merges them. So only blocks of 8 rows at headdims 64 and 128 divide the
 //! tokens four ways; the others divide them two ways or not. Results that do not fit are stored half at a time (128x64, 256x64, 512x16 and
-//! 512x32: headdim x rows), or a quarter (512x64). Below headdim 512, 32 rows take the time of 16, so no tile has 16. Four warps beside each
-//! other share what they load, wherever a tile has as many (csrc/decode/mainloop.cuh). Above headdim 256, two warps divide the columns.
+//! 512x32: headdim x rows), or a quarter (512x64). Below headdim 512, 32 rows take the time of 16, so no tile has 16. Four warps beside
+//! each other share what they load, where a tile has as many (csrc/decode/mainloop.cuh). Above headdim 256, two warps divide the columns.
 
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, Source, Variant};

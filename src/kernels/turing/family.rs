@@ -6,7 +6,7 @@ use super::super::variants::{Family, Pass, Scratch};
 pub const TURING: Family = Family {
     name: "turing",
     sm: 75,
-    native: &[75],
+    native: &[75], // run the machine code; later ones get PTX
     shared_bytes: 64 * 1024,
     threads: 1024, // of an SM
     // passes whose grids may have heads instead of row tiles as their first axis
@@ -16,11 +16,11 @@ pub const TURING: Family = Family {
     stored_above: 256,           // headdim: the backward pass of wider heads keeps P and dS in memory
     // the row statistics of csrc/turing/backward/row_stats.cuh: for 16 queries -lse/scale of each, then -delta of each, as floats
     scratch: Some(Scratch {
-        row_rounding: 32,
-        group_rows: 16,
+        row_rounding: 32, // rows of an entry are a multiple
+        group_rows: 16,   // rows whose statistics lie together
         group_floats: 32,
         neg_lse_offsets: &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
         neg_delta_offsets: &[16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31],
-        copy_distances: &[0],
+        copy_distances: &[0], // one copy of each
     }),
 };

@@ -8,30 +8,25 @@ use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::TURING;
 
 const PIPELINED: Source = Source::new(&["turing/forward/pipelined.cuh"], "turing::Pipelined<turing::DenseGrid>");
+// true above headdim 64: generic kernels there hold fewer registers for lists, but wait for loads
 const PIPELINED_BLOCK_MASK: Source = Source::new(
     &["turing/forward/pipelined.cuh", "turing/forward/block_mask.cuh"],
     "turing::Pipelined<turing::BlockMaskGrid<(HEADDIM > 64)>>",
 )
 .with_arguments("p.forward, turing::BlockMaskGrid<(HEADDIM > 64)>(p)");
 
-/// `turing/forward/pipelined`: steps of 16 keys of K and V, fp16, through a ring of 4 or 8 slots in shared memory. `warp_rows` is 16, 32 or
-/// 48, as many as registers allow: one fragment of K or V serves all rows of a warp, and shared memory is half as fast as Volta's.
-const fn pipelined(
-    (headdim, headdim_v): (u32, u32),
-    size: Size,
-    (warps, warp_rows): (u32, u32),
-    slots: u32,
-    blocks_per_sm: u32,
-) -> Variant {
+/// `turing/forward/pipelined`: steps of 16 keys of K and V, fp16, through a ring of 4 or 8 slots in shared memory. A warp has 16, 32 or 48
+/// rows, as many as registers allow: one fragment of K or V serves all of them, and shared memory is half as fast as Volta's.
+const fn pipelined((headdim, headdim_v): (u32, u32), size: Size, (warps, rows): (u32, u32), slots: u32, blocks_per_sm: u32) -> Variant {
     let step = 16;
     Variant {
         headdim,
         headdim_v,
-        block_rows: warps * warp_rows,
+        block_rows: warps * rows,
         step,
         size,
         threads: 32 * warps,
-        shared_bytes: slots * step * 2 * (headdim + headdim_v),
+        shared_bytes: slots * step * 2 * (headdim + headdim_v), // 2: fp16
         blocks_per_sm,
         ..Variant::new(TURING, Pass::Forward, PIPELINED)
     }
@@ -56,8 +51,8 @@ const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant
     }
 }
 
-// Plain kernels, from which the others are made. A call of `pipelined` has headdims, size, (warps, rows of a warp), slots, and blocks that
-// an SM must hold. Comments count registers of a thread, and shared memory of a block.
+// Plain kernels, from which the others are made. Arguments of `pipelined`: headdims of q and v, size, (warps, rows of a warp), slots, and
+// blocks that an SM must hold; of `column_groups`: headdim, rows of a block, size. Comments count registers of a thread, and shared memory.
 
 /// 48 registers of Q and 96 of output; 32 KB: two blocks.
 const PLAIN_64: Variant = pipelined((64, 64), Size::Large, (4, 48), 8, 2);
@@ -65,8 +60,7 @@ const PLAIN_64: Variant = pipelined((64, 64), Size::Large, (4, 48), 8, 2);
 const PLAIN_128: Variant = pipelined((128, 128), Size::Large, (8, 32), 8, 1);
 /// As at headdim 192, 16 rows a warp.
 const PLAIN_256: Variant = pipelined((256, 256), Size::Large, (8, 16), 4, 1);
-/// 64 registers of Q and 128 of output, for 32 rows and a quarter of the columns; then half of the rows and of both registers, for grids
-/// that leave SMs idle.
+/// 64 registers of Q and 128 of output, for 32 rows and a quarter of the columns; then half of the rows and registers, for small grids.
 const PLAIN_512: [Variant; 2] = [column_groups(512, (64, Size::Large)), column_groups(512, (32, Size::Small))];
 const PLAIN: [Variant; 15] = {
     use Size::{Large, Medium, Small};

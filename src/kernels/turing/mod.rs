@@ -22,11 +22,13 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table(forward::split_rows()),
         table(forward::split_stream_k_rows()),
         table(backward::backward_rows()),
+        // many queries a sequence over a KV cache
         table(forward::prefill_rows()),
         table([shared::append(TURING, CacheFormat::Unquantized)]),
         table([shared::dequantize(TURING)]),
         table([shared::cast(TURING)]),
         table(decode::decode_rows()),
+        // scores by which queries of sparse attention choose tokens
         table(shared::indexer(TURING, decode::INDEXER)),
         table(fast::rows()),
     ]

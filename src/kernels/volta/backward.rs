@@ -48,6 +48,7 @@ const fn single_role(headdim: u32) -> Variant {
         block_rows,
         step,
         threads: 128,
+        // 4: two fp16 numbers, of K and V, or of Q and dO
         shared_bytes: 4 * headdim * (block_rows + step) + 2 * step * block_rows,
         blocks_per_sm: 2,
         ..Variant::new(VOLTA, Pass::Backward, SINGLE_ROLE)
@@ -62,13 +63,13 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
         headdim_v: headdim,
         block_rows,
         step,
+        // 4: two fp16 numbers, of K and V, or of Q and dO; 2: P and dS
         shared_bytes: 4 * headdim * (block_rows + step) + 2 * 64 * block_rows,
         ..Variant::new(VOLTA, Pass::Backward, WARP_SPECIALIZED)
     }
 }
 
-// The main kernel of each headdim. Arguments: headdim, keys of a block, queries of a step. Comments count registers of a thread, and
-// shared memory of a block.
+// The main kernel of each headdim. Arguments: headdim, keys of a block, queries of a step. Comments count registers, and a block's memory.
 
 /// dV and dK are 2 x 32 registers of a thread. 28 KB.
 const MAIN_32: Variant = single_role(32);
@@ -100,7 +101,7 @@ const GENERIC: [Variant; 5] = [warp_specialized(64, 128, 32), MAIN_96, MAIN_128,
 /// deterministic=True: dq from blocks of queries, so that its sums have a fixed order. Shared memory: Q, dO, K, V, and dS, which takes V's
 /// place where it would not fit.
 const fn dq(headdim: u32, block_rows: u32, step: u32, threads: u32, blocks_per_sm: u32) -> Variant {
-    let operands = 4 * headdim * (block_rows + step);
+    let operands = 4 * headdim * (block_rows + step); // 4: two fp16 numbers, of Q and dO, or of K and V
     let with_ds = operands + 2 * block_rows * step;
     Variant {
         headdim,
@@ -113,6 +114,8 @@ const fn dq(headdim: u32, block_rows: u32, step: u32, threads: u32, blocks_per_s
         ..Variant::new(VOLTA, Pass::BackwardDq, DQ_KERNEL)
     }
 }
+
+// Arguments: headdim, queries of a block, keys of a step, threads, blocks that an SM must hold.
 
 /// Four warps with 32 queries each: dQ is 64 registers of a thread, S and dP 64.
 const DQ_64: Variant = dq(64, 128, 32, 128, 2);

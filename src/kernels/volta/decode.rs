@@ -15,6 +15,7 @@ const DECODE: Source = Source::new(
 );
 const MLA: Source = Source::new(&["volta/decode/mla.cuh"], "decode::Block<volta::MlaMainloop<THREADS / 32>>");
 
+// false: softmax_lse is that of the keys, without the sink
 const SPARSE_MLA: Source = Source::new(
     &["volta/decode/sparse_mla.cuh"],
     "decode::Block<volta::MlaMainloop<THREADS / 32, volta::SparseTokens>, decode::WriteOutputAs<false>>",
@@ -58,11 +59,6 @@ const INVARIANT_TILES: [DecodeTile; 8] = [
     TILES[14],
     TILES[15],
 ];
-
-/// Returns the one tile of each headdim for batch-invariant calls over quantized caches: that of 32 rows.
-fn quantized_invariant_tiles() -> impl Iterator<Item = DecodeTile> {
-    TILES.into_iter().filter(|&(_, [block_rows, _], ..)| block_rows == 32)
-}
 
 /// Returns true if the table has this kernel. Quantized caches have no tile of 64 rows. Unquantized ones have one of 16 rows only in fp16
 /// at headdim 512: elsewhere the tile of 32 rows takes 16 in the same time. With a tree (the mask of draft tokens in speculative decoding),
@@ -111,9 +107,11 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
     // for 32 rows of headdim 512.
     let tile_of_drafts = |row: &Variant| row.block_rows == if row.headdim > 256 { 16 } else { 32 };
     let trees = shared::with_tree(of_formats.clone().filter(move |row| row.cache == CacheFormat::Unquantized || tile_of_drafts(row)));
+    // batch-invariant calls over quantized caches: of each headdim the one tile of 32 rows
+    let of_quantized = || TILES.into_iter().filter(|&(_, [block_rows, _], ..)| block_rows == 32);
     let invariant = FORMATS.iter().flat_map(move |row| match row.format {
         CacheFormat::Unquantized => shared::in_both_types(INVARIANT_TILES.into_iter().map(|tile| decode(row.format, tile))),
-        quantized => quantized_invariant_tiles().map(|tile| decode(quantized, tile)).collect(),
+        quantized => of_quantized().map(|tile| decode(quantized, tile)).collect(),
     });
     let invariant = invariant.map(Variant::batch_invariant);
     of_formats.chain(trees).filter(is_built).chain(invariant)

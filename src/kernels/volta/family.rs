@@ -6,18 +6,18 @@ use super::super::variants::{Family, Pass, Scratch};
 pub const VOLTA: Family = Family {
     name: "volta",
     sm: 70,
-    native: &[70, 72],
+    native: &[70, 72], // run the machine code; later ones get PTX
     shared_bytes: 96 * 1024,
     threads: 2048, // of an SM
     // the row statistics of csrc/volta/backward/row_stats.cuh: -lse/scale and -delta of four queries, each twice, as floats
     scratch: Some(Scratch {
-        row_rounding: 32,
-        group_rows: 4,
+        row_rounding: 32, // rows of an entry are a multiple
+        group_rows: 4,    // rows whose statistics lie together
         group_floats: 16,
         // of the four queries' first copies; the second ones are 2 floats further
         neg_lse_offsets: &[0, 1, 4, 5],
         neg_delta_offsets: &[8, 9, 12, 13],
-        copy_distances: &[0, 2],
+        copy_distances: &[0, 2], // floats from an offset to each copy
     }),
     // passes whose grids may have heads instead of row tiles as their first axis
     either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::Backward, Pass::BackwardDkDv],

@@ -44,13 +44,11 @@ const SHARED_Q_BLOCK_MASK: Source =
     Source::new(&["volta/forward/shared_q.cuh", "volta/forward/block_mask.cuh"], "volta::SharedQ<volta::BlockMaskGrid>")
         .with_arguments("p.forward, volta::BlockMaskGrid(p)");
 
+/// Rows of a block, keys of a step, and size.
+type Tile = (u32, u32, Size);
+
 /// `volta/forward/shared_q`: a block's rows of Q and one step of K and of V in shared memory, fp16.
-const fn shared_q(
-    (headdim, headdim_v): (u32, u32),
-    (block_rows, step, size): (u32, u32, Size),
-    threads: u32,
-    blocks_per_sm: u32,
-) -> Variant {
+const fn shared_q((headdim, headdim_v): (u32, u32), (block_rows, step, size): Tile, threads: u32, blocks_per_sm: u32) -> Variant {
     Variant {
         headdim,
         headdim_v,
@@ -64,7 +62,8 @@ const fn shared_q(
     }
 }
 
-/// `shared_q` with one group of warps, of 16 rows each, in blocks of fewer than 128 rows.
+/// `shared_q` with one group of warps, of 16 rows each, in blocks of fewer than 128 rows. (`SharedQ` has two groups there, each for all
+/// rows and half of a step's keys.) The numbers after the headdims: warps, 16-row tiles of a warp, keys of a step, groups.
 const SHARED_Q_ONE_GROUP: Source =
     Source::new(&["volta/forward/shared_q.cuh"], "volta::ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, 1, STEP, 1, BLOCKS_PER_SM>");
 
@@ -81,8 +80,9 @@ const COLUMN_GROUPS_STREAM_K: Source = Source::new(
 const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant {
     let (step, groups) = (16, block_rows / 32);
     let one_group = groups == 1;
+    // of Q in shared memory; 8 / groups: warps of a group
     let columns_of_q = headdim - 8 / groups * if one_group { 48 } else { 32 };
-    let scores = 8 * 32 * step * 4;
+    let scores = 8 * 32 * step * 4; // 8 warps, 32 rows, fp32
     Variant {
         headdim,
         headdim_v: headdim,
@@ -94,16 +94,17 @@ const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant
     }
 }
 
-/// Rows of a block, keys of a step, and size. 128 rows, for grids that fill the GPU: a tile of K and V serves many rows.
-const LARGE: (u32, u32, Size) = (128, 32, Size::Large);
+/// 128 rows, for grids that fill the GPU: a tile of K and V serves many rows.
+const LARGE: Tile = (128, 32, Size::Large);
 /// 64 rows by one group of 4 warps, for full grids in which rows of larger blocks would be padding, or many of their keys hidden.
-const MEDIUM: (u32, u32, Size) = (64, 32, Size::Medium);
+const MEDIUM: Tile = (64, 32, Size::Medium);
 /// 64 rows by two groups of 4 warps. Each group takes 32 of the 64 keys of a step: four times as many warps for the same
 /// rows, for grids that would leave SMs or their schedulers idle.
-const SMALL: (u32, u32, Size) = (64, 64, Size::Small);
+const SMALL: Tile = (64, 64, Size::Small);
 
-// Plain kernels, from which the others are made. A call of `shared_q` has headdims, tile, threads and blocks an SM. Comments count
-// registers of a thread, and shared memory of a block.
+// Plain kernels, from which the others are made. Arguments of `shared_q`: headdims of q and v, tile, threads, blocks that an SM must hold;
+// of `register_q`: headdim and these blocks; of `column_groups`: headdim, rows of a block, size. Comments count registers of a thread,
+// and shared memory of a block.
 
 /// 64 registers of Q and 64 of output: two blocks.
 const PLAIN_64: Variant = register_q(64, 2);

@@ -16,6 +16,7 @@ use super::variants::{table, Variant};
 pub fn tables() -> Vec<&'static [Variant]> {
     vec![
         table(forward::forward_rows()),
+        // grids that divide the keys of the last row tiles evenly among blocks
         table(forward::stream_k_rows()),
         // calls with batch_invariant=True, where a row's bits depend on no other row
         table(forward::invariant_rows()),
@@ -24,6 +25,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table(forward::split_stream_k_rows()),
         table(backward::backward_rows()),
         table([shared::merge(VOLTA)]),
+        // many queries a sequence over a KV cache
         table(forward::prefill_rows()),
         table(FORMATS.iter().map(|row| shared::append(VOLTA, row.format))),
         table([shared::dequantize(VOLTA)]),
@@ -33,6 +35,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         // lists of the latents that queries chose, for sparse MLA
         table([shared::select(VOLTA)]),
         table(decode::sparse_mla_rows()),
+        // scores by which queries of sparse attention choose tokens
         table(shared::indexer(VOLTA, decode::INDEXER)),
     ]
 }

@@ -38,18 +38,15 @@ pub(super) fn window_offsets(a: &Attention) -> (i64, i64) {
     (offset - clamp(a.window.left), offset + clamp(a.window.right))
 }
 
+/// Returns the query heads of a group; 1 if there are none.
 pub(super) fn heads_per_group(a: &Attention) -> i64 {
-    if a.nheads_k == 0 {
-        1
-    } else {
-        a.nheads / a.nheads_k
-    }
+    (a.nheads / a.nheads_k.max(1)).max(1)
 }
 
 /// Cuts the problem into chunks. Omits chunks whose rows all see no key.
 pub fn chunks(a: &Attention) -> Vec<Chunk> {
     let groups = a.batch * a.nheads_k;
-    let heads = heads_per_group(a).max(1);
+    let heads = heads_per_group(a);
     let (first, last) = window_offsets(a);
     let most_rows = (CHUNK_ROWS / heads).max(1);
     let most_keys = a.seqlen_k.min(last - first + most_rows).max(1);

@@ -49,8 +49,8 @@ fn gradient_lse(part: &Part, softmax_lse: &Tensor) -> Result<Tensor> {
         return Ok(given);
     }
     let (_, own) = attend(part)?;
-    let (rtol, atol) = (1e-6, 1e-6);
-    Ok(own.f_where_self(&own.f_isclose(&given, rtol, atol, false)?, &given)?)
+    let (rtol, atol, equal_nan) = (1e-6, 1e-6, false);
+    Ok(own.f_where_self(&own.f_isclose(&given, rtol, atol, equal_nan)?, &given)?)
 }
 
 /// Adds the gradient of the sinks to `sum`. A sink is like the score of a key whose value is 0, so dP = 0: dS = P * (0 - delta).

@@ -5,8 +5,7 @@
 //! span in fp16, and spans in fp32. V is divided by a power of two, so that it is below 1.
 //!
 //! The model has the kernels' codes and scales, bit for bit, flushes the same small probabilities to 0, and rounds sums to fp16 after each
-//! 8 keys. It subtracts a row's final maximum from scores, kernels an earlier one, so probabilities may round differently. Memory:
-//! O(seqlen).
+//! 8 keys. It subtracts a row's final maximum from scores, kernels an earlier one, so probabilities may differ. Memory: O(seqlen).
 
 use super::layout::narrow_broadcast;
 use super::part::Part;

@@ -182,11 +182,7 @@ impl<'a> Problem<'a> {
         let alibi = self.part.alibi_slopes.as_ref().map(|t| t.size());
         let sizes = |i: usize| bias.as_ref().map_or(1, |s| s[i]).max(alibi.as_ref().map_or(1, |s| s[i]));
         let one_row = !has_window && alibi.is_none() && (self.plain_bias.is_some() || bias.as_ref().is_none_or(|s| s[2] == 1));
-        if one_row {
-            0
-        } else {
-            sizes(0) * sizes(1)
-        }
+        i64::from(!one_row) * sizes(0) * sizes(1)
     }
 
     /// Divides the query rows that see a key into blocks: one for all if there is no mask to store.
@@ -332,8 +328,7 @@ fn is_settled(lse: &Tensor, has_mask: bool) -> Result<bool> {
     Ok(!has_zero && (!has_mask || lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?.f_int64_value(&[])? != 0))
 }
 
-/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, for which the operator returns 0. None if
-/// other rows are 0 or, under a mask, NaN.
+/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, where the operator has 0. None: others are 0, or NaN under a mask.
 fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
     let lse = lse.f_contiguous()?;
     if is_settled(&lse, mask.is_some())? {
@@ -342,7 +337,7 @@ fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
     let Some(mask) = mask else { return Ok(None) };
     let hidden = mask.f_amax(-1, false)?.f_eq(f64::NEG_INFINITY)?.f_logical_and(&lse.f_eq(0.0)?)?;
     let lse = lse.f_masked_fill(&hidden, f64::INFINITY)?;
-    Ok(if is_settled(&lse, true)? { Some(lse) } else { None })
+    Ok(if is_settled(&lse, true)? { Some(lse) } else { None }) // true: there is a mask
 }
 
 /// Computes out (batch, seqlen_q, nheads, headdim) and the log-sum-exp (batch, nheads, seqlen_q).
@@ -361,7 +356,7 @@ pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
                 &p.query_rows(&p.q, &b, fold)?,
                 &p.key_rows(&p.k, &b, fold)?,
                 &p.key_rows(&p.v, &b, fold)?,
-                0.0,
+                0.0, // dropout_p
                 b.is_causal,
                 mask.as_ref(),
                 a.softmax_scale,
@@ -416,7 +411,7 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Resul
                 &p.key_rows(&p.v, &b, fold)?,
                 &p.query_rows(&out, &b, fold)?,
                 &p.lse_rows(lse, &b, fold)?,
-                0.0,
+                0.0, // dropout_p
                 b.is_causal,
                 mask.as_ref(),
                 a.softmax_scale,

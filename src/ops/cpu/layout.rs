@@ -24,11 +24,8 @@ pub fn narrow_broadcast<const N: usize>(t: &Tensor, parts: [(usize, i64, i64); N
 pub fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, seqlen, all_heads, headdim) = t.size4()?;
     let groups = all_heads / heads;
-    Ok(t.f_view([batch, seqlen, groups, heads, headdim])?.f_permute([0, 2, 1, 3, 4])?.f_to_kind(kind)?.f_contiguous()?.f_view([
-        batch * groups,
-        seqlen * heads,
-        headdim,
-    ])?)
+    let by_group = t.f_view([batch, seqlen, groups, heads, headdim])?.f_permute([0, 2, 1, 3, 4])?;
+    Ok(by_group.f_to_kind(kind)?.f_contiguous()?.f_view([batch * groups, seqlen * heads, headdim])?)
 }
 
 /// Inverts [`to_groups`], into a new contiguous tensor.
@@ -45,11 +42,8 @@ pub fn from_groups(t: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
 /// Converts a number for each row, (batch, nheads, seqlen) as softmax_lse has it, to (batch * groups, seqlen * heads, 1).
 pub fn rows_from_lse(lse: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, nheads, seqlen) = lse.size3()?;
-    Ok(lse.f_reshape([batch, nheads / heads, heads, seqlen])?.f_transpose(2, 3)?.f_to_kind(kind)?.f_contiguous()?.f_view([
-        batch * (nheads / heads),
-        seqlen * heads,
-        1,
-    ])?)
+    let by_group = lse.f_reshape([batch, nheads / heads, heads, seqlen])?.f_transpose(2, 3)?;
+    Ok(by_group.f_to_kind(kind)?.f_contiguous()?.f_view([batch * (nheads / heads), seqlen * heads, 1])?)
 }
 
 /// Inverts [`rows_from_lse`], into a new contiguous tensor.

@@ -96,13 +96,8 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
     };
     let rounded =
         |sum: Option<Tensor>, like: &Option<Tensor>| sum.zip(like.as_ref()).map(|(sum, like)| sum.f_to_kind(like.kind())).transpose();
-    Ok(Gradients {
-        dq,
-        dk,
-        dv,
-        dattn_bias: rounded(sums.dattn_bias, &inputs.options.attn_bias)?,
-        dsinks: rounded(sums.dsinks, &inputs.options.sinks)?,
-    })
+    let dattn_bias = rounded(sums.dattn_bias, &inputs.options.attn_bias)?;
+    Ok(Gradients { dq, dk, dv, dattn_bias, dsinks: rounded(sums.dsinks, &inputs.options.sinks)? })
 }
 
 /// Computes dq, dk and dv of one dense problem, and adds its part of the other gradients to `sums`.

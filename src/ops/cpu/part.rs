@@ -139,15 +139,9 @@ impl Span {
             2 => t.f_narrow(0, self.entry, self.entries),
             _ => t.f_unsqueeze(0),
         };
+        let dense = Attention { queries: Queries::Dense, keys: Keys::Dense, ..*a };
         Ok(Part {
-            a: Attention {
-                batch: self.entries,
-                seqlen_q: self.seqlen_q,
-                seqlen_k: self.seqlen_k,
-                queries: Queries::Dense,
-                keys: Keys::Dense,
-                ..*a
-            },
+            a: Attention { batch: self.entries, seqlen_q: self.seqlen_q, seqlen_k: self.seqlen_k, ..dense },
             first: self.entry,
             q: self.queries(&inputs.q)?,
             k: self.keys(&inputs.k)?,

@@ -11,9 +11,9 @@
 
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;
-use crate::limits::MAX_DRAFT_TOKENS;
+use crate::limits::MAX_DRAFT_TOKENS; // 64
 use crate::ops;
-use crate::ops::inputs::{Inputs, Target};
+use crate::ops::inputs::{Inputs, Target}; // Target: ATen on the CPU, or kernels
 use crate::options::scale_of_latents;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
@@ -145,7 +145,7 @@ impl Places {
     }
 
     fn write(&self, cache: &Tensor, values: &Tensor) -> Result<()> {
-        let _ = cache.shallow_clone().f_index_put_(&[Some(&self.entry), Some(&self.row)], values, false)?;
+        let _ = cache.shallow_clone().f_index_put_(&[Some(&self.entry), Some(&self.row)], values, false)?; // false: overwrites
         Ok(())
     }
 }
@@ -162,6 +162,7 @@ fn tokens(t: &Tensor) -> Result<Tensor> {
 pub(super) fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
     let token = Tensor::f_arange(count, (Kind::Int64, starts.device()))?;
     let sequence = match packed {
+        // not int32; the last start at or before the token
         true => token.f_bucketize(starts, false, true)?.f_add_scalar(-1)?.f_clamp(0, (a.batch - 1).max(0))?,
         false => token.f_floor_divide_scalar(count / a.batch)?,
     };
@@ -400,19 +401,14 @@ pub fn no_output(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 }
 
 /// Attends `q`, the call's or rotated, to keys, values and key counts as [`keys`] returns them. `fwd` computes NaN for invalid counts.
-pub fn attend_to(
-    q: &Tensor,
-    inputs: &Inputs,
-    a: &Attention,
-    (mut k, mut v, used): (Tensor, Tensor, Tensor),
-    seqlen_k: i64,
-) -> Result<(Tensor, Tensor)> {
-    let device = q.device();
+pub fn attend_to(q: &Tensor, inputs: &Inputs, a: &Attention, keys: (Tensor, Tensor, Tensor), seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let ((mut k, mut v, used), device) = (keys, q.device());
     let o = &inputs.options;
     let mut options = o.of_scores(Tensor::shallow_clone);
     if a.features.tree && seqlen_k > 0 && !a.has_no_output() {
         let s = Sequences::of(inputs, a)?;
         options.attn_bias = Some(seen_in_tree(inputs, a, [&s.q_start, &s.seqlen_q], &used, seqlen_k)?);
+        // -1: no bound
         (options.is_causal, options.window_left, options.window_right) = (false, -1, -1);
     }
     options.seqused_k = Some(used);

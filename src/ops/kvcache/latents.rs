@@ -57,6 +57,7 @@ fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Re
         window: Window::FULL,
         ..*a
     };
+    // v is not cast, numbers of q and k become one fp16 number each, and there is no softmax_lse yet
     let cast = Cast::new(&rows, &of_rows, Operands { v: None, low_column: 0 }, None, launcher)?;
     let [q, k] = [(&cast.inputs.q, q), (&cast.inputs.k, k)].map(|(cast, given)| cast.f_view(given.size().as_slice()));
     let scaled = Attention { softmax_scale: cast.problem.softmax_scale, ..*a };

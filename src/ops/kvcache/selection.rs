@@ -10,7 +10,7 @@
 use super::gather::{all, owners, Places, Sequences};
 use super::quantized::bytes;
 use crate::error::Result;
-use crate::limits::{MAX_SEQLEN, MAX_SEQUENCES, PAGE_SIZE_MULTIPLE};
+use crate::limits::{MAX_SEQLEN, MAX_SEQUENCES, PAGE_SIZE_MULTIPLE}; // 2^29 - 1, 2^25, 16
 use crate::ops::inputs::Inputs;
 use crate::options::Options;
 use crate::params::CacheFormat;
@@ -130,15 +130,17 @@ impl SmallPages {
 }
 
 fn gcd(a: i64, b: i64) -> i64 {
-    if b == 0 {
-        a
-    } else {
-        gcd(b, a % b)
+    match b {
+        0 => a,
+        _ => gcd(b, a % b),
     }
 }
 
-/// Computes the operator for calls with `kv_indices`, after the append: (out, softmax_lse). `attend` computes a call without them.
-pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: &dyn Fn(&Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
+/// Computes a call without `kv_indices`: (out, softmax_lse).
+type Attend<'a> = &'a dyn Fn(&Inputs) -> Result<(Tensor, Tensor)>;
+
+/// Computes a call with `kv_indices`, after the append: (out, softmax_lse).
+pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: Attend) -> Result<(Tensor, Tensor)> {
     let o = &inputs.options;
     let count = a.total_q().unwrap_or(a.batch * a.seqlen_q);
     let lists = o.kv_indices.as_ref().expect("the call has a selection");
@@ -187,7 +189,7 @@ fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs>
         sinks: o.sinks.as_ref().map(|t| part(t, 0, group)).transpose()?,
         // the limit of each query is the length of its own sequence
         is_causal: false,
-        window_right: -1,
+        window_right: -1, // no bound
         num_splits: o.num_splits,
         ..o.of_scores(Tensor::shallow_clone)
     };
@@ -196,12 +198,7 @@ fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs>
 }
 
 /// Computes out (queries, heads, headdim_v) and softmax_lse (queries, heads), some queries at a time.
-fn attend_to_blocks(
-    inputs: &Inputs,
-    a: &Attention,
-    selection: &Selection,
-    attend: &dyn Fn(&Inputs) -> Result<(Tensor, Tensor)>,
-) -> Result<(Tensor, Tensor)> {
+fn attend_to_blocks(inputs: &Inputs, a: &Attention, selection: &Selection, attend: Attend) -> Result<(Tensor, Tensor)> {
     let o = &inputs.options;
     let of_tokens = [&o.k_scale, &o.v_scale, &o.k_zero_point, &o.v_zero_point].into_iter().flatten();
     let caches = if a.has_latents() { vec![&inputs.k] } else { vec![&inputs.k, &inputs.v] };

@@ -52,7 +52,7 @@ fn read(tokens: &ChosenTokens, call: &Call, a: &Attention) -> Result<(Tensor, Te
     }
     let index = index.f_masked_fill(&missing, 0)?;
     let place = [index.f_floor_divide_scalar(page_size)?, index.f_remainder(page_size)?];
-    let at = |t: &Tensor| t.f_index(&[Some(&place[0]), Some(&place[1])]);
+    let at = |t: &Tensor| -> Result<Tensor> { Ok(t.f_index(&[Some(&place[0]), Some(&place[1])])?) };
     let rows = match a.cache_format() {
         CacheFormat::Unquantized => at(&cache.f_select(2, 0)?)?.f_to_kind(compute_kind(call.q.kind()))?,
         _ => dequantized(&cache.f_view_dtype(Kind::Uint8)?, &at, call, a)?,
@@ -64,12 +64,7 @@ fn read(tokens: &ChosenTokens, call: &Call, a: &Attention) -> Result<(Tensor, Te
 ///
 /// A row of headdim 576 has 512 codes, four fp32 scales of 128 codes each, and 64 16-bit columns. Of headdim 512: 448 codes and 64 16-bit
 /// columns; after all rows of a page come eight bytes for each, whose first seven are exponents of scales, of 64 codes each.
-fn dequantized(
-    cache: &Tensor,
-    at: &dyn Fn(&Tensor) -> std::result::Result<Tensor, tch::TchError>,
-    call: &Call,
-    a: &Attention,
-) -> Result<Tensor> {
+fn dequantized(cache: &Tensor, at: &dyn Fn(&Tensor) -> Result<Tensor>, call: &Call, a: &Attention) -> Result<Tensor> {
     let kind = compute_kind(call.q.kind());
     let [pages, page_size] = [cache.size()[0], cache.size()[1]];
     let codes = a.headdim - TAIL;

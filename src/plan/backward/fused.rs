@@ -2,7 +2,7 @@
 
 use super::plan::BackwardPlan;
 use crate::kernels::{Kernels, Pass, Variant, COMPILED};
-use crate::plan::choose::{choose, sized};
+use crate::plan::choose::{choose, sized}; // choose: the tuned or cheapest kernel; sized: with smaller blocks where faster
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
 use crate::plan::kernel::{planned, Reason};

@@ -8,9 +8,9 @@ use super::plan::{BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
-use crate::limits::MAX_GRID_YZ;
-use crate::plan::choose::{choose, of_all_sizes, sized, Chosen};
-use crate::plan::device::{cached_plan, DeviceLimits, PlanCache};
+use crate::limits::MAX_GRID_YZ; // 65535
+use crate::plan::choose::{choose, of_all_sizes, sized, Chosen}; // choose: tuned or cheapest kernels; sized: smaller blocks where faster
+use crate::plan::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if its key is the same
 use crate::plan::features::{features, BackwardMode};
 use crate::plan::kernel::{of_rows, planned, rows_and_heads, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use crate::plan::stream_k::pays;
@@ -130,7 +130,8 @@ impl Planner<'_> {
     /// Plans a pass whose third kernel computes dq.
     fn separate(&self, chosen: Chosen<3>) -> Parts {
         let chosen = self.sized(chosen);
-        Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false), stream_k: None }
+        let with_tail = false;
+        Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], with_tail), stream_k: None }
     }
 
     /// Plans launches of a main kernel that takes a part of the key blocks, with their time (see [`blocks_of_launch`]). None: there is no
@@ -299,11 +300,10 @@ fn blocks_of_launch(main: &Variant, KeyBlocks { large: blocks, tail }: KeyBlocks
     let per_accumulator = 0.8 * FLOPS_PER_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / resident_blocks as f64);
     let tail = tail.map_or(0, |(_, small_blocks)| small_blocks);
     let of_tail = if tail > 0 { TAIL_TIME } else { 0.0 };
-    // `sums`: accumulators, and key blocks of a head in a launch
-    let cost =
-        |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * per_accumulator;
+    // `n`: accumulators, and key blocks of a head in a launch
+    let cost = |n: u64| (blocks / n) as f64 * block_times(n) + block_times(blocks % n) + of_tail + n as f64 * per_accumulator;
     // a tail begins where a launch ends, and needs an accumulator for each of its blocks
-    let possible = (1..=blocks.min(MAX_ACCUMULATORS)).filter(|&sums| tail == 0 || (blocks % sums == 0 && tail <= sums));
+    let possible = (1..=blocks.min(MAX_ACCUMULATORS)).filter(|&n| tail == 0 || (blocks % n == 0 && tail <= n));
     let best = possible.min_by(|&a, &b| cost(a).total_cmp(&cost(b)))?;
     Some((cost(best), best as u32))
 }

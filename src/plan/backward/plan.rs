@@ -1,8 +1,8 @@
-//! The plan of a backward pass: what mod.rs returns, and src/ops/device.rs launches. P are probabilities, dS gradients of scores. Where both
+//! The plan of a backward pass: mod.rs returns it, src/ops/device.rs launches it. P are probabilities, dS gradients of scores. Where both
 //! are stored, for large headdims or fp32, [`StoredPlan`] divides them into tiles and launches, so that memory stays bounded.
 
 use crate::kernels::{Scratch, Variant};
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::plan::kernel::{chunks, rounded, scratch, PlannedKernel};
 use crate::problem::Attention;
 
@@ -170,11 +170,7 @@ impl StoredPlan {
 
     /// Returns the rows, of [`STORED_ROWS`] fp16 numbers, of a tile (`kStoredTile` in csrc/backward/stored_scores.cuh).
     pub fn tile_rows(&self) -> i64 {
-        if self.split {
-            2 * STORED_ROWS + 1
-        } else {
-            STORED_ROWS
-        }
+        STORED_ROWS + if self.split { STORED_ROWS + 1 } else { 0 } // low parts, and a row of units
     }
 
     /// Returns true if each launch fills a GPU, as far as the problem does.

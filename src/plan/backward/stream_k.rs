@@ -6,7 +6,7 @@
 //! blocks (those that the GPU holds at once). A stream-K grid splits key blocks with more steps than a limit; each split is a block.
 
 use crate::kernels::Variant;
-use crate::limits::MAX_BACKWARD_SPLITS;
+use crate::limits::MAX_BACKWARD_SPLITS; // 384
 use crate::params::StreamKSplit;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::problem_block;
@@ -26,9 +26,8 @@ const MAX_WAVES: u64 = 8;
 const MAX_SCRATCH: u64 = 64 << 20;
 /// Keys of a block.
 const LARGE_BLOCK: u32 = 128;
-/// Time of smaller blocks, percent of that of large ones. At headdim 64, with 1024 queries and keys and 32
-/// heads on 8 KV heads, a step takes 3.1 us instead of 5.2. There smaller blocks have two roles of warps (P and dV; dS and dK), large ones
-/// have one.
+/// Time of smaller blocks, percent of that of large ones. At headdim 64, with 1024 queries and keys and 32 heads on 8 KV heads, a step
+/// takes 3.1 us instead of 5.2. There smaller blocks have two roles of warps (P and dV; dS and dK), large ones have one.
 const SMALL_PERCENT: u64 = 60;
 /// Limits of a split's steps that are tried: 2 to 19 twentieths of the longest key block.
 const PARTS: u32 = 20;
@@ -148,10 +147,9 @@ impl BackwardStreamKPlan {
 
     /// Returns the number of splits of a key block; 1: it is whole.
     fn splits(&self, block: u32) -> u32 {
-        if block < self.first_split {
-            1
-        } else {
-            self.shape.steps(block).div_ceil(self.limit).max(1)
+        match block < self.first_split {
+            true => 1,
+            false => self.shape.steps(block).div_ceil(self.limit).max(1),
         }
     }
 
@@ -231,7 +229,7 @@ impl BackwardStreamKPlan {
             tile: split.key_block as u16,
             first: split.first_step as u16,
             end: split.end_step as u16,
-            part: StreamKSplit::part(split.number as u16, split.of as u16),
+            part: StreamKSplit::part(split.number as u16, split.of as u16), // 256 * number + splits
         };
         let (first_tile, tiles, max_splits) = self.split_blocks();
         BackwardStreamKSchedule { splits: self.blocks().iter().map(encoded).collect(), first_tile, tiles, max_splits }
