@@ -8,6 +8,7 @@ import copy
 import importlib
 import json
 import os
+import re
 import struct
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 
 import reference
 from conftest import INFO, LIBRARY, REPOSITORY, need
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 from processes import run_forked
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -24,7 +26,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the benchmarks measure the package's library", allow_module_level=True)
-
 
 sys.path.insert(0, str(REPOSITORY))
 from benchmarks import driver, report, volta
@@ -42,7 +43,7 @@ def run(module: str, *arguments: object) -> None:
 
 
 def main(module: str, *arguments: object) -> int:
-    """Calls the main function of benchmarks.MODULE in this process. A second word of `module` is its subcommand."""
+    """Calls the main function of benchmarks.MODULE in this process. Returns its exit status. A second word of `module` is a subcommand."""
     module, *words = module.split()
     return importlib.import_module(f"benchmarks.{module}").main([*words, *map(str, arguments)])
 
@@ -138,14 +139,12 @@ def test_kept_figures_depend_on_all_of_their_key(tmp_path):
     assert driver.Kept(file).get({"gpu": "t4", "launches": ["a"]}) == [1.0]
     assert driver.Kept(file).get({"gpu": "t4", "launches": ["b"]}) is None
     file.write_text(json.dumps({"gpu": "t4", "name": "a row of an earlier version", "figures": [1.0]}) + "\n")
-    with pytest.raises(CommandError, match="--resume: got .*kept.jsonl, which another version wrote"):
-        driver.Kept(file)
+    refused(CommandError, "--resume: got .*kept.jsonl, which another version wrote", driver.Kept, file)
 
 
 def test_figures_that_cannot_be_kept_are_an_error_at_the_start(tmp_path):
     for file in (tmp_path, tmp_path / "no folder" / "kept.jsonl"):
-        with pytest.raises(CommandError, match=f"--resume: got {file}, expected a file to read and write"):
-            driver.Kept(file)
+        refused(CommandError, f"--resume: got {file}, expected a file to read and write", driver.Kept, file)
 
 
 def test_long_sequences(tmp_path):
@@ -182,13 +181,11 @@ def test_cubins_of_a_fat_binary(tmp_path):
     library = tmp_path / "library.so"
     library.write_bytes(b"text" + struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries + b"rest")
     assert [c.rstrip(b"\0") for c in pytorch_fmha.cubins(library, 75)] == [b"cubin for 75"]
-    with pytest.raises(CommandError, match="expected that of torch 2.7.1"):
-        main("pytorch_fmha", "v100", library, tmp_path / "volta-sim")
-    with pytest.raises(CommandError, match="expected that of torch 2.11.0"):
-        main("pytorch_fmha", "titanrtx", library, tmp_path / "volta-sim")
+    for gpu, torch_version in (("v100", "2.7.1"), ("titanrtx", "2.11.0")):
+        refused(CommandError, f"expected that of torch {torch_version}", main, "pytorch_fmha", gpu, library, tmp_path / "volta-sim")
     for gpu, torch_version in (("v100", "2.7.1"), ("t4", "2.11.0")):
-        with pytest.raises(CommandError, match=f"expected that of torch {torch_version}"):
-            main("models", "--gpu", gpu, "--pytorch", library, "volta-sim", "--only", "SDXL, 64x64 to text")
+        arguments = ("--gpu", gpu, "--pytorch", library, "volta-sim", "--only", "SDXL, 64x64 to text")
+        refused(CommandError, f"expected that of torch {torch_version}", main, "models", *arguments)
 
 
 def test_the_clock_rates_of_gpus_are_the_simulators():
@@ -256,9 +253,7 @@ def test_plan(capsys):
 )
 def test_wrong_arguments(module, arguments, named):
     """The error has one line, which names the argument."""
-    with pytest.raises(CommandError) as complaint:
-        main(module, *arguments)
-    assert named in str(complaint.value) and "\n" not in str(complaint.value)
+    refused(CommandError, re.escape(named), main, module, *arguments)
 
 
 def test_decode_sweep(tmp_path):
@@ -307,8 +302,7 @@ def test_models(tmp_path):
     assert main("models", "--only", "SDXL, 64x64 to text", *outputs(tmp_path, "models")) == 0
     (found,) = results(tmp_path, "models")
     assert found["tflops"][0] == pytest.approx(4 * 2 * 10 * 4096 * 77 * 64 / found["us"][0] / 1e6) and 0 < found["share"][0] < 1
-    with pytest.raises(CommandError, match="--only: got nothing"):
-        main("models", "--only", "nothing")
+    refused(CommandError, "--only: got nothing", main, "models", "--only", "nothing")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -355,8 +349,7 @@ def test_docs(tmp_path):
     assert page.read_text() == "before\n<!-- begin a -->\nnew \\1\n<!-- end a -->\n<!-- begin b -->\nkept\n<!-- end b -->\nafter\n"
     assert (tmp_path / "images" / "a.png").read_bytes() == PNG
     (folder / "c.md").write_text("no such section")
-    with pytest.raises(CommandError, match="begin c"):
-        main("docs", folder, "--page", page)
+    refused(CommandError, "begin c", main, "docs", folder, "--page", page)
 
 
 def test_kv_perplexity(monkeypatch, capsys):

@@ -316,10 +316,8 @@ def test_strides_of_packed_tensors(backend, layout):
     else:
         q, k, v = torch.stack([q, k, v], 1).unbind(1)
     found = backend.forward(q, k, v, **options)
-    for a, b in zip(found, expected):
-        assert torch.equal(a, b)
-    for a, b in zip(backend.backward(dout, q, k, v, *found, deterministic=True, **options)[0], gradients):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, backend.backward(dout, q, k, v, *found, deterministic=True, **options)[0], gradients))
 
 
 #: Sequences by backend: more than 10,000, or what the simulator runs in seconds.

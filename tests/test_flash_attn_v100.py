@@ -1,8 +1,9 @@
 """volta_fa's functions with the interfaces of other FlashAttention packages for these GPUs, against attention in fp64.
 
 Three packages are called flash_attn_v100: one of 2023, one of 2026 (with flash-attn 2's arguments), and that of 1Cat-vLLM, which has
-functions for paged caches. flash_attn_turing is the fourth. Their compiled functions take (batch, nheads, seqlen, headdim), "heads first".
-"""
+functions for paged caches. flash_attn_turing is the fourth. Compiled functions of flash_attn_v100 take (batch, nheads, seqlen, headdim),
+"heads first". flash_attention.py has the fp64 reference (`attention`, and `packed` for sequences of LENGTHS: numbers of queries and keys),
+comparisons in the backend's dtype (`close`, `close_lse`), and `refused`, which checks an error. BACKENDS: CPU in fp64 and fp32, GPU."""
 
 import inspect
 import sys
@@ -11,7 +12,7 @@ import types
 import pytest
 import torch
 
-from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed
+from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed, refused
 from volta_fa.integrations.flash_attn import interface, turing, v100
 from volta_fa.integrations.stand_in import provide_flash_attn_v100
 from volta_fa.integrations.vllm import paged
@@ -48,10 +49,9 @@ def test_arguments_of_2023_and_of_2026(backend):
     ]
     for args, options, expected in cases:
         close(backend, v100.flash_attn_func(q, k, v, *args, **options), attention(q, k, v, **expected)[0])
-    with pytest.raises(ValueError, match="dropout_p: got 0.3 as the only argument after v, expected its name"):
-        v100.flash_attn_func(q, k, v, 0.3, causal=True)
-    with pytest.raises(TypeError, match="got 6 arguments by position"):
-        v100.flash_attn_func(q, k, v, 0.3, True, (-1, -1))
+    message = "dropout_p: got 0.3 as the only argument after v, expected its name"
+    refused(ValueError, message, v100.flash_attn_func, q, k, v, 0.3, causal=True)
+    refused(TypeError, "got 6 arguments by position", v100.flash_attn_func, q, k, v, 0.3, True, (-1, -1))
 
 
 @BACKENDS
@@ -127,10 +127,10 @@ def test_paged_functions(backend, kv_cache_dtype, window):
         result = v100.flash_attn_decode_paged(q[:, 0], *arguments, out=out, max_seq_len_hint=64, **options)
         assert out is None or result is out
         close(backend, result, expected(q[:, :1])[:, 0])
-    with pytest.raises(ValueError, match="kv_cache_dtype: got `int8_per_token_head`, expected auto or float16"):
-        v100.flash_attn_decode_paged(q[:, 0], *arguments, kv_cache_dtype="int8_per_token_head")
-    with pytest.raises(ValueError, match=r"out: got shape \(2, 4, 15\) of dtype .* expected shape \(2, 4, 16\)"):
-        v100.flash_attn_decode_paged(q[:, 0], *arguments, out=into[..., 1:], **options)
+    decode, arguments = v100.flash_attn_decode_paged, (q[:, 0], *arguments)
+    message = "kv_cache_dtype: got `int8_per_token_head`, expected auto or float16"
+    refused(ValueError, message, decode, *arguments, kv_cache_dtype="int8_per_token_head")
+    refused(ValueError, r"out: got shape \(2, 4, 15\) of .* expected shape \(2, 4, 16\)", decode, *arguments, out=into[..., 1:], **options)
 
 
 @BACKENDS
@@ -165,8 +165,7 @@ def test_the_stand_in_has_all_three_packages(monkeypatch):
     other = types.ModuleType("flash_attn_v100")
     other.__file__ = "elsewhere.py"
     monkeypatch.setitem(sys.modules, "flash_attn_v100", other)
-    with pytest.raises(RuntimeError, match="flash_attn_v100 was imported before from elsewhere.py"):
-        provide_flash_attn_v100()
+    refused(RuntimeError, "flash_attn_v100 was imported before from elsewhere.py", provide_flash_attn_v100)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -200,15 +199,13 @@ def test_turing_varlen(backend, causal):
     want = torch.autograd.grad(expected, leaves, dout.to(expected.dtype))
     for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *lengths), want):
         close(backend, found, right, LSE_ROUNDING)
-    with pytest.raises(ValueError, match="lse: got shape"):
-        turing.varlen_bwd(q, k, v, out, lse[..., 1:], dout, *lengths)
+    refused(ValueError, "lse: got shape", turing.varlen_bwd, q, k, v, out, lse[..., 1:], dout, *lengths)
     if q.is_cuda:  # lengths are not validated: rows after the last sequence belong to none and change nothing
         padded = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 20), value=1.0) for t in (q, out, dout)]
         assert torch.equal(turing.varlen_fwd(padded[0], k, v, *lengths)[1], lse)
         close(backend, turing.varlen_bwd(padded[0], k, v, padded[1], lse, padded[2], *lengths)[0][: len(q)], want[0], LSE_ROUNDING)
         return
-    more_rows = [torch.cat([t, t]) for t in (q, out, dout)]
-    with pytest.raises(ValueError, match="cu_seqlens_q: got .* as its last value"):
-        turing.varlen_bwd(more_rows[0], k, v, more_rows[1], lse, more_rows[2], *lengths)
-    with pytest.raises(ValueError, match="max_seqlen_q"):
-        turing.varlen_bwd(q, k, v, out, lse[..., :1], dout, *lengths[:2], 1, *lengths[3:])
+    more_q, more_out, more_dout = (torch.cat([t, t]) for t in (q, out, dout))
+    message = "cu_seqlens_q: got .* as its last value"
+    refused(ValueError, message, turing.varlen_bwd, more_q, k, v, more_out, lse, more_dout, *lengths)
+    refused(ValueError, "max_seqlen_q", turing.varlen_bwd, q, k, v, out, lse[..., :1], dout, *lengths[:2], 1, *lengths[3:])

@@ -267,8 +267,7 @@ def test_autocast(backend):
     others = (problem.q.float(), *(t.float() for t in problem.new))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = fwd_kvcache(others[0], *caches, *others[1:], **problem.options)
-    for a, b in zip(found, expected):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("rotary", [False, True])
