@@ -88,7 +88,6 @@ CASES = [
     Masked(changed(used=(0, 100), is_causal=True)),
 ]
 
-
 #: Cases for all dtypes, a third of all. The others run in fp32 on the CPU and in fp16 on kernels; slow tests run all in every dtype.
 OF_EACH_DTYPE = CASES[1:4] + CASES[10:12] + CASES[17::2]
 

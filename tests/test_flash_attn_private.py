@@ -12,12 +12,7 @@ import flash_attention
 from conftest import on
 from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, in_pages, packed, refused, slopes_of
 from volta_fa.integrations.flash_attn import compiled, private
-from volta_fa.integrations.flash_attn.private import (
-    _flash_attn_backward,
-    _flash_attn_forward,
-    _flash_attn_varlen_backward,
-    _flash_attn_varlen_forward,
-)
+from volta_fa.integrations.flash_attn.private import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_forward
 
 #: Positional arguments of the calls below have this order.
 OPTIONS = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
@@ -116,7 +111,7 @@ def test_varlen(backend, case):
     options, positional = split(backend, case, len(lengths_q), 4)
 
     def backward(dout, out, lse, given, rng_state):
-        return _flash_attn_varlen_backward(dout, *operands, out, lse, *given, *lengths, *positional, True, rng_state)
+        return private._flash_attn_varlen_backward(dout, *operands, out, lse, *given, *lengths, *positional, True, rng_state)
 
     check(
         backend, lambda leaves, keep: packed(*leaves, lengths_q, lengths_k, keep=keep, **options), operands,

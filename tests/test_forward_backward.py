@@ -91,7 +91,6 @@ REAL = [
     Case(700, 300, 32, nheads=3, window_left=120, window_right=40),
 ]
 
-
 #: Larger ones, with the lengths and headdims of flash-attn's tests.
 GPU_CASES = [
     Case(m, n, d, batch=b, nheads=h, is_causal=c)

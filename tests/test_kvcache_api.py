@@ -196,7 +196,6 @@ def test_importing_registers_the_name_and_activates_nothing():
 
 # ---- anchored windows, against a mask in fp64 ------------------------------------------------------------------------
 
-
 HEADS, KV_HEADS, HEADDIM = 4, 2, 64
 #: queries, keys, anchors, window
 SIZES = [(70, 70, 4, 20), (5, 90, 33, 0), (70, 70, 0, 9), (40, 50, 45, 12), (1, 64, 16, 30), (9, 9, 4, 100), (30, 31, 1, 29)]

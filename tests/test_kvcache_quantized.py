@@ -242,7 +242,6 @@ STAGED = [
     for group, page in zip(range(1, 9), (16, 64, 256, 48, 0, 16, 32, 256))
 ]  # fmt: skip
 
-
 MANY = ((40, 60, 40), (40, 0, 40), (40, 129, 40), (40, 200, 40))
 #: More query rows than decode kernels take (64 per KV head), so the call dequantizes the tokens before a forward kernel.
 DEQUANTIZED = [
