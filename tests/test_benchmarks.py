@@ -12,6 +12,7 @@ import re
 import struct
 import sys
 import time
+from argparse import Namespace
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the benchmarks measure the package's library", allow_module_level=True)
 
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks import driver, report, volta
+from benchmarks import block_mask, decode, docs, driver, long_sequences, models, pytorch_fmha, report, sparse, volta
 from benchmarks.attention import Shape
+from benchmarks.measure import simulated
 from volta_fa import progress
 from volta_fa.errors import CommandError
 
@@ -150,8 +152,6 @@ def test_figures_that_cannot_be_kept_are_an_error_at_the_start(tmp_path):
 def test_long_sequences(tmp_path):
     """L2 misses of K and V slow long sequences down. The figures are simulated with the data rate that remains."""
     need("sim")
-    from benchmarks import long_sequences
-
     # K and V of a head of 128 take 512 bytes a token: L2 holds 12,288 tokens of them, or 24,576 at headdim 64
     assert [long_sequences.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
     assert long_sequences.miss_share(32768, 64) == 0.25
@@ -167,8 +167,6 @@ def test_long_sequences(tmp_path):
 
 def test_cubins_of_a_fat_binary(tmp_path):
     """Finds the machine code of one architecture in a library's fat binary, and rejects the library of another torch release."""
-    from benchmarks import pytorch_fmha
-
     # a fat binary: magic, version 1, bytes of this header and of the entries. An entry's header: kind 2 (cubin), version, its own size
     # of 64, size of the content, and the architecture at byte 28
     entries = b""
@@ -190,8 +188,6 @@ def test_cubins_of_a_fat_binary(tmp_path):
 
 def test_the_clock_rates_of_gpus_are_the_simulators():
     need("sim")
-    from benchmarks.measure import simulated
-
     for name, gpu in driver.GPUS.items():
         (work,) = volta.Case(volta.FORWARD, Shape(1, 1, 64, 64, 64, False)).calls("cpu")
         timing = simulated(work, "", name)[0]["timing"]
@@ -201,9 +197,6 @@ def test_the_clock_rates_of_gpus_are_the_simulators():
 def test_a_timed_block_combines_partial_results():
     """Many blocks share a row tile. The last of them alone computes softmax_lse, by a logarithm."""
     need("sim")
-    from benchmarks import decode, sparse
-    from benchmarks.measure import simulated
-
     for case in (decode.Case(128, (2048,), 4, kv_heads=8), sparse.SparseCase(1, heads=8, headdim=512, topk=448)):
         (work,) = case.calls("cpu")
         assert "MUFU.LG2" in simulated(work, "", "v100")[-1]["timing"]["mix"]
@@ -259,8 +252,6 @@ def test_wrong_arguments(module, arguments, named):
 def test_decode_sweep(tmp_path):
     """Figures of decoding by page size and by rows: the Markdown section has those of the JSON."""
     need("sim")
-    from benchmarks import decode, docs
-
     small = ["--headdims", "64", "--tokens", "128", "--sweeps", "page", "rows"]
     assert main("decode", "--sweep", *small, *outputs(tmp_path, "decode_sweep")) == 0
     found = results(tmp_path, "decode_sweep")
@@ -308,19 +299,13 @@ def test_models(tmp_path):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), [(7, 7, 0), (7, 7, 3), (3, 9, 0), (3, 9, 4), (9, 5, 2)])
 def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
-    from benchmarks.models import Attention, Case
-
-    case = Case(Attention(1, 1, 64, causal=causal, window=window), 1, seqlen_q, seqlen_k, backward=False)
+    case = models.Case(models.Attention(1, 1, 64, causal=causal, window=window), 1, seqlen_q, seqlen_k, backward=False)
     bound = window or -1  # -1: no window
     assert case.visible_pairs() == reference.tolerance.visible(seqlen_q, seqlen_k, causal, bound, bound).sum()
 
 
 def test_models_have_a_row_for_all_gpus(tmp_path):
     """Waves have another number of heads on each GPU. Turing has no kernels for latents."""
-    from argparse import Namespace
-
-    from benchmarks import models
-
     options = Namespace(gpu=["v100", "rtx2080ti"], store=driver.Kept(tmp_path / "kept"), pytorch=None)
     launch = {"us": 1e3, "call": 0, "kernel": "k"}
     found = [driver.Result(row, [[launch], [launch]], 1e3) for row in models.rows(options)]
@@ -361,20 +346,20 @@ def test_kv_perplexity(monkeypatch, capsys):
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
     kv_perplexity.register()
-    models = {}
+    both = {}
     for name in ("eager", "kv_perplexity"):
         torch.manual_seed(0)
-        models[name] = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).eval()
-        for parameter in models[name].parameters():
+        both[name] = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).eval()
+        for parameter in both[name].parameters():
             parameter.data.mul_(5 if parameter.dim() > 1 else 1)
-        for layer in models[name].model.layers:
+        for layer in both[name].model.layers:
             layer.self_attn.k_proj.weight.data[3] *= 30
     tokens = torch.arange(64)[None] * 37 % 128
     with torch.no_grad():
-        expected, found = (model(tokens, use_cache=False).logits for model in models.values())
+        expected, found = (model(tokens, use_cache=False).logits for model in both.values())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
-    monkeypatch.setattr(kv_perplexity, "load", lambda: (models["kv_perplexity"], lambda text: {"input_ids": [ord(c) % 128 for c in text]}))
+    monkeypatch.setattr(kv_perplexity, "load", lambda: (both["kv_perplexity"], lambda text: {"input_ids": [ord(c) % 128 for c in text]}))
     assert main("kv_perplexity", "--windows", 2, "--seqlen", 64) == 0
     lines = capsys.readouterr().out.partition("2 windows")[2].splitlines()[1:]
     kl = {line.partition("perplexity")[0].strip(): float(line.rpartition("KL")[2]) for line in lines}
@@ -384,8 +369,6 @@ def test_kv_perplexity(monkeypatch, capsys):
 
 
 def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
-    from benchmarks import block_mask
-
     options, pairs = block_mask.options_of(block_mask.Mask("forward", 0.25, True, 1024), False)
     assert pairs == 8 * 2 * 128 * 128  # 8 blocks of 128 rows see 25%, two, of 8 blocks of 128 keys
     q = torch.randn(1, 1024, 1, 8)

@@ -13,6 +13,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,10 +71,7 @@ def test_check_torch(name, right, monkeypatch):
 
 def test_check_torch_that_is_missing_or_broken(monkeypatch):
     def fails(error):
-        def import_module(name):
-            raise error
-
-        monkeypatch.setattr(check_build_env.importlib, "import_module", import_module)
+        monkeypatch.setattr(check_build_env.importlib, "import_module", Mock(side_effect=error))
         return check_build_env.check_torch()
 
     assert "torch is not installed" in fails(ModuleNotFoundError("torch"))

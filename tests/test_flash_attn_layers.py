@@ -24,6 +24,7 @@ MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
@@ -211,7 +212,6 @@ def test_rotary_compiles_with_symbolic_sizes(name):
     """Sizes are symbolic once a second shape came, even one of another rank. The gradient, and what is written in place, stay."""
     function, calls = SYMBOLIC[name]
     cos, sin = tables(30, 4)
-    torch.compiler.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for shape, options in calls:
         x, dout = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
@@ -222,7 +222,6 @@ def test_rotary_compiles_with_symbolic_sizes(name):
             found.append((out, *torch.autograd.grad(out, leaf, dout), leaf))
         torch.testing.assert_close(found[1], found[0])
         assert torch.equal(found[1][-1], x) == (name == "copy")
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -301,7 +300,6 @@ def test_rotary_embedding_of_a_module_in_half_precision():
 
 def test_rotary_embedding_compiles():
     """The tables grow in a compiled program too, whose sizes are symbolic from the second length on."""
-    torch.compiler.reset()
     rotary, compiled = RotaryEmbedding(8), torch.compile(RotaryEmbedding(8), backend="aot_eager", fullgraph=True)
     for seqlen in (5, 7, 6):
         qkv = torch.randn(2, seqlen, 3, 2, 16, requires_grad=True)
@@ -309,7 +307,6 @@ def test_rotary_embedding_compiles():
         torch.testing.assert_close(found, expected)
         weights = torch.randn_like(expected)
         torch.testing.assert_close(torch.autograd.grad(found, qkv, weights), torch.autograd.grad(expected, qkv, weights))
-    torch.compiler.reset()
 
 
 def test_rotary_embedding_trains_after_inference_mode():
