@@ -2,7 +2,8 @@
 
 Figures are measured on the CPU, or simulated (volta-sim, cycles of a V100 or Turing GPU). A benchmark (benchmarks.driver) has rows, which
 are cases with a name, and writes JSON, a plot and a Markdown section. Simulated figures are lists by machine model (driver.MODELS): [0] of
-the default model, [1] with a perfect instruction cache. `need("sim")` skips a test without the simulator."""
+the default model (its name is ""), [1] with a perfect instruction cache. `simulated(work, model, gpu)` returns a report of each launch.
+`need("sim")` skips a test without the simulator."""
 
 import copy
 import importlib
@@ -189,7 +190,7 @@ def test_cubins_of_a_fat_binary(tmp_path):
 def test_the_clock_rates_of_gpus_are_the_simulators():
     need("sim")
     for name, gpu in driver.GPUS.items():
-        (work,) = volta.Case(volta.FORWARD, Shape(1, 1, 64, 64, 64, False)).calls("cpu")
+        (work,) = volta.Case(volta.FORWARD, Shape(batch=1, nheads=1, seqlen_q=64, seqlen_k=64, headdim=64)).calls("cpu")
         timing = simulated(work, "", name)[0]["timing"]
         assert timing["kernel_us"] == pytest.approx(timing["kernel_cycles"] / gpu.ghz / 1e3)
 
@@ -197,7 +198,7 @@ def test_the_clock_rates_of_gpus_are_the_simulators():
 def test_a_timed_block_combines_partial_results():
     """Many blocks share a row tile. The last of them alone computes softmax_lse, by a logarithm."""
     need("sim")
-    for case in (decode.Case(128, (2048,), 4, kv_heads=8), sparse.SparseCase(1, heads=8, headdim=512, topk=448)):
+    for case in (decode.Case(128, lengths=(2048,), group=4, kv_heads=8), sparse.SparseCase(queries=1, heads=8, headdim=512, topk=448)):
         (work,) = case.calls("cpu")
         assert "MUFU.LG2" in simulated(work, "", "v100")[-1]["timing"]["mix"]
 
@@ -299,8 +300,9 @@ def test_models(tmp_path):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), [(7, 7, 0), (7, 7, 3), (3, 9, 0), (3, 9, 4), (9, 5, 2)])
 def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
-    case = models.Case(models.Attention(1, 1, 64, causal=causal, window=window), 1, seqlen_q, seqlen_k, backward=False)
-    bound = window or -1  # -1: no window
+    attention = models.Attention(nheads=1, nheads_k=1, headdim=64, causal=causal, window=window)
+    case = models.Case(attention, 1, seqlen_q, seqlen_k, backward=False)
+    bound = window or -1  # window 0 and bound -1: all keys
     assert case.visible_pairs() == reference.tolerance.visible(seqlen_q, seqlen_k, causal, bound, bound).sum()
 
 
@@ -369,11 +371,11 @@ def test_kv_perplexity(monkeypatch, capsys):
 
 
 def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
-    options, pairs = block_mask.options_of(block_mask.Mask("forward", 0.25, True, 1024), False)
+    options, pairs = block_mask.options_of(block_mask.Mask("forward", density=0.25, partial=True, seqlen=1024), False)
     assert pairs == 8 * 2 * 128 * 128  # 8 blocks of 128 rows see 25%, two, of 8 blocks of 128 keys
     q = torch.randn(1, 1024, 1, 8)
     torch.ops.volta_fa.fwd(q, q, q, **options, check_lengths=True)
-    masks = [block_mask.Mask("forward", 1.0, partial, 4096) for partial in (False, True)]
+    masks = [block_mask.Mask("forward", density=1.0, partial=partial, seqlen=4096) for partial in (False, True)]
     cases = [block_mask.Case(mask, 64, 5) for mask in masks]  # headdim, heads
     # TFLOP/s of plain, of full and of partial blocks
     found = [

@@ -398,6 +398,7 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
     seen = []
 
     def planned(point, target, name):
+        # batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal
         shape = (1, point.seqlen, point.seqlen, point.nheads, point.nheads, point.headdim, point.headdim, point.causal)
         seen.append(json.loads(torch.ops.volta_fa._plan(*shape, device=-1))["forward"]["name"])
         return lambda: None

@@ -284,7 +284,7 @@ def test_masks_are_kept_while_values_are(name):
     masks = []
     for n in (40, 40, 17, 40):
         change(n)
-        masks.append(kept.block_mask_of(source_of(partial_block(mask_mod), 1, 2)))
+        masks.append(kept.block_mask_of(source_of(partial_block(mask_mod), batch=1, heads=2)))
     assert masks[0] is masks[1] is masks[3] and masks[2] is not masks[0]
 
 

@@ -347,6 +347,7 @@ MORE_LAUNCHES = [
 def test_several_launches(backend, case):
     """Each launch of the deterministic pass adds dq into accumulators (splits) of its own key blocks."""
     (q, k, v, dout), options = case.problem(backend)
+    # batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v
     shape = (case.entries, *case.longest, case.nheads, case.nheads_k or case.nheads, case.headdim, case.headdim)
     features = ",".join(["varlen"] * bool(case.lengths) + ["fp32_gradients"] * (q.dtype == torch.bfloat16))
     planned, default = (

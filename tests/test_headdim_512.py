@@ -46,7 +46,7 @@ def test_on_the_cpu(backend, case):
 def test_limits():
     """Both families have two block sizes, so test_kernels runs all of them."""
     assert sorted(VARIANTS.values()) == [70, 70, 75, 75]
-    assert torch.ops.volta_fa._max_headdim(0) == INFO["limits"]["max_headdim"] == 512
+    assert torch.ops.volta_fa._max_headdim(0) == INFO["limits"]["max_headdim"] == 512  # 0: of the CPU
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
