@@ -27,12 +27,9 @@ def test_only_the_gradients_asked_for(backend):
     """out requires a gradient if any of q, k, v, the bias and sinks does, and backward gives those alone."""
     q, k, v, dout = Case(5, 6, 8).inputs(backend)
     for wanted in ([0], [1], [2], [0, 2]):
-        inputs = [q.clone(), k.clone(), v.clone()]
-        for i in wanted:
-            inputs[i].requires_grad_()
+        inputs = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((q, k, v))]
         fwd(*inputs).backward(dout)
-        for i, t in enumerate(inputs):
-            assert (t.grad is not None) == (i in wanted)
+        assert [i for i, t in enumerate(inputs) if t.grad is not None] == wanted
     with torch.no_grad():
         assert not fwd(*leaves((q, k, v))).requires_grad
     assert not fwd(q, k, v).requires_grad

@@ -493,9 +493,8 @@ def fake_nvidia_smi(tmp_path, monkeypatch, script):
 
 
 def test_output_of_nvidia_smi(tmp_path, monkeypatch):
-    fake_nvidia_smi(
-        tmp_path, monkeypatch, "echo '535.104.05, 88.00.4F, 1290, 1530, 877, 877, 41.2, 300.00, 300.00, 35, 98, Enabled, [N/A], 0x0'"
-    )
+    fields = "535.104.05, 88.00.4F, 1290, 1530, 877, 877, 41.2, 300.00, 300.00, 35, 98, Enabled, [N/A], 0x0"
+    fake_nvidia_smi(tmp_path, monkeypatch, f"echo '{fields}'")
     found = machine.ask("0")
     assert found["driver"] == "535.104.05" and found["sm_clock_max_mhz"] == 1530 and found["power_limit_w"] == 300
     assert found["mig"] is None and found["throttle_reasons"] == "0x0"

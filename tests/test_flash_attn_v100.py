@@ -60,6 +60,8 @@ def test_compiled_functions_take_heads_first(backend):
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     expected, expected_lse, *_ = attention(*leaves, softmax_scale=0.3, causal=True)
     right = [expected, *torch.autograd.grad(expected, leaves, dout.to(expected.dtype))]
+    # alibi_slopes None, then dropout_p, softmax_scale, causal, window (-1: no bound), softcap; of fwd return_softmax and generator, of bwd
+    # deterministic and generator
     options = 0.0, 0.3, True, -1, -1, 0.0, False, None
     first = heads_first(q, k, v)
     into = torch.full_like(first[0], torch.nan)
@@ -119,7 +121,7 @@ def test_paged_functions(backend, kv_cache_dtype, window):
     [first] = heads_first(q)
     into = torch.full_like(first, torch.nan)
     for out in (None, into):
-        result = v100.flash_attn_prefill_paged_bhmd(first, *arguments, 0.3, out, kv_cache_dtype, *scales, True, window)
+        result = v100.flash_attn_prefill_paged_bhmd(first, *arguments, 0.3, out, kv_cache_dtype, *scales, True, window)  # True: causal
         assert result.is_contiguous() and (out is None or result is out)
         close(backend, result.transpose(1, 2), expected(q))
     into = torch.full_like(q[:, 0], torch.nan)
@@ -140,12 +142,13 @@ def test_dense_functions_of_1cat(backend):
     first = heads_first(q, k, v)
     into = torch.full_like(first[0], torch.nan)
     for out in (None, into):
-        result, lse, _ = v100.flash_attn_bhmd_func(*first, 0.0, 0.3, True, return_attn_probs=True, out=out)
+        result, lse, _ = v100.flash_attn_bhmd_func(*first, dropout_p=0.0, softmax_scale=0.3, causal=True, return_attn_probs=True, out=out)
         assert result.is_contiguous() and (out is None or result is out)
         close(backend, result.transpose(1, 2), expected)
         close_lse(lse, expected_lse)
     close(backend, v100.flash_attn_bhmd_func(*first, softmax_scale=0.3, causal=True).transpose(1, 2), expected)
-    close_lse(v100.flash_attn_lse(q, k, v, 0.3, True), expected_lse)
+    close_lse(v100.flash_attn_lse(q, k, v, softmax_scale=0.3, causal=True), expected_lse)
+    # out, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, return_softmax
     result, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
     close(backend, result.transpose(1, 2), expected)
     close_lse(lse, expected_lse)

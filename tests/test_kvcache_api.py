@@ -49,16 +49,15 @@ def test_cascade(backend, appends, packed, options):
     options = {**options, "sinks": backend.randn(4)} if options.get("sinks") else options
     table = problem.options["block_table"].clone()
     table[:, :shared_pages] = table[0, :shared_pages]
-    own = {n: problem.options[n] for n in ("cu_seqlens_q", "max_seqlen_q") if n in problem.options}
+    own = {n: problem.options[n] for n in ("cu_seqlens_q", "max_seqlen_q") if n in problem.options} | options
     lengths = problem.options["cache_seqlens"]
     caches = problem.copy_of_cache(), problem.copy_of_cache()
-    expected = torch.ops.volta_fa.fwd_kvcache(
-        problem.q, *caches[0], *problem.new, cache_seqlens=lengths, block_table=table, is_causal=True, **own, **options
-    )
+    whole = {"cache_seqlens": lengths, "block_table": table, "is_causal": True}
+    expected = torch.ops.volta_fa.fwd_kvcache(problem.q, *caches[0], *problem.new, **whole, **own)
     for shared_seqlen in (shared, backend.ints([shared])):
         found = cascade_attention(
             problem.q, *caches[1], table[0, :shared_pages].clone(), shared_seqlen, block_table=table[:, shared_pages:].contiguous(),
-            cache_seqlens=lengths - shared, **dict(zip("kv", problem.new)), **own, **options,
+            cache_seqlens=lengths - shared, **dict(zip("kv", problem.new)), **own,
         )  # fmt: skip
         for a, b in zip(found, expected):
             close(backend, a, b)
