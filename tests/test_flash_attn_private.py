@@ -237,7 +237,7 @@ def test_errors(backend):
 
 @BACKENDS
 def test_compiled_module(backend):
-    """The same results, in the order of its positional arguments (flash-attn 2.8.3's csrc) and into its tensors."""
+    """The same results, in the order of its positional arguments and into its tensors."""
     q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 11, 2, 16), backend.randn(2, 11, 2, 16)
     slopes = slopes_of(backend, 4)
     options, window = (0.0, 0.25), (5, 2, 0.0)  # dropout_p, softmax_scale; window_size_left, window_size_right, softcap

@@ -45,7 +45,7 @@ def check_cache(problem, k_cache, v_cache):
         expected = before.clone()
         for b, (_, cached, new) in enumerate(problem.case.lengths if problem.new else ()):
             entry, row = (t[cached : cached + new].to(after.device) for t in problem.places[b])
-            wanted = problem.appended(b)[which]
+            wanted = problem.appended(b)[which]  # k, rotated, and v in fp64
             # one rounding, of a sum of two products in fp32
             epsilon = max(torch.finfo(after.dtype).eps, torch.finfo(torch.float32).eps if after.dtype != torch.float64 else 0) * 2
             torch.testing.assert_close(after[entry, row].double(), wanted, rtol=epsilon, atol=epsilon)
