@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attention
-import volta_fa
+import volta_fa.flash_mla
+import volta_fa.sageattention
 from conftest import on
 from flash_attention import (
     BACKENDS,
