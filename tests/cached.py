@@ -2,7 +2,8 @@
 
 `Cached` (volta_fa.check.cache_cases.CacheCase) describes a problem: lengths of each sequence, and the layout of the cache.
 `CacheInputs` are its tensors: q, k_cache, v_cache, `new` (k and v to append, or none), and the operator's options. `judge` (conftest.py)
-compares results with attention in fp64 over the tokens of each sequence. A test passes its `backend` (conftest.py): device and dtype."""
+compares results with attention in fp64 over the tokens of each sequence, by `parts`: exact values with allowed errors. A test passes its
+`backend` (conftest.py): device and dtype."""
 
 import torch
 from torch import Tensor

@@ -11,7 +11,7 @@
 Environment:
 - VOLTA_FA_TEST_LIBRARY: the library to test, instead of the one in python/volta_fa or the installed package's
 - VOLTA_FA_TEST_SEED: changes all random inputs (default 0)
-- VOLTA_FA_TEST_EXAMPLES: random problems of each test of combinations
+- VOLTA_FA_TEST_EXAMPLES: number of random problems of each test of combinations (default: the test's own number)
 - VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: tests fail instead of skip where one cannot
 
 `make test` runs the tests that are not marked `slow`, `make test-all` runs all. Both use several processes (pytest-xdist's
@@ -238,13 +238,14 @@ class Backend:
         return runs
 
     def simulate(self, how: str = "1"):
-        """Simulates later calls, if the backend is the simulator, and clears its report. `how`: VOLTA_FA_SIMULATE's value."""
+        """Simulates later calls, if the backend is the simulator, and clears its report. `how`, VOLTA_FA_SIMULATE's value: `1` runs
+        kernels, `timing` also times and reports each launch, `launches` only reports kernels and grids."""
         if self.machine == "sim":
             self.monkeypatch.setenv("VOLTA_FA_SIMULATE", how)
             torch.ops.volta_fa._sim_report()
 
     def launches(self, call: Callable, how: str = "timing") -> list[dict]:
-        """Returns the simulator's report of each kernel launch of a call. `how`: `launches` executes no kernel, `timing` all."""
+        """Returns the simulator's report of each kernel launch of a call. `how`: as for `simulate`."""
         self.simulate(how)
         call()
         self.monkeypatch.delenv("VOLTA_FA_SIMULATE")
@@ -294,7 +295,7 @@ def assert_same_bits(name: str, a: Tensor, b: Tensor):
 
 
 def agreed(runs: list, *names: str):
-    """Returns the first of several runs' results, which must be bitwise identical."""
+    """Returns the first of several runs' results, which must be bitwise identical. `names`: of results, by default fwd_kvcache's."""
     names = names or ("out", "softmax_lse", "k_cache", "v_cache")
     for other in runs[1:]:
         for name, a, b in zip(names, runs[0], other):

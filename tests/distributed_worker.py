@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
@@ -35,12 +36,13 @@ from volta_fa.distributed import ring as ring_module
 CASES = {}
 
 
-def case(*worlds: int, cpu: bool = True, gpu: bool = False):
-    """Registers a case, a function of a `World`, for these numbers of ranks: over gloo if `cpu`, over NCCL (a GPU per rank) if `gpu`."""
+def case(*worlds: int, gpu: bool = False):
+    """Registers a case, a function of a `World`, for these numbers of ranks: over gloo, and if `gpu` over NCCL too (a GPU per rank).
+
+    A case need not undo what it changes if it fails: no other case follows."""
 
     def register(function):
-        runs = gpu if NCCL else cpu
-        if runs:
+        if gpu or not NCCL:
             CASES[function.__name__] = (worlds, function)
         return function
 
@@ -104,14 +106,12 @@ def low_precision(world):
     ways += [(torch.bfloat16, ulysses_attention, {"is_causal": True}), (torch.float32, ring_attention, {"is_causal": True})]
     of_kernels = [(torch.float16, ring_attention, {"is_causal": True})]
     of_kernels.append((torch.bfloat16, ring_attention, {"window_left": 20, "window_right": 9}))
-    try:
-        for simulate, calls in (("0", ways), ("1", of_kernels if world.size == 2 else [])):
-            os.environ["VOLTA_FA_SIMULATE"] = simulate
-            for dtype, attend, options in calls:
-                tensors = inputs(dtype, world.device, seqlen=93, headdim=32, batch=1)
-                judge(f"{dtype} {options}", tensors, sharded(attend, None, *tensors, **options), **options)
-    finally:
-        os.environ.pop("VOLTA_FA_SIMULATE", None)
+    for simulate, calls in (("0", ways), ("1", of_kernels if world.size == 2 else [])):
+        os.environ["VOLTA_FA_SIMULATE"] = simulate
+        for dtype, attend, options in calls:
+            tensors = inputs(dtype, world.device, seqlen=93, headdim=32, batch=1)
+            judge(f"{dtype} {options}", tensors, sharded(attend, None, *tensors, **options), **options)
+    del os.environ["VOLTA_FA_SIMULATE"]
 
 
 @case(1, 3)
@@ -130,14 +130,12 @@ def dropout(world):
         return result
 
     ring_module.forward = remember
-    try:
-        torch.manual_seed(7)
-        found = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
-        again = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
-        torch.manual_seed(7)
-        repeated = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
-    finally:
-        ring_module.forward = inner
+    torch.manual_seed(7)
+    found = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+    again = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+    torch.manual_seed(7)
+    repeated = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+    ring_module.forward = inner
     assert all(torch.equal(a, b) for a, b in zip(found, repeated)), "the same seed gives other numbers"
     assert not torch.equal(found[0], again[0]), "a second call has the numbers of the first"
     kept = mask_of_ring(*calls[0], seqlen, p)
@@ -264,8 +262,6 @@ def dtensor(world):
     """The op on DTensors, with batch, heads, both or nothing sharded, equals the op on whole tensors, forward and backward.
 
     Batches or heads that the ranks do not divide, and a sharded sequence (Shard(1)), give the same result."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
     flat, grid = world.mesh(1, world.size)["ulysses"], world.mesh(world.size // 2, 2)
     batch, heads, both, neither = [Shard(0)], [Shard(2)], [Shard(0), Shard(2)], [Replicate()]
     cases = [(flat, p, {}) for p in (batch, heads, neither, [Shard(1)])] + [(grid, both, {}), (flat, heads, dict(nheads_k=1))]
@@ -303,7 +299,6 @@ def dtensor(world):
 @case(2, gpu=True)
 def dtensor_model(world):
     """A tensor-parallel layer over PyTorch's own attention: eager and compiled, outputs and gradients those of one process."""
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     class Layer(torch.nn.Module):
@@ -328,13 +323,10 @@ def dtensor_model(world):
         layer = Layer().to(world.device, dtype)
         layer.load_state_dict(one.state_dict())
         layer = parallelize_module(layer, mesh, plan)
-        volta_fa.enable_sdpa(world.device, force=True)
         volta_fa.sdpa_stats(reset=True)
-        try:
+        with volta_fa.sdpa_enabled(world.device, force=True):
             out = (torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)(x)
             out.pow(2).sum().backward()
-        finally:
-            volta_fa.disable_sdpa()
         assert volta_fa.sdpa_stats()["traced" if compiled else "ran"] >= 1 and not volta_fa.sdpa_stats()["fell_back"], volta_fa.sdpa_stats()
         assert (out - expected).abs().max() < (1e-2 if NCCL else 1e-5)
         for name, p in layer.named_parameters():
@@ -345,8 +337,6 @@ def dtensor_model(world):
 @case(2, 4)
 def dtensor_dropout(world):
     """Ranks with different heads drop different elements, replicas drop the same. v is 1, so out shows the mask."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = world.mesh(1, world.size)["ulysses"]
     zeros, ones = torch.zeros(1, 32, 4, 8), torch.ones(1, 32, 4, 8)
     for placement in (Shard(2), Replicate()):
@@ -374,18 +364,15 @@ def pytorch_context_parallel(world):
         expected = [out.detach(), *torch.autograd.grad(out, leaves, whole[3])]
         _cp_options.enable_load_balance = balanced
         q, k, v, dout = (t.clone() for t in whole)
-        volta_fa.enable_sdpa(world.device, force=True)
         volta_fa.sdpa_stats(reset=True)
-        try:
-            with context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
-                leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-                out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=is_causal)
-                assert out.shape[2] == seqlen // world.size
-                found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-                found = context_parallel_unshard(mesh, found, [2] * 4)
-        finally:
-            volta_fa.disable_sdpa()
-            _cp_options.enable_load_balance = True
+        ours = volta_fa.sdpa_enabled(world.device, force=True)  # force: also on GPUs newer than the kernels are for
+        with ours, context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
+            leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=is_causal)
+            assert out.shape[2] == seqlen // world.size
+            found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+            found = context_parallel_unshard(mesh, found, [2] * 4)
+        _cp_options.enable_load_balance = True
         assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {}}
         for name, f, e in zip(NAMES, found, expected):
             # over NCCL in fp16

@@ -1,8 +1,8 @@
 """The ops `fwd` and `bwd` inside PyTorch: autograd, autocast, TorchScript, threads.
 
 A test runs once per backend in `on(...)`: the CPU backend (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), or a GPU
-(`cuda`). `backend.simulate()` makes calls on CPU tensors run in the simulator. `Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem;
-without headdim_v, v has q's headdim. `case.inputs(backend)` draws q, k, v and dout."""
+(`cuda`). `backend.simulate()` makes calls on CPU tensors run in the simulator. `Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem,
+by default of batch 2, 2 heads and headdim_v = headdim. `case.inputs(backend)` draws q, k, v and dout."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,12 +27,9 @@ def test_only_the_gradients_asked_for(backend):
     """out requires a gradient if any of q, k, v, the bias and sinks does, and backward gives those alone."""
     q, k, v, dout = Case(5, 6, 8).inputs(backend)
     for wanted in ([0], [1], [2], [0, 2]):
-        inputs = [q.clone(), k.clone(), v.clone()]
-        for i in wanted:
-            inputs[i].requires_grad_()
+        inputs = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((q, k, v))]
         fwd(*inputs).backward(dout)
-        for i, t in enumerate(inputs):
-            assert (t.grad is not None) == (i in wanted)
+        assert [i for i, t in enumerate(inputs) if t.grad is not None] == wanted
     with torch.no_grad():
         assert not fwd(*leaves((q, k, v))).requires_grad
     assert not fwd(q, k, v).requires_grad
@@ -93,7 +90,7 @@ def test_misaligned_tensors(backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on("cpu-fp32")
 def test_autocast_cpu(backend, dtype):
-    """Autocast computes in its dtype, also where an input has it already. Gradients of fp32 inputs are fp32, with errors of the dtype."""
+    """Autocast computes in its dtype, also if an input has it already. Gradients of fp32 inputs are fp32, with errors of that dtype."""
     q, k, v, dout = Case(20, 20, 16, is_causal=True).inputs(backend)
     inputs = leaves((q, k, v))
     with torch.autocast("cpu", dtype=dtype):

@@ -3,7 +3,8 @@
 Each test computes some rows in two ways (alone, in a chunk, in a batch) and compares bits. Inputs (`uneven`) differ in size by powers of
 two from row to row, so that softmax maxima change for some rows of a warp and not for others. Without the option the comparisons fail
 (`test_without_the_option_bits_differ`). The fixture `family` runs a test with each kernel family (volta, turing), `machine` with one; both
-in the simulator and, if there is one, on the GPU. Results are (out, softmax_lse)."""
+in the simulator and, if there is one, on the GPU. VOLTA_FA_SIMULATE=1 runs calls on CPU tensors in the simulator; with `launches`, kernels
+do not run and `_sim_report` names them. Results are (out, softmax_lse)."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 import volta_fa
-from conftest import need
+from conftest import need  # skips a test where its backend cannot run
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 
 FWD, FWD_KVCACHE, FWD_MLA = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
 HEADS, KV_HEADS = 4, 2
@@ -67,12 +69,19 @@ class Sequence:
 
     def __init__(self, headdim: int, dtype: torch.dtype = torch.float16, **options: Any) -> None:
         self.q = uneven(1, LONG, HEADS, headdim, dtype=dtype)
-        self.k, self.v = uneven(1, LONG, KV_HEADS, headdim, dtype=dtype), uneven(1, LONG, KV_HEADS, headdim, dtype=dtype)
+        self.k, self.v = (uneven(1, LONG, KV_HEADS, headdim, dtype=dtype) for _ in "kv")
         self.options = {"is_causal": True, "batch_invariant": True, **options}
 
     def attend(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Computes rows [first, last) of a sequence of `last` tokens."""
         return FWD_KVCACHE(self.q[:, first:last], self.k, self.v, cache_seqlens=lengths(last), **self.options)
+
+    def assert_near_fp64(self, out: Tensor) -> None:
+        """Compares the last rows of all LONG tokens with causal attention in fp64: a few roundings of fp16."""
+        q, k, v = (t.double().transpose(1, 2) for t in (self.q, self.k, self.v))
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        exact = exact[:, -out.shape[1] :]
+        assert (out.double() - exact).abs().max() < 2e-3 * exact.abs().max()
 
     def attend_among(self, first: int, others: list[int]) -> tuple[Tensor, Tensor]:
         """Computes the rows from `first` on in a batch with sequences of other lengths, the second of all."""
@@ -163,29 +172,26 @@ def test_both_grids_agree(machine: None) -> None:
     spread = sequence.attend(0, LONG)
     sequence.options["num_splits"] = 1
     assert_same(sequence.attend(0, LONG), spread)
-    q, k, v = (t.double().transpose(1, 2) for t in (sequence.q, sequence.k, sequence.v))
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    assert (spread[0].double() - exact).abs().max() < 2e-3 * exact.abs().max()
+    sequence.assert_near_fp64(spread[0])
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256, 512])
 def test_chunks_are_near_fp64(machine: None, headdim: int) -> None:
     sequence = Sequence(headdim)
-    chunk, _ = sequence.attend(LONG - 77, LONG)
-    q, k, v = (t.double().transpose(1, 2) for t in (sequence.q, sequence.k, sequence.v))
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)[:, -77:]
-    assert (chunk.double() - exact).abs().max() < 2e-3 * exact.abs().max()
+    sequence.assert_near_fp64(sequence.attend(LONG - 77, LONG)[0])
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])
 def test_quantized_caches(machine: None, name: str) -> None:
     """Quantized caches: the power of two by which kernels scale a row's probabilities depends on this row alone."""
     sequence = Sequence(64)
+    is_fp8 = name.startswith("fp8")
     for letter in "kv":
-        made = volta_fa.quantize_kv(getattr(sequence, letter), name, scale=1.0 if name.startswith("fp8") else None)
+        # fp8 has the scale that a caller gives; int8 and int4 compute scales for each token and head, int4 also a zero point
+        made = volta_fa.quantize_kv(getattr(sequence, letter), name, scale=1.0 if is_fp8 else None)
         setattr(sequence, letter, made.data)
         parts = {"scale": made.scale, "zero_point": made.zero_point}
-        sequence.options |= {f"{letter}_{part}": t for part, t in parts.items() if t is not None and not name.startswith("fp8")}
+        sequence.options |= {f"{letter}_{part}": t for part, t in parts.items() if t is not None and not is_fp8}
     prompt = sequence.attend(0, LONG)
     for first, last in ((LONG - 1, LONG), (LONG - 5, LONG), (100, 180)):
         assert_same(sequence.attend(first, last), rows(prompt, first, last))
@@ -262,18 +268,15 @@ def test_the_environment_variable_sets_it_for_all_calls(monkeypatch: pytest.Monk
         kernels.append("invariant" in str(torch.ops.volta_fa._sim_report()))
     assert kernels == [False, False, True]
     monkeypatch.setenv("VOLTA_FA_BATCH_INVARIANT", "yes")
-    with pytest.raises(ValueError, match="VOLTA_FA_BATCH_INVARIANT: got `yes`, expected 0 or 1"):
-        sequence.attend(LONG - 1, LONG)
+    refused(ValueError, "VOLTA_FA_BATCH_INVARIANT: got `yes`, expected 0 or 1", sequence.attend, LONG - 1, LONG)
 
 
 def test_options_without_invariant_kernels_are_refused() -> None:
-    q = torch.randn(1, 4, HEADS, 64, dtype=torch.float16)
-    with pytest.raises(ValueError, match="dropout_p: got 0.5, expected 0 with batch_invariant"):
-        FWD(q, q, q, dropout_p=0.5, batch_invariant=True)
-    with pytest.raises(ValueError, match="tree_mask: got a tensor, expected None with batch_invariant"):
-        FWD_KVCACHE(q, q, q, tree_mask=torch.ones(1, 4, dtype=torch.int64), batch_invariant=True)
-    with pytest.raises(ValueError, match="batch_invariant: got True, expected False on the CPU backend"):
-        FWD(q.float(), q.float(), q.float(), batch_invariant=True)
+    q, tree = torch.randn(1, 4, HEADS, 64, dtype=torch.float16), torch.ones(1, 4, dtype=torch.int64)
+    invariant = {"batch_invariant": True}
+    refused(ValueError, "dropout_p: got 0.5, expected 0 with batch_invariant", FWD, q, q, q, dropout_p=0.5, **invariant)
+    refused(ValueError, "tree_mask: got a tensor, expected None with batch_invariant", FWD_KVCACHE, q, q, q, tree_mask=tree, **invariant)
+    refused(ValueError, "batch_invariant: got True, expected False on the CPU backend", FWD, *[q.float()] * 3, **invariant)
 
 
 def test_a_call_with_the_option_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,25 @@
 
 Figures are measured on the CPU, or simulated (volta-sim, cycles of a V100 or Turing GPU). A benchmark (benchmarks.driver) has rows, which
 are cases with a name, and writes JSON, a plot and a Markdown section. Simulated figures are lists by machine model (driver.MODELS): [0] of
-the default model, [1] with a perfect instruction cache. `need("sim")` skips a test without the simulator."""
+the default model (its name is ""), [1] with a perfect instruction cache. `simulated(work, model, gpu)` returns a report of each launch.
+`need("sim")` skips a test without the simulator."""
 
 import copy
 import importlib
 import json
 import os
+import re
 import struct
 import sys
 import time
+from argparse import Namespace
 
 import pytest
 import torch
 
 import reference
 from conftest import INFO, LIBRARY, REPOSITORY, need
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 from processes import run_forked
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -25,10 +29,10 @@ pytest.importorskip("rich")
 if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the benchmarks measure the package's library", allow_module_level=True)
 
-
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks import driver, report, volta
+from benchmarks import block_mask, decode, docs, driver, long_sequences, models, pytorch_fmha, report, sparse, volta
 from benchmarks.attention import Shape
+from benchmarks.measure import simulated
 from volta_fa import progress
 from volta_fa.errors import CommandError
 
@@ -42,7 +46,7 @@ def run(module: str, *arguments: object) -> None:
 
 
 def main(module: str, *arguments: object) -> int:
-    """Calls the main function of benchmarks.MODULE in this process. A second word of `module` is its subcommand."""
+    """Calls the main function of benchmarks.MODULE in this process. Returns its exit status. A second word of `module` is a subcommand."""
     module, *words = module.split()
     return importlib.import_module(f"benchmarks.{module}").main([*words, *map(str, arguments)])
 
@@ -138,21 +142,17 @@ def test_kept_figures_depend_on_all_of_their_key(tmp_path):
     assert driver.Kept(file).get({"gpu": "t4", "launches": ["a"]}) == [1.0]
     assert driver.Kept(file).get({"gpu": "t4", "launches": ["b"]}) is None
     file.write_text(json.dumps({"gpu": "t4", "name": "a row of an earlier version", "figures": [1.0]}) + "\n")
-    with pytest.raises(CommandError, match="--resume: got .*kept.jsonl, which another version wrote"):
-        driver.Kept(file)
+    refused(CommandError, "--resume: got .*kept.jsonl, which another version wrote", driver.Kept, file)
 
 
 def test_figures_that_cannot_be_kept_are_an_error_at_the_start(tmp_path):
     for file in (tmp_path, tmp_path / "no folder" / "kept.jsonl"):
-        with pytest.raises(CommandError, match=f"--resume: got {file}, expected a file to read and write"):
-            driver.Kept(file)
+        refused(CommandError, f"--resume: got {file}, expected a file to read and write", driver.Kept, file)
 
 
 def test_long_sequences(tmp_path):
     """L2 misses of K and V slow long sequences down. The figures are simulated with the data rate that remains."""
     need("sim")
-    from benchmarks import long_sequences
-
     # K and V of a head of 128 take 512 bytes a token: L2 holds 12,288 tokens of them, or 24,576 at headdim 64
     assert [long_sequences.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
     assert long_sequences.miss_share(32768, 64) == 0.25
@@ -168,8 +168,6 @@ def test_long_sequences(tmp_path):
 
 def test_cubins_of_a_fat_binary(tmp_path):
     """Finds the machine code of one architecture in a library's fat binary, and rejects the library of another torch release."""
-    from benchmarks import pytorch_fmha
-
     # a fat binary: magic, version 1, bytes of this header and of the entries. An entry's header: kind 2 (cubin), version, its own size
     # of 64, size of the content, and the architecture at byte 28
     entries = b""
@@ -182,21 +180,17 @@ def test_cubins_of_a_fat_binary(tmp_path):
     library = tmp_path / "library.so"
     library.write_bytes(b"text" + struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries + b"rest")
     assert [c.rstrip(b"\0") for c in pytorch_fmha.cubins(library, 75)] == [b"cubin for 75"]
-    with pytest.raises(CommandError, match="expected that of torch 2.7.1"):
-        main("pytorch_fmha", "v100", library, tmp_path / "volta-sim")
-    with pytest.raises(CommandError, match="expected that of torch 2.11.0"):
-        main("pytorch_fmha", "titanrtx", library, tmp_path / "volta-sim")
+    for gpu, torch_version in (("v100", "2.7.1"), ("titanrtx", "2.11.0")):
+        refused(CommandError, f"expected that of torch {torch_version}", main, "pytorch_fmha", gpu, library, tmp_path / "volta-sim")
     for gpu, torch_version in (("v100", "2.7.1"), ("t4", "2.11.0")):
-        with pytest.raises(CommandError, match=f"expected that of torch {torch_version}"):
-            main("models", "--gpu", gpu, "--pytorch", library, "volta-sim", "--only", "SDXL, 64x64 to text")
+        arguments = ("--gpu", gpu, "--pytorch", library, "volta-sim", "--only", "SDXL, 64x64 to text")
+        refused(CommandError, f"expected that of torch {torch_version}", main, "models", *arguments)
 
 
 def test_the_clock_rates_of_gpus_are_the_simulators():
     need("sim")
-    from benchmarks.measure import simulated
-
     for name, gpu in driver.GPUS.items():
-        (work,) = volta.Case(volta.FORWARD, Shape(1, 1, 64, 64, 64, False)).calls("cpu")
+        (work,) = volta.Case(volta.FORWARD, Shape(batch=1, nheads=1, seqlen_q=64, seqlen_k=64, headdim=64)).calls("cpu")
         timing = simulated(work, "", name)[0]["timing"]
         assert timing["kernel_us"] == pytest.approx(timing["kernel_cycles"] / gpu.ghz / 1e3)
 
@@ -204,10 +198,7 @@ def test_the_clock_rates_of_gpus_are_the_simulators():
 def test_a_timed_block_combines_partial_results():
     """Many blocks share a row tile. The last of them alone computes softmax_lse, by a logarithm."""
     need("sim")
-    from benchmarks import decode, sparse
-    from benchmarks.measure import simulated
-
-    for case in (decode.Case(128, (2048,), 4, kv_heads=8), sparse.SparseCase(1, heads=8, headdim=512, topk=448)):
+    for case in (decode.Case(128, lengths=(2048,), group=4, kv_heads=8), sparse.SparseCase(queries=1, heads=8, headdim=512, topk=448)):
         (work,) = case.calls("cpu")
         assert "MUFU.LG2" in simulated(work, "", "v100")[-1]["timing"]["mix"]
 
@@ -256,16 +247,12 @@ def test_plan(capsys):
 )
 def test_wrong_arguments(module, arguments, named):
     """The error has one line, which names the argument."""
-    with pytest.raises(CommandError) as complaint:
-        main(module, *arguments)
-    assert named in str(complaint.value) and "\n" not in str(complaint.value)
+    refused(CommandError, re.escape(named), main, module, *arguments)
 
 
 def test_decode_sweep(tmp_path):
     """Figures of decoding by page size and by rows: the Markdown section has those of the JSON."""
     need("sim")
-    from benchmarks import decode, docs
-
     small = ["--headdims", "64", "--tokens", "128", "--sweeps", "page", "rows"]
     assert main("decode", "--sweep", *small, *outputs(tmp_path, "decode_sweep")) == 0
     found = results(tmp_path, "decode_sweep")
@@ -307,26 +294,20 @@ def test_models(tmp_path):
     assert main("models", "--only", "SDXL, 64x64 to text", *outputs(tmp_path, "models")) == 0
     (found,) = results(tmp_path, "models")
     assert found["tflops"][0] == pytest.approx(4 * 2 * 10 * 4096 * 77 * 64 / found["us"][0] / 1e6) and 0 < found["share"][0] < 1
-    with pytest.raises(CommandError, match="--only: got nothing"):
-        main("models", "--only", "nothing")
+    refused(CommandError, "--only: got nothing", main, "models", "--only", "nothing")
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), [(7, 7, 0), (7, 7, 3), (3, 9, 0), (3, 9, 4), (9, 5, 2)])
 def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
-    from benchmarks.models import Attention, Case
-
-    case = Case(Attention(1, 1, 64, causal=causal, window=window), 1, seqlen_q, seqlen_k, backward=False)
-    bound = window or -1  # -1: no window
+    attention = models.Attention(nheads=1, nheads_k=1, headdim=64, causal=causal, window=window)
+    case = models.Case(attention, 1, seqlen_q, seqlen_k, backward=False)
+    bound = window or -1  # window 0 and bound -1: all keys
     assert case.visible_pairs() == reference.tolerance.visible(seqlen_q, seqlen_k, causal, bound, bound).sum()
 
 
 def test_models_have_a_row_for_all_gpus(tmp_path):
     """Waves have another number of heads on each GPU. Turing has no kernels for latents."""
-    from argparse import Namespace
-
-    from benchmarks import models
-
     options = Namespace(gpu=["v100", "rtx2080ti"], store=driver.Kept(tmp_path / "kept"), pytorch=None)
     launch = {"us": 1e3, "call": 0, "kernel": "k"}
     found = [driver.Result(row, [[launch], [launch]], 1e3) for row in models.rows(options)]
@@ -355,8 +336,7 @@ def test_docs(tmp_path):
     assert page.read_text() == "before\n<!-- begin a -->\nnew \\1\n<!-- end a -->\n<!-- begin b -->\nkept\n<!-- end b -->\nafter\n"
     assert (tmp_path / "images" / "a.png").read_bytes() == PNG
     (folder / "c.md").write_text("no such section")
-    with pytest.raises(CommandError, match="begin c"):
-        main("docs", folder, "--page", page)
+    refused(CommandError, "begin c", main, "docs", folder, "--page", page)
 
 
 def test_kv_perplexity(monkeypatch, capsys):
@@ -368,20 +348,20 @@ def test_kv_perplexity(monkeypatch, capsys):
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
     kv_perplexity.register()
-    models = {}
+    both = {}
     for name in ("eager", "kv_perplexity"):
         torch.manual_seed(0)
-        models[name] = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).eval()
-        for parameter in models[name].parameters():
+        both[name] = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).eval()
+        for parameter in both[name].parameters():
             parameter.data.mul_(5 if parameter.dim() > 1 else 1)
-        for layer in models[name].model.layers:
+        for layer in both[name].model.layers:
             layer.self_attn.k_proj.weight.data[3] *= 30
     tokens = torch.arange(64)[None] * 37 % 128
     with torch.no_grad():
-        expected, found = (model(tokens, use_cache=False).logits for model in models.values())
+        expected, found = (model(tokens, use_cache=False).logits for model in both.values())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
-    monkeypatch.setattr(kv_perplexity, "load", lambda: (models["kv_perplexity"], lambda text: {"input_ids": [ord(c) % 128 for c in text]}))
+    monkeypatch.setattr(kv_perplexity, "load", lambda: (both["kv_perplexity"], lambda text: {"input_ids": [ord(c) % 128 for c in text]}))
     assert main("kv_perplexity", "--windows", 2, "--seqlen", 64) == 0
     lines = capsys.readouterr().out.partition("2 windows")[2].splitlines()[1:]
     kl = {line.partition("perplexity")[0].strip(): float(line.rpartition("KL")[2]) for line in lines}
@@ -391,13 +371,11 @@ def test_kv_perplexity(monkeypatch, capsys):
 
 
 def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
-    from benchmarks import block_mask
-
-    options, pairs = block_mask.options_of(block_mask.Mask("forward", 0.25, True, 1024), False)
+    options, pairs = block_mask.options_of(block_mask.Mask("forward", density=0.25, partial=True, seqlen=1024), False)
     assert pairs == 8 * 2 * 128 * 128  # 8 blocks of 128 rows see 25%, two, of 8 blocks of 128 keys
     q = torch.randn(1, 1024, 1, 8)
     torch.ops.volta_fa.fwd(q, q, q, **options, check_lengths=True)
-    masks = [block_mask.Mask("forward", 1.0, partial, 4096) for partial in (False, True)]
+    masks = [block_mask.Mask("forward", density=1.0, partial=partial, seqlen=4096) for partial in (False, True)]
     cases = [block_mask.Case(mask, 64, 5) for mask in masks]  # headdim, heads
     # TFLOP/s of plain, of full and of partial blocks
     found = [

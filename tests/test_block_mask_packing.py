@@ -236,7 +236,7 @@ def test_masks_of_later_releases_have_more_fields():
 
 def packed(torch_mask):
     """Returns the packed mask that volta_fa keeps for torch's mask; packs it if none is kept."""
-    return kept.block_mask_of(source_of(torch_mask, 1, 1))
+    return kept.block_mask_of(source_of(torch_mask, batch=1, heads=1))
 
 
 def test_the_packed_mask_is_kept_until_something_changes():

@@ -13,6 +13,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,10 +71,7 @@ def test_check_torch(name, right, monkeypatch):
 
 def test_check_torch_that_is_missing_or_broken(monkeypatch):
     def fails(error):
-        def import_module(name):
-            raise error
-
-        monkeypatch.setattr(check_build_env.importlib, "import_module", import_module)
+        monkeypatch.setattr(check_build_env.importlib, "import_module", Mock(side_effect=error))
         return check_build_env.check_torch()
 
     assert "torch is not installed" in fails(ModuleNotFoundError("torch"))
@@ -331,9 +329,8 @@ def test_the_wheel(tmp_path):
     shim = f"torch-{torch_releases.minor(torch.__version__)}/libvolta_fa.so"
     assert sorted(str(path.relative_to(installed)) for path in installed.rglob("*.so")) == [build_shims.CORE, shim]
     assert wheel.stat().st_size <= check_wheel.LARGEST
-    assert {path.relative_to(installed) for path in installed.rglob("*.py")} == {
-        path.relative_to(REPOSITORY / "python/volta_fa") for path in (REPOSITORY / "python/volta_fa").rglob("*.py")
-    }
+    found, sources = ({path.relative_to(root) for path in root.rglob("*.py")} for root in (installed, REPOSITORY / "python/volta_fa"))
+    assert found == sources
     code = "import volta_fa, torch; q = torch.ones(1, 2, 1, 8)\n"
     code += "print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item(), volta_fa.info()['simulator'], volta_fa.__file__)"
     ran = run_forked(["-c", code], {**os.environ, "PYTHONPATH": str(site)}, cwd="/")

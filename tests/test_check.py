@@ -2,14 +2,17 @@
 
 The check compares each kernel with the CPU backend in fp64, and that with `tolerance.attend`, plain PyTorch. Tests run it on the CPU
 backend or the simulator (`need("sim")` skips a test without it), and make results wrong by monkeypatching. Exit status: 0 right, 1 wrong,
-2 bad arguments, 3 incomplete. In the JSON, `right` lists the kernels' results, `fast` the times."""
+2 bad arguments, 3 incomplete. In the JSON, `right` lists the kernels' results, `fast` the times. `cached.PASSES` are passes over a KV
+cache; kernels of `kernels.WITHOUT_PROBLEM` (merging, sparse attention and others) have checks of their own."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +32,8 @@ from volta_fa.errors import CommandError
 CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")
 #: The kernels that a check in the simulator runs: those for a V100. A variant is a kernel, a dict as `info()` describes it.
 SIMULATED = kernels.wanted(SIMULATOR, INFO["variants"])
+#: Checks a variant on a target, and returns a KernelResult. `quick`: its first problem alone.
+check_kernel = functools.partial(correctness.check_kernel, seed=0)
 
 
 def cpu(pass_):
@@ -59,7 +64,7 @@ def test_on_the_cpu(tmp_path, capsys):
     """A whole check: exit status, JSON, plot and printed page."""
     status, data = check(tmp_path, "--device", "cpu", "--seed", "3")
     assert status == 0 and data["outcome"] == "right" and data["settings"]["seed"] == 3
-    assert data["wrong"] == data["not_checked"] == [] and data["to_finish"] is None
+    assert data["wrong"] == data["not_checked"] == [] and data["to_finish"] is None  # the command that finishes an unfinished check
     # passes Forward, Backward and Decode in fp32, fp16 and bf16
     assert len(data["right"]) == 9 and all(0 < v["worst"]["share"] < 1 for v in data["right"])
     assert all(point["ms"]["volta_fa"] > 0 and point["ms"]["math"] > 0 for point in data["fast"]["points"])
@@ -221,9 +226,9 @@ class SimulatedT4(Target):
 @pytest.mark.parametrize("name", ["turing_fast_fwd_64x64", "turing_fast_fwd_generic_64x64", "turing_fast_fwd_varlen_prepare_64"])
 def test_kernels_with_int8_scores(name, monkeypatch):
     need("sim")
-    t4 = SimulatedT4("simulator", torch.device("cpu"), (7, 5), 40, 64 * 1024)
+    t4 = SimulatedT4("simulator", torch.device("cpu"), capability=(7, 5), sms=40, shared_bytes=64 * 1024)
     (variant,) = (v for v in kernels.wanted(t4, INFO["variants"]) if v["name"] == name)
-    result = correctness.check_kernel(t4, variant, 0, quick=True)
+    result = check_kernel(t4, variant, quick=True)
     assert result.passed and result.problems == 1 and 0 < result.worst.share < 1
     model = int8_scores.FastInputs.model
 
@@ -232,13 +237,13 @@ def test_kernels_with_int8_scores(name, monkeypatch):
         return expected if prepared else tuple(1.03 * t for t in expected)
 
     monkeypatch.setattr(int8_scores.FastInputs, "model", wrong)
-    assert "out: relative L1 error" in correctness.check_kernel(t4, variant, 0, quick=True).failures[0]
+    assert "out: relative L1 error" in check_kernel(t4, variant, quick=True).failures[0]
 
 
 def test_a_kernel_that_the_plan_does_not_take_fails():
     need("sim")
     variant = next(v for v in SIMULATED if v["name"] == "volta_fwd_64x64")
-    result = correctness.check_kernel(SIMULATOR, {**variant, "headdim": 128, "headdim_v": 128}, 0, quick=True)
+    result = check_kernel(SIMULATOR, {**variant, "headdim": 128, "headdim_v": 128}, quick=True)
     assert not result.passed and result.inconclusive[0].startswith("the plan takes volta_fwd_128x128") and not result.failures
 
 
@@ -269,10 +274,8 @@ def differ_in_a_bit(out, lse, rng_state, call):
     return out, lse, rng_state
 
 
-def fail(*_):
-    raise RuntimeError("the launch failed\nand more")
-
-
+#: A function that raises.
+fail = Mock(side_effect=RuntimeError("the launch failed\nand more"))
 #: Changes of forward's results for `corrupted`, and how the failure's message begins.
 WRONG = {
     "2% too large": (lambda out, lse, rng, _: (out * 1.02, lse, rng), "out: "),
@@ -285,13 +288,10 @@ WRONG = {
 
 def test_lack_of_memory_is_no_kernels_fault(untimed, monkeypatch, tmp_path, capsys):
     """The kernel is not checked, and the next check tries it again."""
-
-    def no_memory(*_):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
-
+    no_memory = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
     arguments = ("--device", "cpu", "--kernels", "cpu_Forward_float16", "--quick")
     with monkeypatch.context() as patch:
-        corrupted(patch, no_memory)
+        corrupted(patch, Mock(side_effect=no_memory))
         status, data = check(tmp_path, *arguments)
     assert status == 3 and data["right"][0]["failures"] == [] and "out of memory" in data["right"][0]["inconclusive"][0]
     assert data["outcome"] == "incomplete" and data["not_checked"] == ["cpu_Forward_float16"] and data["wrong"] == []
@@ -343,7 +343,7 @@ def test_a_wrong_kernel_of_a_cache_is_named(change, message, monkeypatch):
         return found
 
     monkeypatch.setattr(cached, "run", wrong)
-    result = correctness.check_kernel(CPU, cpu("Decode"), 0)
+    result = check_kernel(CPU, cpu("Decode"))
     assert any(text.startswith(message) for text in result.failures), result.failures
     assert all("headdim40" in text and "seed " in text for text in result.failures)
 
@@ -375,7 +375,7 @@ def test_a_wrong_kernel_of_another_cache_is_named(name, spoil, monkeypatch):
 
     variant = next(v for v in SIMULATED if v["name"] == name)
     monkeypatch.setattr(cached, "run", wrong)
-    result = correctness.check_kernel(SIMULATOR, variant, 0, quick=True)
+    result = check_kernel(SIMULATOR, variant, quick=True)
     assert any(text.startswith("out: ") for text in result.failures) and not result.inconclusive, result
 
 
@@ -388,7 +388,7 @@ def test_a_key_too_many_is_noticed(monkeypatch):
         return forward(dataclasses.replace(self, options={**self.options, **wider}), generator)
 
     monkeypatch.setattr(problems.Inputs, "forward", wrong)
-    result = correctness.check_kernel(CPU, cpu("Forward"), 0)
+    result = check_kernel(CPU, cpu("Forward"))
     causal = [str(p) for p in kernels.problems(cpu("Forward")) if p.is_causal]
     assert len(causal) >= 3
     for problem in causal:
@@ -402,7 +402,7 @@ def test_queries_without_a_key_have_exact_zeros(monkeypatch):
         return out, lse, rng_state
 
     corrupted(monkeypatch, tiny)
-    result = correctness.check_kernel(CPU, cpu("Forward"), 0)
+    result = check_kernel(CPU, cpu("Forward"))
     assert result.failures
     # 1e-7 is 1.19e-07 in fp16, twice its smallest number
     assert all(text.startswith("out: largest error of queries without a key 1.19e-07, allowed 0 ") for text in result.failures)
@@ -419,7 +419,7 @@ def test_a_wrong_gradient_is_named(name, monkeypatch):
         return found
 
     monkeypatch.setattr(problems.Inputs, "gradients", wrong)
-    result = correctness.check_kernel(CPU, cpu("Backward"), 0)
+    result = check_kernel(CPU, cpu("Backward"))
     assert result.failures and all(text.startswith(f"{name}: ") for text in result.failures)
     assert result.worst.result == name and result.worst.share > 1
 
@@ -433,7 +433,7 @@ def test_a_wrong_reference_is_noticed(pass_, monkeypatch):
         return dataclasses.replace(found, out=found.out * 1.001) if q.dtype == torch.float64 else found
 
     monkeypatch.setattr(tolerance, "attend", wrong)
-    result = correctness.check_kernel(CPU, cpu(pass_), 0, quick=True)
+    result = check_kernel(CPU, cpu(pass_), quick=True)
     assert not result.passed and not result.failures  # it is not the kernel's fault
     assert "out of the CPU backend in float64 is" in result.inconclusive[0]
 
@@ -441,7 +441,7 @@ def test_a_wrong_reference_is_noticed(pass_, monkeypatch):
 def test_merging_is_checked(monkeypatch):
     need("sim")
     variant = next(v for v in SIMULATED if v["pass"] == "Merge")
-    assert correctness.check_kernel(SIMULATOR, variant, 0).passed
+    assert check_kernel(SIMULATOR, variant).passed
     merge = torch.ops.volta_fa.merge_attention_states
 
     def wrong(out_a, *rest):
@@ -449,14 +449,14 @@ def test_merging_is_checked(monkeypatch):
         return (out if out_a.dtype == torch.float64 else out * 1.01), lse
 
     monkeypatch.setattr(torch.ops.volta_fa, "merge_attention_states", wrong)
-    assert not correctness.check_kernel(SIMULATOR, variant, 0).passed
+    assert not check_kernel(SIMULATOR, variant).passed
 
 
 def test_blame_is_shared():
     """A postprocess kernel is checked with one main kernel. Its wrong result counts against it only if no main kernel was right with it."""
 
     def result(name, pass_, failure, runs_with):
-        return KernelResult(name, "f", pass_, 1, runs_with, [failure] if failure else [])
+        return KernelResult(name, "family", pass_, runs_with=runs_with, failures=[failure] if failure else [])
 
     def shared(*failures):
         """Names the kernels that are wrong after sharing blame. Kernels a, b and c run with `finish`, which is checked together with a."""
@@ -476,7 +476,8 @@ def test_blame_is_shared():
 
 def test_results_survive_json():
     """A result travels between processes as JSON, without loss, also of infinite errors."""
-    result = KernelResult("a", "f", "Forward", 2, ["b"], ["c"], ["d"], Worst(math.inf, "out", "rms", math.inf, 0.1, "p", 3))
+    worst = Worst(math.inf, "out", "rms", error=math.inf, allowed=0.1, problem="p", seed=3)
+    result = KernelResult("a", "family", "Forward", problems=2, runs_with=["b"], failures=["c"], inconclusive=["d"], worst=worst)
     data = json.loads(json.dumps(result.data(), allow_nan=False))
     assert KernelResult.from_data(data) == result
 
@@ -493,9 +494,8 @@ def fake_nvidia_smi(tmp_path, monkeypatch, script):
 
 
 def test_output_of_nvidia_smi(tmp_path, monkeypatch):
-    fake_nvidia_smi(
-        tmp_path, monkeypatch, "echo '535.104.05, 88.00.4F, 1290, 1530, 877, 877, 41.2, 300.00, 300.00, 35, 98, Enabled, [N/A], 0x0'"
-    )
+    fields = "535.104.05, 88.00.4F, 1290, 1530, 877, 877, 41.2, 300.00, 300.00, 35, 98, Enabled, [N/A], 0x0"
+    fake_nvidia_smi(tmp_path, monkeypatch, f"echo '{fields}'")
     found = machine.ask("0")
     assert found["driver"] == "535.104.05" and found["sm_clock_max_mhz"] == 1530 and found["power_limit_w"] == 300
     assert found["mig"] is None and found["throttle_reasons"] == "0x0"
@@ -506,10 +506,8 @@ def test_output_of_nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_a_torch_without_code_for_the_card(monkeypatch):
-    def no_image(*_, **__):
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors ...")
-
-    monkeypatch.setattr(torch, "zeros", no_image)
+    no_image = RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors ...")
+    monkeypatch.setattr(torch, "zeros", Mock(side_effect=no_image))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
     said = machine.torch_trouble(Target("cuda", torch.device("cpu")))
@@ -527,11 +525,8 @@ def test_says_where_to_send_the_report_of_a_gpu(kind, tmp_path, capsys):
 
 
 def test_says_why_there_is_no_gpu(monkeypatch):
-    def no_driver():
-        raise RuntimeError("Found no NVIDIA driver on your system.\nMore.")
-
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError("Found no NVIDIA driver on your system.\nMore.")))
     assert machine.describe(CPU)["no_gpu"] == "Found no NVIDIA driver on your system."
 
 

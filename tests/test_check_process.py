@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from volta_fa.cli import main
 def troubled(target, variant, seed, quick):
     """Replaces `correctness.check_kernel` in the subprocess: does what the kernel's name says."""
     name = variant["name"]
-    result = KernelResult(name, "f", "Forward", 1)
+    result = KernelResult(name, "family", "Forward", problems=1)
     if name == "dies":
         os._exit(3)
     if name in ("dies once", "busy") and not (trial := variant["folder"] / name).exists():
@@ -75,7 +76,8 @@ def kernels_named(*names, folder=None):
 
 def isolated(variants, processes=1, seconds=math.inf, load=unloaded, target=CPU):
     """Returns the results of `check_isolated` with this number of processes at a time. Each checks for `seconds`."""
-    return list(isolation.check_isolated(target, variants, 0, True, seconds, processes, troubled, load))
+    options = {"seed": 0, "quick": True, "seconds": seconds, "at_a_time": processes, "check": troubled, "load": load}
+    return list(isolation.check_isolated(target, variants, **options))
 
 
 def test_crashing_kernel_is_named(monkeypatch):
@@ -216,9 +218,8 @@ def test_continued_run_keeps_failures(short_of_time, monkeypatch, tmp_path, caps
     arguments = ["--device", "cpu", "--quick", "--kernels", "cpu_Forward_float*"]
     status, data = check(tmp_path, *arguments)
     assert status == 1 and data["wrong"] == ["cpu_Forward_float32"] and data["not_checked"] == ["cpu_Forward_float16"]
-    assert (
-        capsys.readouterr().out.splitlines()[-1].startswith("Wrong: cpu_Forward_float32. 1 of 2 kernels are not checked. To finish: python")
-    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Wrong: cpu_Forward_float32. 1 of 2 kernels are not checked. To finish: python")
     short_of_time()
     status, data = check(tmp_path, *arguments)
     assert status == 1 and data["wrong"] == ["cpu_Forward_float32"] and data["not_checked"] == []
@@ -270,16 +271,11 @@ def test_a_state_that_cannot_be_written_is_an_error(tmp_path, capsys):
 
 
 def test_results_survive_an_interruption_of_the_timing(monkeypatch, tmp_path):
-    arguments = ["--device", "cpu", "--quick", "--kernels", "cpu_Forward_float*"]
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(performance, "measure", interrupted)
+        patch.setattr(performance, "measure", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             volta_fa.check.run_check(volta_fa.check.Settings(CPU, tmp_path, quick=True, kernels="cpu_Forward_float*"))
-    status, data = check(tmp_path, *arguments)
+    status, data = check(tmp_path, "--device", "cpu", "--quick", "--kernels", "cpu_Forward_float*")
     assert status == 0 and data["continued"] == 2 and not (tmp_path / state.FILE).exists()
 
 
@@ -374,19 +370,25 @@ def test_predictions_are_those_of_the_documentation():
 
 def test_points_and_their_share_of_the_prediction(capsys):
     """A causal backward pass has 10 * nheads * seqlen^2 * headdim / 2 operations; its TFLOP/s are compared with the predicted ones."""
-    point = Point("backward", 128, 2048, True, 40, ms={VOLTA_FA: 2.0}, predicted=(50.0, 60.0))
+    point = Point("backward", headdim=128, seqlen=2048, causal=True, nheads=40, ms={VOLTA_FA: 2.0}, predicted=(50.0, 60.0))
     assert point.flops == 10 * 40 * 2048**2 * 128 / 2
     assert point.of_prediction == pytest.approx(point.flops / 2e-3 / 1e12 / 50)
-    missing = Point("forward", 128, 2048, True, 32, missing={"math": performance.OUT_OF_MEMORY, VOLTA_FA: OUT_OF_TIME})
+    why = {"math": performance.OUT_OF_MEMORY, VOLTA_FA: OUT_OF_TIME}
+    missing = Point("forward", headdim=128, seqlen=2048, causal=True, nheads=32, missing=why)
     report._show_speeds(Speeds(points=[point, missing], predictions={"points": []}))
     page = capsys.readouterr().out
     assert "2048, 128, causal" in page and "memory" in page and f"{point.of_prediction:.0%}" in page
     assert "1 figures were left out" in page and max(map(len, page.splitlines())) <= 100
 
 
+def measure(failed=(), seconds=60):
+    """Returns the speeds on the CPU backend of a quick measurement that ends after `seconds`, without failed kernels."""
+    return performance.measure(CPU, failed, time.monotonic() + seconds, quick=True, advance=lambda at: None)
+
+
 def test_without_time_left_points_are_listed_and_not_measured(monkeypatch):
     monkeypatch.setattr(performance, "card_figures", lambda target: {})
-    speeds = performance.measure(CPU, (), time.monotonic() - 1, True, lambda at: None)
+    speeds = measure(seconds=-1)
     assert speeds.points and all(set(p.missing.values()) == {OUT_OF_TIME} and not p.ms for p in speeds.points)
 
 
@@ -396,6 +398,7 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
     seen = []
 
     def planned(point, target, name):
+        # batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal
         shape = (1, point.seqlen, point.seqlen, point.nheads, point.nheads, point.headdim, point.headdim, point.causal)
         seen.append(json.loads(torch.ops.volta_fa._plan(*shape, device=-1))["forward"]["name"])
         return lambda: None
@@ -406,7 +409,7 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
     monkeypatch.setattr(performance, "HEADS", {"forward": 200})
     for failed in ("volta_fwd_64x64", "volta_fwd_64x64_medium", "volta_fwd_64x64_small"):
         seen.clear()
-        performance.measure(CPU, [failed], time.monotonic() + 60, True, lambda at: None)
+        measure([failed])
         assert seen and failed not in seen
     # headdims above 32, up to 64
     shape = tune.Class("Backward", headdim=64, above=32, seqlen=512, nheads=40, causal=False)
@@ -420,12 +423,11 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
 def test_errors_of_the_measurement_of_speed_are_recorded(monkeypatch):
     monkeypatch.setattr(performance, "card_figures", lambda target: fail())
     monkeypatch.setattr(performance, "_pytorch", fail)
-    speeds = performance.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
+    speeds = measure()
     assert speeds.troubles == ["the card's figures: RuntimeError: the launch failed"]
     assert all(p.ms[VOLTA_FA] > 0 and p.missing["math"] == "the launch failed" for p in speeds.points)
     monkeypatch.setattr(performance, "_ours", fail)
-    speeds = performance.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
-    assert "volta_fa, forward, seqlen 128, headdim 64: RuntimeError: the launch failed" in speeds.troubles
+    assert "volta_fa, forward, seqlen 128, headdim 64: RuntimeError: the launch failed" in measure().troubles
 
 
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_75", "sm_90"])
@@ -436,9 +438,8 @@ def test_the_kernel_that_adds_compiles(architecture, tmp_path):
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     (tmp_path / "adds.ptx").write_text(atomics._PTX)
-    done = subprocess.run(
-        [ptxas, f"-arch={architecture}", tmp_path / "adds.ptx", "-o", tmp_path / "adds.cubin"], capture_output=True, text=True
-    )
+    command = [ptxas, f"-arch={architecture}", tmp_path / "adds.ptx", "-o", tmp_path / "adds.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,7 +4,7 @@ ComfyUI calls an override with the function that it replaces. The override runs 
 not support, and counts both (`counts`: "ran", or the reason of the fallback). A layout is (skip_reshape, skip_output_reshape): whether
 q, k, v, and out, have a dimension of heads. `make_override(every_device=True)` also runs volta_fa on the CPU, where these tests are.
 `on(...)` lists a test's backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). A backend runs a call several times (`_runs`: the
-simulator in two warp orders), with bitwise identical results.
+simulator in two warp orders), with bitwise identical results (`agreed` returns the first). `within` checks a result's error budget.
 
 Environment:
 - VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/programs/run_comfyui.py runs its models"""
@@ -20,7 +20,7 @@ import torch
 
 import reference
 import volta_fa
-from conftest import REPOSITORY, assert_same_bits, need, on, on_cases, run_process, run_python, within
+from conftest import REPOSITORY, agreed, assert_same_bits, need, on, on_cases, run_process, run_python, within
 from processes import run_program
 
 PACKAGE = REPOSITORY / "integrations" / "comfyui"
@@ -75,7 +75,7 @@ def heads_first(t):
 
 
 #: (skip_reshape, skip_output_reshape).
-LAYOUTS = [(skip_reshape, skip_output_reshape) for skip_reshape in (False, True) for skip_output_reshape in (False, True)]
+LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]
 #: Masks by name: the shape (batch, nheads, 20 queries, 24 keys) with 1 where it broadcasts, dtype, and the form that ComfyUI passes.
 MASKS = {
     "none": None,
@@ -101,25 +101,22 @@ def draw_mask(backend, mask):
 def check(backend, attention, counts, *, layout=(False, False), mask="none", nheads_k=4, headdim=64, scale=None):
     """Compares a call through the override, in ComfyUI's layout, with the fp64 reference."""
     q, k, v = backend.randn(2, 20, 4, headdim), backend.randn(2, 24, nheads_k, headdim), backend.randn(2, 24, nheads_k, headdim)
-    kwargs, options = {"transformer_options": {}, "_inside_attn_wrapper": True}, {}
+    skip_reshape, skip_output_reshape = layout
+    kwargs = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+    kwargs |= {"transformer_options": {}, "_inside_attn_wrapper": True}  # ComfyUI's own, which the override ignores
+    options = {}
     kwargs["mask"], options["attn_bias"] = draw_mask(backend, mask)
     if scale is not None:
         kwargs["scale"] = options["softmax_scale"] = scale
     if nheads_k != 4:
         kwargs["enable_gqa"] = True
-    skip_reshape, skip_output_reshape = layout
     passed = [(heads_first if skip_reshape else flat)(t) for t in (q, k, v)]
     override = attention.make_override(every_device=True)
-    found = []
-    for _ in backend._runs(q, v):
-        found.append(override(refuses, *passed, 4, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs))
-    for other in found[1:]:
-        assert_same_bits("out", found[0], other)
-    ref = reference.forward(q, k, v, **options)
-    assert found[0].shape == ((2, 4, 20, headdim) if skip_output_reshape else (2, 20, 4 * headdim))
-    out = found[0].transpose(1, 2) if skip_output_reshape else found[0].unflatten(-1, (4, headdim))
+    runs = [override(refuses, *passed, 4, **kwargs) for _ in backend._runs(q, v)]
+    (out,) = agreed([(out,) for out in runs], "out")
+    assert out.shape == ((2, 4, 20, headdim) if skip_output_reshape else (2, 20, 4 * headdim)) and counts == {"ran": len(runs)}
+    out, ref = out.transpose(1, 2) if skip_output_reshape else out.unflatten(-1, (4, headdim)), reference.forward(q, k, v, **options)
     within(backend, "out", out, ref.out, reference.forward_budget(ref, q, k, v, **options))
-    assert counts == {"ran": len(found)}
 
 
 @on("cpu-fp16", "sim", "cuda")

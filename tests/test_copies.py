@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import volta_fa
 from volta_fa.kv_cache.formats import quantize_kv
 
-LENGTH = 200
+LENGTH = 200  # queries, and keys
 
 
 def saved(thing):
@@ -24,12 +24,14 @@ def saved(thing):
     return torch.load(file, weights_only=False)
 
 
+#: Functions that copy an object, by name.
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing)), "torch.save": saved}
 
 
-def operands(heads=2, headdim=16, dtype=torch.float32):
+def operands(dtype=torch.float32):
+    """Returns q, k and v, (batch, seqlen, nheads, headdim)."""
     torch.manual_seed(0)
-    return [torch.randn(1, LENGTH, heads, headdim, dtype=dtype) for _ in range(3)]
+    return [torch.randn(1, LENGTH, 2, 16, dtype=dtype) for _ in range(3)]
 
 
 class Documents:
@@ -67,8 +69,12 @@ def packed_mask():
     return volta_fa.BlockMask.from_mask_mod(Documents(), None, None, LENGTH, LENGTH, "cpu")
 
 
+def run(layer):
+    return layer(*operands())
+
+
 def with_mask(mask):
-    return Layer(mask)(*operands())
+    return run(Layer(mask))
 
 
 def with_prepared(prepared):
@@ -83,8 +89,8 @@ def with_rng_state(state):
 
 
 def with_codes(pair):
-    names = ("scale", "zero_point")
-    rest = {f"{of}_{name}": getattr(kv, name) for of, kv in zip("kv", pair) for name in names if getattr(kv, name) is not None}
+    """Returns attention over keys and values in int4: data, scale and zero_point of each."""
+    rest = {f"{of}_{name}": getattr(kv, name) for of, kv in zip("kv", pair) for name in ("scale", "zero_point")}
     return torch.ops.volta_fa.fwd_kvcache(operands()[0][:, :3], pair[0].data, pair[1].data, **rest)[0]
 
 
@@ -93,17 +99,9 @@ THINGS = {
     "torch's BlockMask": (torch_mask, with_mask, lambda mask: mask.kv_num_blocks.data.zero_()),
     "what torch's BlockMask reads": (torch_mask, with_mask, lambda mask: mask.mask_mod.documents.data.copy_(torch.arange(LENGTH))),
     "BlockMask": (packed_mask, with_mask, lambda mask: mask.block_bits.zero_()),
-    "a module with torch's BlockMask": (
-        lambda: Layer(torch_mask()),
-        lambda layer: layer(*operands()),
-        lambda layer: layer.block_mask.kv_num_blocks.data.zero_(),
-    ),
-    "a module with BlockMask": (lambda: Layer(packed_mask()), lambda layer: layer(*operands()), lambda m: m.block_mask.block_bits.zero_()),
-    "prepared keys and values": (
-        lambda: volta_fa.prepare_fast(*operands(dtype=torch.float16)[1:]),
-        with_prepared,
-        lambda prepared: prepared.zero_(),
-    ),
+    "a module with torch's BlockMask": (lambda: Layer(torch_mask()), run, lambda layer: layer.block_mask.kv_num_blocks.data.zero_()),
+    "a module with BlockMask": (lambda: Layer(packed_mask()), run, lambda layer: layer.block_mask.block_bits.zero_()),
+    "prepared keys and values": (lambda: volta_fa.prepare_fast(*operands(dtype=torch.float16)[1:]), with_prepared, torch.Tensor.zero_),
     "rng_state": (lambda: torch.ops.volta_fa.fwd(*operands(), dropout_p=0.5)[2], with_rng_state, lambda state: state.add_(1)),
     "quantized keys and values": (lambda: [quantize_kv(t, "int4") for t in operands()[1:]], with_codes, lambda pair: pair[1].scale.mul_(2)),
 }

@@ -99,9 +99,8 @@ MEASURE = """
 def test_time_beside_sdpa(threads):
     """Measures forward, and forward with backward: one thread in CPU time, two in wall time with the Makefile's OMP_WAIT_POLICY=PASSIVE.
     A waiting thread then yields its core, so each parallel region costs a wake-up."""
-    printed = run_python(
-        MEASURE, Path(__file__).parent, LIBRARY, threads, fresh=True, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE"
-    )
+    environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    printed = run_python(MEASURE, Path(__file__).parent, LIBRARY, threads, fresh=True, **environment)
     for name, *found in map(str.split, printed.splitlines()):
         for passes, value in zip(("forward", "both passes"), map(float, found), strict=True):
             assert value <= CASES[name][-1], f"{name}, {passes}: {value:.2f} times SDPA's time\n{printed}"

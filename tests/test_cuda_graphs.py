@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from conftest import captured, on, on_cases
-from flash_attention import cu
+from conftest import captured, on, on_cases  # captured: the CUDA graph of a function, and the results that replays overwrite
+from flash_attention import cu  # cu_seqlens of these lengths
 
 #: Of q, k and v: (batch, seqlen, nheads, headdim).
 SHAPE = (2, 40, 2, 64)
@@ -22,7 +22,6 @@ FEATURES = {
     "softcap": ({"softcap": 5.0}, {}),
     "lengths": ({}, {"seqused_k": lambda b: torch.randint(1, 41, (2,), device=b.device, dtype=torch.int32)}),
 }
-
 
 #: Features that kernels of each dtype have of their own. The others change scores, which do not depend on the dtype: fp16 suffices.
 OF_EACH_DTYPE = ("plain", "causal, deterministic", "bias", "lengths")
@@ -66,15 +65,11 @@ def test_replay(backend, case):
 @on("cuda", "cuda-bf16")
 def test_replay_of_packed_sequences(backend):
     """Each replay has other lengths, up to the maximum of 40 that the capture got."""
-    draws = iter([[30, 5, 5], [1, 38, 1], [0, 13, 27], [39, 0, 1]] * 2)
+    draws = iter([n for n in ([30, 5, 5], [1, 38, 1], [0, 13, 27], [39, 0, 1]) for _ in range(2)])  # of queries, and of keys
 
     def tensors():
-        cu_seqlens = cu(next(draws), backend.device)
-        return {
-            **{n: backend.randn(40, 2, 64).requires_grad_() for n in "qkv"},
-            "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_k": cu_seqlens.clone(),
-        }
+        lengths = {name: cu(next(draws), backend.device) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        return {**{n: backend.randn(40, 2, 64).requires_grad_() for n in "qkv"}, **lengths}
 
     assert_replays(tensors, backend.randn(40, 2, 64), {"max_seqlen_q": 40, "max_seqlen_k": 40, "is_causal": True})
 

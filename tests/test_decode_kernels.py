@@ -2,10 +2,11 @@
 
 A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's queries times the query heads of a KV head. Blocks split the
 keys of a tile, and the last block combines partial results. From many rows on, a prefill kernel runs. Append writes new keys and values.
-`check` compares with fp64; `run` makes two runs (in the simulator, in two warp orders) that must agree bitwise. A test runs per backend in
-`on(...)`: simulator (`sim`), GPU (`cuda`), CPU; `-bf16` names the dtype. `Cached(lengths, ...)` is a problem: `page` tokens a page (0: no
-pages), slopes of ALiBi per head ("h") or sequence and head ("bh"), `sinks` in q's dtype ("own").
-`force` makes the planner take a kernel."""
+`check` compares with fp64; `run` makes two runs (in the simulator, in two warp orders) that must agree bitwise (`agreed`). A test runs per
+backend in `on(...)`: simulator (`sim`), GPU (`cuda`), CPU; `-bf16` names the dtype. `Cached(lengths, ...)` is a problem: (queries, cached
+tokens, appended tokens) of each sequence. By default headdim is 64, nheads 2 on one KV head, `page` 16 tokens (0: no pages), and queries
+are causal. Slopes of ALiBi are per head ("h") or sequence and head ("bh"), `sinks` in q's dtype ("own"). Of the drawn tensors, `places` are
+the page and row of each token by sequence. `force` makes the planner take a kernel."""
 
 import dataclasses
 import json

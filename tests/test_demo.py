@@ -136,10 +136,10 @@ def test_pytorchs_speed_is_that_of_the_figures():
     """The demo has TFLOP/s of PyTorch's kernels as constants. They are those of the table of models in docs/reference/figures.md."""
     page = (Path(__file__).parents[1] / "docs/reference/figures.md").read_text()
     lines = page.split("<!-- begin models -->")[1].split("<!-- end models -->")[0].splitlines()
-    s = simulated
     columns = next(line for line in lines if line.startswith("| model and use")).split(" | ")
-    row = next(line for line in lines if line.startswith(f"| {s.LAYER}, training: {s.BATCH} x {s.SEQLEN}, heads {s.NHEADS}")).split(" | ")
-    for gpu in s.GPUS:
+    name = f"| {simulated.LAYER}, training: {simulated.BATCH} x {simulated.SEQLEN}, heads {simulated.NHEADS}"
+    row = next(line for line in lines if line.startswith(name)).split(" | ")
+    for gpu in simulated.GPUS:
         assert float(row[columns.index(f"{gpu.title}: PyTorch's TFLOP/s (ratio)")].split()[0]) == gpu.pytorch_tflops
 
 

@@ -89,11 +89,10 @@ def test_a_driver_that_is_too_old_for_torch(driver, cuda, torch_cuda, version, p
 @pytest.fixture
 def volta_without_its_torch(monkeypatch):
     """Two V100s, and a torch without code for them."""
-    cuda = torch.cuda
-    for name, value in {"get_arch_list": lambda: CU130, "device_count": lambda: 2}.items():
-        monkeypatch.setattr(cuda, name, value)
-    monkeypatch.setattr(cuda, "get_device_name", lambda device: V100[0])
-    monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: V100[1])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CU130)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: V100[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: V100[1])
     monkeypatch.setattr(diagnostics, "driver_version", lambda: "570.86.15")
     monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (12, 8))
     monkeypatch.setattr(torch.version, "cuda", "12.8")

@@ -2,7 +2,9 @@
 
 `test_ranks` starts distributed_worker.py in one process per rank, which runs all cases for that number of ranks, because a process costs
 seconds. The other tests need no processes. They test the plan of a ring: which keys travel to a rank at each step, and which calls
-of the op compute them. Zigzag gives rank r the chunks r and 2 * size - 1 - r of a sequence, so that causal work is equal."""
+of the op compute them. Zigzag gives rank r the chunks r and 2 * size - 1 - r of a sequence, so that causal work is equal.
+`Mask(queries, keys, left, right)` has ranges (begin, end) of each sequence's queries and keys, and the window's bounds (None: no bound).
+`shard_ranges(seqlen, size, rank, layout)` are a rank's ranges of positions, and `unroll` lists the positions of ranges."""
 
 import dataclasses
 import itertools
@@ -214,24 +216,23 @@ def test_a_node_by_itself_sends_nothing():
     """A ring of one place (one GPU, or with `mesh` a node of eight GPUs) sends no messages, so its time is the kernels'."""
     for setup in (Setup(4096, 1), Setup(4096, 8, mesh=True)):
         assert setup.places == 1
-        assert simulate(setup) == pytest.approx(setup.seconds(False))
+        assert simulate(setup) == pytest.approx(setup.seconds(backward=False))
 
 
 def test_with_slow_links_only_messages_count():
     """Four places of one GPU in one node: the last reader of the second chunk gets three messages. The first begins at 0."""
     setup = Setup(4096, 4, nvlink=1e-3)
-    bytes_ = [setup.message(False)] * 3
-    assert simulate(setup) == pytest.approx(sum(bytes_) / 1e6, rel=1e-3)
+    assert simulate(setup) == pytest.approx(3 * setup.message(first_half=False) / 1e6, rel=1e-3)
 
 
 def test_two_places_by_hand():
     """Place 0 reads both chunks of place 1, which reads the first of place 0. Messages begin at 0 with step 0's kernels."""
     setup = Setup(8192, 2, nvlink=2.0)
-    kernel, both = setup.seconds(False), setup.message(False) / 2e9
+    kernel, both = setup.seconds(backward=False), setup.message(first_half=False) / 2e9
     assert simulate(setup) == pytest.approx(max(kernel, both) + kernel)
     # backward: and the gradients of both chunks go back after step 1
-    kernel = setup.seconds(True)
-    assert simulate(setup, True) == pytest.approx(max(kernel, both) + kernel + both)
+    kernel = setup.seconds(backward=True)
+    assert simulate(setup, backward=True) == pytest.approx(max(kernel, both) + kernel + both)
 
 
 def test_hidden_from_the_derived_length_on():

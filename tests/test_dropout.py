@@ -3,9 +3,10 @@
 Dropout's mask follows from `rng_state` (seed, offset) and a score's position alone (`_dropout_mask`), so backward repeats forward's.
 `backend.simulate()` makes the simulator run later calls. `on(...)` lists the backends of a test: CPU (`cpu-DTYPE`), simulator (`sim`), GPU
 (`cuda`). `repeat` runs a `Case` on a backend against the fp64 reference, and prints a command that repeats a failure. Fields of a Case:
-`lengths` is (queries, keys) of packed sequences, `spare` max_seqlen beyond the longest, `used` seqused_k. `bias` names its dimensions that
-are not 1 (b, h, q, k), then its dtype ("own": q's); `sinks` names a dtype, `alibi` the dimensions of the slopes. BASE is a small Case,
-`changed` returns a Case with other fields."""
+seqlen_q, seqlen_k, headdim, headdim_v (default: headdim); batch and nheads are 2 by default; `lengths` is (queries, keys) of packed
+sequences, `spare` max_seqlen beyond the longest, `used` seqused_k. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype
+("own": q's); `sinks` names a dtype, `alibi` the dimensions of the slopes. BASE is a small Case, `changed` returns a Case with other fields.
+"""
 
 import math
 import os
@@ -131,14 +132,13 @@ def test_autograd(backend):
     torch.manual_seed(1)
     out, lse, rng_state = op.fwd(q, k, v, attn_bias=bias, sinks=sinks, **options)
     dbias, dsinks = torch.autograd.grad(out, (bias, sinks), dout)
-    found = op.bwd(
-        dout, q, k, v, out.detach(), lse, rng_state=rng_state, attn_bias=bias.detach(), sinks=sinks.detach(),
-        attn_bias_requires_grad=True, **options,
-    )  # fmt: skip
-    torch.testing.assert_close(dbias, found[3], rtol=1e-3, atol=1e-3)
-    assert_same_bits("dsinks", dsinks, found[4])
+    options |= {"rng_state": rng_state, "attn_bias": bias.detach(), "sinks": sinks.detach(), "attn_bias_requires_grad": True}
+    _, _, _, right_dbias, right_dsinks = op.bwd(dout, q, k, v, out.detach(), lse, **options)
+    torch.testing.assert_close(dbias, right_dbias, rtol=1e-3, atol=1e-3)
+    assert_same_bits("dsinks", dsinks, right_dsinks)
 
 
+#: Keys to one side of a window; -1: all.
 WINDOWS = (-1, -1, 0, 1, 7, 40)
 #: Dimensions of a bias that are not 1; "-": all are 1; empty: no bias. Repeated values come up more often.
 BIASES = ("", "", "bhqk", "hqk", "qk", "bqk", "bk", "hq", "k", "q", "-")
@@ -200,10 +200,9 @@ def combinations(draw, most, headdims=(8, 32, 40, 64, 20, 128, 1, 91), most_head
 
 
 def examples(n):
-    """VOLTA_FA_TEST_EXAMPLES replaces the number of random problems of a test."""
-    return hypothesis.settings(
-        max_examples=int(os.environ.get("VOLTA_FA_TEST_EXAMPLES", n)), suppress_health_check=list(hypothesis.HealthCheck)
-    )
+    """Makes a test draw n random problems, or VOLTA_FA_TEST_EXAMPLES."""
+    count = int(os.environ.get("VOLTA_FA_TEST_EXAMPLES", n))
+    return hypothesis.settings(max_examples=count, suppress_health_check=list(hypothesis.HealthCheck))
 
 
 #: By backend: the largest lengths of problems, and their number.

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 import volta_fa
-from conftest import captured, on
+from conftest import captured, on  # captured: the CUDA graph of a function, and the results that replays overwrite
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 
 fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
 
@@ -30,15 +31,14 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Ten
 
 
 def inputs(seqlen_q=70, seqlen_k=150, headdim=64, nheads=2, nheads_k=1, batch=1, headdim_v=0, dtype=torch.float16) -> list[Tensor]:
-    """Returns q, k and v, (batch, seqlen, heads, headdim)."""
+    """Returns q, k and v, (batch, seqlen, heads, headdim). headdim_v 0: v has `headdim`."""
     shapes = ((seqlen_q, nheads, headdim), (seqlen_k, nheads_k, headdim), (seqlen_k, nheads_k, headdim_v or headdim))
     return [randn(batch, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """Attention in fp64."""
-    out, lse, _ = fwd(q.double(), k.double(), v.double(), **options)
-    return out, lse
+def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns out and softmax_lse of attention in fp64."""
+    return fwd(q.double(), k.double(), v.double())[:2]
 
 
 def relative_l1(found: Tensor, expected: Tensor) -> float:
@@ -98,7 +98,6 @@ def simulate(monkeypatch):
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": [{"pass": "FastForward", "variant": name}]}))
         monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
         monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-        torch.ops.volta_fa._sim_report()
         result = fwd_fast(q, k, v, **options)
         monkeypatch.delenv("VOLTA_FA_SIMULATE")
         return result
@@ -173,12 +172,11 @@ def test_masks(backend, simulate, shape):
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @on("sim")
 def test_masks_of_any_layout(backend, simulate, headdim):
-    """Any strides and addresses, and bytes other than 0 and 1."""
+    """Any strides and addresses, and bytes other than 0 and 1 (here 64)."""
     q, k, v = inputs(40, 128, headdim)
     storage = (randn(2, 41, 128, seed=3) > 0).to(torch.uint8) * 64
     mask = storage.flatten()[2 : 2 + 2 * 40 * 128].view(1, 2, 40, 128).view(torch.bool)
-    transposed = mask.mT.contiguous().mT
-    for options in ({"attn_mask": mask}, {"attn_mask": transposed}, {"attn_mask": mask[:, :1, :, :], "is_causal": True}):
+    for options in ({"attn_mask": mask}, {"attn_mask": mask.mT.contiguous().mT}, {"attn_mask": mask[:, :1, :, :], "is_causal": True}):
         assert_near(simulate(q, k, v, generic=True, **options), fwd_fast(q, k, v, **options))
 
 
@@ -324,8 +322,8 @@ def test_exact_kernels_serve_short_sequences_and_volta(backend, monkeypatch):
         mask = randn(1, 1, 70, 150, seed=4) > 0
         found, expected = fwd_fast(q, k, v, attn_mask=mask), fwd(q, k, v, attn_bias=mask)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-    monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
-    torch.ops.volta_fa._sim_report()
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")  # runs no kernel, and reports which would run
+    torch.ops.volta_fa._sim_report()  # returns and forgets earlier launches
     k = randn(1, 1024, 1, 64)
 
     def kernels(q: Tensor, k: Tensor, **options) -> list[str]:
@@ -364,24 +362,20 @@ def test_all_sms_pack_a_mask(backend, monkeypatch):
 @on("cpu-fp16")
 def test_wrong_arguments(backend):
     q, k, v = inputs()
-
-    def refused(words, error=ValueError, **changed):
-        arguments = {"q": q, "k": k, "v": v, **changed}
-        with pytest.raises(error, match=words):
-            fwd_fast(**arguments)
-
-    refused("fwd_fast: q: got dtype torch.float32, expected torch.float16 or torch.bfloat16", q=q.float())
-    refused("k: got dtype torch.bfloat16, expected dtype torch.float16, that of q", k=k.bfloat16())
-    refused("attn_mask: got dtype torch.float16, expected torch.bool. Use volta_fa::fwd", attn_mask=q)
-    refused(r"attn_mask: got shape \(70, 150\), expected", attn_mask=torch.ones(70, 150, dtype=torch.bool))
-    refused("headdim 520", q=randn(1, 3, 1, 520), k=randn(1, 150, 1, 520))
-    refused("window_left: got -2", window_left=-2)
+    refused(ValueError, "fwd_fast: q: got dtype torch.float32, expected torch.float16 or torch.bfloat16", fwd_fast, q.float(), k, v)
+    refused(ValueError, "k: got dtype torch.bfloat16, expected dtype torch.float16, that of q", fwd_fast, q, k.bfloat16(), v)
+    refused(ValueError, "attn_mask: got dtype torch.float16, expected torch.bool. Use volta_fa::fwd", fwd_fast, q, k, v, attn_mask=q)
+    mask = torch.ones(70, 150, dtype=torch.bool)
+    refused(ValueError, r"attn_mask: got shape \(70, 150\), expected", fwd_fast, q, k, v, attn_mask=mask)
+    refused(ValueError, "headdim 520", fwd_fast, randn(1, 3, 1, 520), randn(1, 150, 1, 520), v)
+    refused(ValueError, "window_left: got -2", fwd_fast, q, k, v, window_left=-2)
     for name in "qkv":
-        changed = {name: {"q": q, "k": k, "v": v}[name].clone().requires_grad_()}
-        refused(f"fwd_fast: {name}: got a tensor that requires grad, expected none", NotImplementedError, **changed)
+        tensors = {"q": q, "k": k, "v": v}
+        tensors[name] = tensors[name].clone().requires_grad_()
+        refused(NotImplementedError, f"fwd_fast: {name}: got a tensor that requires grad, expected none", fwd_fast, **tensors)
         with torch.no_grad():
-            fwd_fast(**{"q": q, "k": k, "v": v, **changed})
-    with pytest.raises(RuntimeError, match="softcap"):
+            fwd_fast(**tensors)
+    with pytest.raises(RuntimeError, match="softcap"):  # of torch, which knows no such argument
         fwd_fast(q, k, v, softcap=3.0)
 
 
@@ -449,27 +443,25 @@ def test_prepared_by_kernels(backend, simulate, monkeypatch):
 def test_wrong_prepared(backend):
     q, k, v = inputs()
     prepared = volta_fa.prepare_fast(k, v)
-
-    def refused(words, error=ValueError, **changed):
-        with pytest.raises(error, match=words):
-            fwd_fast(**{"q": q, "k": k, "v": v, "prepared": prepared, **changed})
-
-    refused(r"fwd_fast: prepared: got \d+ bytes, expected \d+ bytes: what volta_fa::prepare_fast returns for the same k, v", rotate=True)
-    refused(r"prepared: got \d+ bytes, expected \d+ bytes", k=k[:, :70], v=v[:, :70])
-    refused("prepared: got dtype torch.int8, expected torch.uint8", prepared=prepared.view(torch.int8))
-    refused(r"prepared: got a tensor of rank 2 with shape \(1, \d+\), expected rank 1", prepared=prepared[None])
-    refused("prepared: got device meta, expected device cpu, that of q", prepared=prepared.to("meta"))
-    of_meta = {"q": q.to("meta"), "k": k.to("meta"), "v": v.to("meta")}
-    refused(r"prepared: got \d+ bytes, expected \d+ bytes", **of_meta, prepared=prepared.to("meta"), rotate=True)
-    assert fwd_fast(**of_meta, prepared=prepared.to("meta"))[0].shape == q.shape
+    size = r"prepared: got \d+ bytes, expected \d+ bytes"
+    same = f"fwd_fast: {size}: what volta_fa::prepare_fast returns for the same k, v"
+    refused(ValueError, same, fwd_fast, q, k, v, prepared=prepared, rotate=True)
+    refused(ValueError, size, fwd_fast, q, k[:, :70], v[:, :70], prepared=prepared)
+    of_meta = [t.to("meta") for t in (q, k, v, prepared)]
+    for words, wrong in (
+        ("dtype torch.int8, expected torch.uint8", prepared.view(torch.int8)),
+        (r"a tensor of rank 2 with shape \(1, \d+\), expected rank 1", prepared[None]),
+        ("device meta, expected device cpu, that of q", of_meta[3]),
+    ):
+        refused(ValueError, f"prepared: got {words}", fwd_fast, q, k, v, prepared=wrong)
+    refused(ValueError, size, fwd_fast, *of_meta[:3], prepared=of_meta[3], rotate=True)
+    assert fwd_fast(*of_meta[:3], prepared=of_meta[3])[0].shape == q.shape
     misaligned = torch.empty(len(prepared) + 1, dtype=torch.uint8)[1:].copy_(prepared)
     assert torch.equal(fwd_fast(q, k, v, prepared=misaligned)[0], fwd_fast(q, k, v)[0])
-    with pytest.raises(ValueError, match="volta_fa::prepare_fast: k: got dtype torch.float32, expected torch.float16 or"):
-        volta_fa.prepare_fast(k.float(), v.float())
-    with pytest.raises(ValueError, match="volta_fa::prepare_fast: v: got"):
-        volta_fa.prepare_fast(k, v[:, :70])
+    prepare, op, of = volta_fa.prepare_fast, torch.ops.volta_fa.prepare_fast, "volta_fa::prepare_fast: "
+    refused(ValueError, of + "k: got dtype torch.float32, expected torch.float16 or", prepare, k.float(), v.float())
+    refused(ValueError, of + "v: got", prepare, k, v[:, :70])
     packed, lengths = (k[0], v[0]), torch.tensor([0, len(k[0])], dtype=torch.int32)
-    op = torch.ops.volta_fa.prepare_fast
     for words, options in (
         ("k: got a tensor of rank 3 .* needs cu_seqlens_k$", {}),
         ("max_seqlen_k: got None, expected .* since cu_seqlens_k is given", {"cu_seqlens_k": lengths}),
@@ -478,15 +470,12 @@ def test_wrong_prepared(backend):
         ("cu_seqlens_k: got 1 as its first value", {"cu_seqlens_k": lengths.clamp(min=1), "max_seqlen_k": 150}),
         ("max_seqlen_k: got 5, expected at least", {"cu_seqlens_k": lengths, "max_seqlen_k": 5}),
     ):
-        with pytest.raises(ValueError, match=f"volta_fa::prepare_fast: {words}"):
-            op(*packed, **options)
-    with pytest.raises(ValueError, match="volta_fa::prepare_fast: max_seqlen_k: got 5, expected at least"):
-        volta_fa.prepare_fast(*packed, cu_seqlens_k=lengths, max_seqlen_k=5, check_lengths=True)
-    with pytest.raises(ValueError, match="volta_fa::prepare_fast: v: got device meta, expected device cpu, that of k$"):
-        op(k, v.to("meta"))
-    with pytest.raises(NotImplementedError, match="volta_fa::prepare_fast: k: got a tensor that requires grad"):
-        volta_fa.prepare_fast(k.clone().requires_grad_(), v)
-    volta_fa.prepare_fast(k[:, :0], v[:, :0])  # no keys are no error
+        refused(ValueError, of + words, op, *packed, **options)
+    options = {"cu_seqlens_k": lengths, "max_seqlen_k": 5, "check_lengths": True}
+    refused(ValueError, of + "max_seqlen_k: got 5, expected at least", prepare, *packed, **options)
+    refused(ValueError, of + "v: got device meta, expected device cpu, that of k$", op, k, of_meta[2])
+    refused(NotImplementedError, of + "k: got a tensor that requires grad", prepare, k.clone().requires_grad_(), v)
+    prepare(k[:, :0], v[:, :0])  # no keys are no error
 
 
 @on("cpu-fp16")

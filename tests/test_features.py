@@ -2,9 +2,10 @@
 
 They are packed sequences (`lengths` of a Case: (queries, keys) of each; `spare`: by how much max_seqlen exceeds the longest), seqused_k
 (`used`), softcap, ALiBi (`alibi` names the dimensions of the slopes), bias, sinks (one more logit per head, without a value; `sinks` names
-their dtype, "own" is q's) and dropout, also in pairs. `spread`: standard deviation of q, k and v.
-`on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), GPU (`cuda`).
-Kernels run twice, on poisoned memory; `check` (conftest.py) compares runs and the reference."""
+their dtype, "own" is q's) and dropout, also in pairs. `Case(seqlen_q, seqlen_k, headdim, headdim_v)` has by default batch 2, 2 heads and
+headdim_v = headdim. `spread`: standard deviation of q, k and v. `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the
+kernels' machine code in the simulator (`sim`), GPU (`cuda`). Kernels run twice, in memory filled with NaN, with bitwise identical results:
+`forward` returns the first run's out and softmax_lse, `backward` the gradients of each run. `check` compares runs and the reference."""
 
 import dataclasses
 import itertools
@@ -162,12 +163,11 @@ def test_rows_without_a_key(backend, hidden_by, sinks):
     case = Case(70, 40, 64, nheads=2, sinks=sinks, is_causal=hidden_by == "mask")
     tensors, options = case.problem(backend)
     rows, entries = slice(0, 30), slice(None)
+    visible = torch.arange(70, device=backend.device)[:, None] >= 30
     if hidden_by == "bool":
-        options["attn_bias"] = torch.ones(2, 1, 70, 40, dtype=torch.bool, device=backend.device)
-        options["attn_bias"][:, :, :30] = False
+        options["attn_bias"] = visible.expand(2, 1, 70, 40).contiguous()
     elif hidden_by == "bias":
-        options["attn_bias"] = torch.zeros(1, 2, 70, 1, device=backend.device)
-        options["attn_bias"][:, :, :30] = -math.inf
+        options["attn_bias"] = torch.zeros(1, 2, 70, 1, device=backend.device).masked_fill(~visible, -math.inf)
     elif hidden_by == "seqused_k":
         options["seqused_k"] = backend.ints([0, 40])
         rows, entries = slice(None), slice(0, 1)
@@ -274,8 +274,7 @@ def test_a_sink_of_minus_infinity(backend, is_causal):
 @on(*ALL)
 def test_no_key_at_all(backend):
     """Every sequence without keys: nothing to launch, and a sink still has its row."""
-    case = Case(headdim=64, nheads=2, lengths=((3, 0), (2, 0)), sinks="fp32", bias="hqk:fp32", spare=1)
-    tensors, options = case.problem(backend)
+    tensors, options = Case(headdim=64, nheads=2, lengths=((3, 0), (2, 0)), sinks="fp32", bias="hqk:fp32", spare=1).problem(backend)
     check(backend, *tensors, **options)
 
 
@@ -316,10 +315,8 @@ def test_strides_of_packed_tensors(backend, layout):
     else:
         q, k, v = torch.stack([q, k, v], 1).unbind(1)
     found = backend.forward(q, k, v, **options)
-    for a, b in zip(found, expected):
-        assert torch.equal(a, b)
-    for a, b in zip(backend.backward(dout, q, k, v, *found, deterministic=True, **options)[0], gradients):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, backend.backward(dout, q, k, v, *found, deterministic=True, **options)[0], gradients))
 
 
 #: Sequences by backend: more than 10,000, or what the simulator runs in seconds.

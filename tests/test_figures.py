@@ -2,8 +2,7 @@
 
 A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->` with hashes of the kernels' machine code (benchmarks.marks);
 `marks.code()` returns today's hashes by kernel, and marks.PAGES are pages whose figures have marks. The second part compares simulated
-times with published measurements of real GPUs: each must stay within its band (benchmarks.validation).
-"""
+times with published measurements of real GPUs: each must stay within its band (benchmarks.validation)."""
 
 import os
 import re
@@ -18,7 +17,7 @@ if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the marks are of the package's kernels", allow_module_level=True)
 sys.path.insert(0, str(REPOSITORY))
 pytest.importorskip("rich")
-from benchmarks import docs, marks, report, validation
+from benchmarks import docs, driver, marks, report, validation, volta
 from volta_fa.errors import CommandError
 
 #: Text of the sections of docs/reference/figures.md by name.
@@ -120,8 +119,6 @@ def test_results_have_the_mark_of_what_ran(tmp_path):
 def test_simulated_kernels_are_noted(tmp_path, monkeypatch):
     if not INFO["simulator"]:
         pytest.skip("this build has no simulator")
-    from benchmarks import driver, volta
-
     row = driver.Row("forward", volta.quick_cases()[0], models=("",))
     section = tmp_path / "a.md"
     driver.run("volta", driver.Benchmark("", lambda _: [row], lambda *_: []), ["--markdown", str(section)])

@@ -124,10 +124,8 @@ def test_packed_chunks(backend, kind, used, chunk, causal):
     )  # fmt: skip
     outs, lses = [], []
     for b in range(4):
-        first_q, first_k = begins_q[b], begins_k[b]
-        out, lse = attention(
-            q[first_q : first_q + used_q[b]], k[first_k : first_k + used_k[b]], v[first_k : first_k + used_k[b]], chunk, causal
-        )
+        queries, keys = (slice(begins[b], begins[b] + used[b]) for begins, used in ((begins_q, used_q), (begins_k, used_k)))
+        out, lse = attention(q[queries], k[keys], v[keys], chunk, causal)
         rest = lengths_q[b] - used_q[b]
         outs += [out, out.new_zeros(rest, 4, 8)]
         lses += [lse, lse.new_full((4, rest), -math.inf)]
@@ -140,9 +138,8 @@ def test_packed_projections(backend, form):
     """q, k and v in one tensor of five dimensions, or of four: all heads of q, then of k, then of v."""
     qkv = leaf(backend, 2, 9, 3, 4, 8) if form == "five" else leaf(backend, 2, 9, 4 + 2 + 2, 8)
     q, k, v = qkv.unbind(2) if form == "five" else qkv.split([4, 2, 2], 2)
-    found = fa3.flash_attn_qkvpacked_func(
-        qkv, 0.3, True, attention_chunk=4, num_heads_q=None if form == "five" else 4, return_attn_probs=True
-    )
+    options = {"softmax_scale": 0.3, "causal": True, "num_heads_q": None if form == "five" else 4}
+    found = fa3.flash_attn_qkvpacked_func(qkv, **options, attention_chunk=4, return_attn_probs=True)
     expected = [torch.stack(t) for t in zip(*(attention(q[b], k[b], v[b], 4, True, softmax_scale=0.3) for b in range(2)))]
     check(backend, found, expected, (qkv,))
 
@@ -197,7 +194,6 @@ def test_chunks_compile(backend, dynamic):
         q, k, v = leaf(backend, 2, seqlen, 4, 8), leaf(backend, 2, 11, 2, 8), leaf(backend, 2, 11, 2, 8)
         results = [f(q, k, v, causal=True, attention_chunk=4, return_attn_probs=True) for f in (compiled, fa3.flash_attn_func)]
         check(backend, *results, (q, k, v))
-    torch.compiler.reset()
 
 
 def cached(q, k_cache, v_cache, lengths, chunk, leftpad=None, **options):

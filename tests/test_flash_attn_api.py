@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import volta_fa
+import flash_attention
+import volta_fa.flash_mla
+import volta_fa.sageattention
 from conftest import on
 from flash_attention import (
     BACKENDS,
@@ -26,20 +28,9 @@ from flash_attention import (
     leaf,
     packed,
     refused,
-    signature_of,
     slopes_of,
 )
-from volta_fa import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-    flash_mla,
-    sageattention,
-)
+from volta_fa import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from volta_fa.integrations import torch_flash_impl
 from volta_fa.integrations.flash_attn import fa3, private
 
@@ -66,7 +57,7 @@ SIGNATURES = {
 def test_signatures_are_flash_attns(name):
     """Of release 2.8.3. `s_aux` is ours, by name only."""
     ours = "" if "packed" in name else ", *, s_aux=None"
-    assert signature_of(getattr(volta_fa, name)) == f"({SIGNATURES[name]}{ours})"
+    assert flash_attention.signature_of(getattr(volta_fa, name)) == f"({SIGNATURES[name]}{ours})"
 
 
 #: Arguments that are tensors in every call.
@@ -119,10 +110,9 @@ def test_dense(backend, name):
 @BACKENDS
 def test_strides(backend):
     """Any strides give the right result, also those of a last dimension that is not contiguous."""
-    q, k, v = backend.randn(2, 16, 5, 2).transpose(1, 3), backend.randn(2, 2, 7, 16).transpose(1, 2), backend.randn(2, 7, 2, 16)
-    assert q.shape == (2, 2, 5, 16)
-    q = q.transpose(1, 2)
-    assert q.stride(-1) != 1
+    q = backend.randn(2, 16, 5, 2).transpose(1, 3).transpose(1, 2)
+    k, v = backend.randn(2, 2, 7, 16).transpose(1, 2), backend.randn(2, 7, 2, 16)
+    assert q.shape == (2, 5, 2, 16) and q.stride(-1) != 1
     close(backend, flash_attn_func(q, k, v), attention(q, k, v)[0])
 
 
@@ -265,12 +255,12 @@ def test_varlen_packed_tensors(backend):
     cu_q, cu_k = cu(lengths_q, backend.device), cu(lengths_k, backend.device)
     q, kv = leaf(backend, sum(lengths_q), 4, 12), leaf(backend, sum(lengths_k), 2, 2, 12)
     qkv = leaf(backend, sum(lengths_q), 3, 2, 12)
-    out = flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, torch.tensor(17), torch.tensor(40), **options)
+    out = volta_fa.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, torch.tensor(17), torch.tensor(40), **options)
     expected, *_ = packed(q, kv[:, 0], kv[:, 1], lengths_q, lengths_k, **options)
     close(backend, out, expected)
     check_gradients(backend, out, expected, (q, kv))
 
-    out, lse, _ = flash_attn_varlen_qkvpacked_func(qkv, cu_q, torch.tensor([17]), return_attn_probs=True, **options)
+    out, lse, _ = volta_fa.flash_attn_varlen_qkvpacked_func(qkv, cu_q, torch.tensor([17]), return_attn_probs=True, **options)
     expected, expected_lse, _ = packed(*qkv.unbind(1), lengths_q, lengths_q, **options)
     close(backend, out, expected)
     close_lse(lse, expected_lse)
@@ -328,8 +318,7 @@ def test_headdim_errors(backend, headdims, message):
     cu_seqlens = cu([5, 5], backend.device)
     refused(ValueError, message, flash_attn_func, q, k, v)
     refused(ValueError, message, flash_attn_varlen_func, *(t.flatten(0, 1) for t in (q, k, v)), cu_seqlens, cu_seqlens, 5, 5)
-    message = re.sub(r"^([kv])", r"\1_cache", message)
-    refused(ValueError, message, flash_attn_with_kvcache, q, k, v)
+    refused(ValueError, re.sub(r"^([kv])", r"\1_cache", message), flash_attn_with_kvcache, q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -368,9 +357,9 @@ def test_varlen_errors(backend):
     refused(ValueError, r"max_seqlen_k: got 5", varlen, q, q, q, cu_seqlens, cu_seqlens, 6, torch.tensor(5))
     refused(ValueError, r"cu_seqlens_q: ", varlen, q, q, q, cu([4, 5]), cu_seqlens, 6, 6)
     expected = r"qkv: got shape \(10, 2, 16\), expected \(total, 3, nheads"
-    refused(ValueError, expected, flash_attn_varlen_qkvpacked_func, q, cu_seqlens, 6)
+    refused(ValueError, expected, volta_fa.flash_attn_varlen_qkvpacked_func, q, cu_seqlens, 6)
     expected = r"kv: got shape \(10, 3, 2, 16\), expected \(total_k, 2, nheads_k"
-    refused(ValueError, expected, flash_attn_varlen_kvpacked_func, q, qkv, cu_seqlens, cu_seqlens, 6, 6)
+    refused(ValueError, expected, volta_fa.flash_attn_varlen_kvpacked_func, q, qkv, cu_seqlens, cu_seqlens, 6, 6)
 
 
 def is_index(t):
@@ -384,7 +373,8 @@ def strided(t):
 
 
 def doors(backend):
-    """Yields a name, a function with another library's interface (a "door"), its arguments and its options."""
+    """Yields a name, a function with another library's interface (a "door"), its arguments and its options. `packed`: positional arguments
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
     q, k, v = (backend.randn(7, heads, 16) for heads in (4, 2, 2))
     cu, half = backend.ints([0, 3, 7]), backend.dtype if backend.dtype == torch.float16 else torch.float16
     slopes, sinks = slopes_of(backend, 2, 4), backend.randn(4)
@@ -397,19 +387,15 @@ def doors(backend):
     entries = backend.ints([1, 0])
     yield "varlen", flash_attn_varlen_func, packed, {"alibi_slopes": slopes, "s_aux": sinks}
     yield "varlen pages", flash_attn_varlen_func, (q, k_pages, v_pages, cu, cu, 4, 4), {"block_table": table}
-    yield "varlen qkv", flash_attn_varlen_qkvpacked_func, (torch.stack((k, k, v), 1), cu, 4), {}
-    yield "varlen kv", flash_attn_varlen_kvpacked_func, (q, torch.stack((k, v), 1), cu, cu, 4, 4), {}
+    yield "varlen qkv", volta_fa.flash_attn_varlen_qkvpacked_func, (torch.stack((k, k, v), 1), cu, 4), {}
+    yield "varlen kv", volta_fa.flash_attn_varlen_kvpacked_func, (q, torch.stack((k, v), 1), cu, cu, 4, 4), {}
     yield "dense", flash_attn_func, (queries, new, new), {"alibi_slopes": slopes, "s_aux": sinks}
     rotary = {"rotary_cos": cos, "rotary_sin": sin}
     yield "pages", flash_attn_with_kvcache, (queries, k_pages.clone(), v_pages.clone(), new, new), {
         "cache_seqlens": lengths, "block_table": table, "alibi_slopes": slopes, **rotary,
     }  # fmt: skip
-    yield (
-        "cache",
-        flash_attn_with_kvcache,
-        (queries, *dense),
-        {"cache_seqlens": lengths, "cache_batch_idx": entries, "cache_leftpad": entries},
-    )
+    of_entries = {"cache_seqlens": lengths, "cache_batch_idx": entries, "cache_leftpad": entries}
+    yield "cache", flash_attn_with_kvcache, (queries, *dense), of_entries
     yield "fa3 varlen", fa3.flash_attn_varlen_func, packed, {"seqused_q": lengths * 0 + 3, "seqused_k": lengths * 0 + 2}
     yield "fa3 chunks", fa3.flash_attn_varlen_func, packed, {"attention_chunk": 2}
     for chunk in (0, 5, 16):
@@ -417,26 +403,25 @@ def doors(backend):
             "cache_seqlens": lengths, "page_table": table, "attention_chunk": chunk, "rotary_seqlens": entries, **rotary,
         }  # fmt: skip
         yield f"fa3 cache {chunk}", fa3.flash_attn_with_kvcache, (q, *dense, k, v), {
-            "cache_seqlens": lengths, "cache_batch_idx": entries, "cache_leftpad": entries, "attention_chunk": chunk, "cu_seqlens_q": cu,
-            "cu_seqlens_k_new": cu, "max_seqlen_q": 4,
+            **of_entries, "attention_chunk": chunk, "cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 4,
         }  # fmt: skip
-    yield "private", private._flash_attn_varlen_forward, (*packed, 0.0, 0.25, True), {
-        "alibi_slopes": slopes, "leftpad_k": entries, "seqused_k": lengths * 0 + 3,
-    }  # fmt: skip
-    out, lse, _, _ = private._flash_attn_varlen_forward(*packed, 0.0, 0.25, True)
+    options = {"alibi_slopes": slopes, "leftpad_k": entries, "seqused_k": lengths * 0 + 3}
+    forward = (*packed, 0.0, 0.25, True)  # dropout_p, softmax_scale, causal
+    yield "private", private._flash_attn_varlen_forward, forward, options
+    out, lse, _, _ = private._flash_attn_varlen_forward(*forward)
     yield "private backward", private._flash_attn_varlen_backward, (q, q, k, v, out, lse, None, None, None, cu, cu, 4, 4), {
         "dropout_p": 0.0, "softmax_scale": 0.25, "causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
         "alibi_slopes": slopes, "deterministic": True,
     }  # fmt: skip
     latents = backend.randn(2, 16, 1, 576)
     mla = backend.randn(2, 1, 4, 576), latents, backend.ints([0, 1]).view(2, 1), lengths.clamp(max=16), 512
-    yield "flash_mla", flash_mla.flash_mla_with_kvcache, mla, {}
+    yield "flash_mla", volta_fa.flash_mla.flash_mla_with_kvcache, mla, {}
     sage = (t.to(half).repeat(1, 1, 4) for t in (q, k, v))
-    yield "sageattention", sageattention.sageattn_varlen, (*sage, cu, cu, 4, 4), {}
+    yield "sageattention", volta_fa.sageattention.sageattn_varlen, (*sage, cu, cu, 4, 4), {}
     if hasattr(torch.ops.aten, "_flash_attention_forward"):
-        for name, options in (("lengths", {"seqused_k": lengths * 0 + 3, "alibi_slopes": slopes}), ("pages", {"block_table": table})):
-            keys = (k, v) if name == "lengths" else (k_pages, v_pages)
-            yield f"torch {name}", torch_flash_impl._forward, (q, *keys, cu, cu, 4, 4, 0.0, True, False), options
+        more = 0.0, True, False  # dropout_p, is_causal, return_debug_mask
+        yield "torch lengths", torch_flash_impl._forward, (*packed, *more), {"seqused_k": lengths * 0 + 3, "alibi_slopes": slopes}
+        yield "torch pages", torch_flash_impl._forward, (q, k_pages, v_pages, cu, cu, 4, 4, *more), {"block_table": table}
 
 
 @on("cpu-fp32", "cuda")

@@ -14,10 +14,8 @@ from volta_fa.check.cache_cases import rotate
 
 def cached(q, k_cache, v_cache, seqlens, leftpad=None, **options):
     """Returns out and softmax_lse of each entry over its keys from `leftpad` to `seqlens`."""
-    entries = []
-    for b in range(len(q)):
-        part = slice(0 if leftpad is None else leftpad[b], seqlens[b])
-        entries.append(attention(q[b : b + 1], k_cache[b : b + 1, part], v_cache[b : b + 1, part], **options)[:2])
+    parts = [slice(*ends) for ends in zip(leftpad or [0] * len(q), seqlens)]
+    entries = [attention(q[b : b + 1], k_cache[b : b + 1, p], v_cache[b : b + 1, p], **options)[:2] for b, p in enumerate(parts)]
     return (torch.cat(t) for t in zip(*entries))
 
 

@@ -6,12 +6,12 @@ The expected rotation (`turned`) multiplies complex numbers: a pair of columns b
 import pytest
 import torch
 
+import volta_fa.rotary
 from volta_fa.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input, unpad_input_for_concatenated_sequences
 from volta_fa.rotary import (
     RotaryEmbedding,
     apply_rotary,
     apply_rotary_emb,
-    apply_rotary_emb_func,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
     apply_rotary_emb_torch,
@@ -24,6 +24,7 @@ MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
@@ -31,12 +32,10 @@ def seeded():
 def test_unpad_input(dtype, unused):
     """Tokens of the unused mask are kept in the batch, but `used` does not count them."""
     x = torch.randn(4, 4, 2, 3)
-    unused_mask = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0] * 4]) if unused else None
-    kept = MASK if unused_mask is None else MASK + unused_mask
+    unused_mask = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0] * 4])
+    kept = MASK + unused_mask if unused else MASK
     places = [(b, i) for b in range(4) for i in range(4) if kept[b, i]]
-    tokens, indices, cu_seqlens, max_seqlen, used = unpad_input(
-        x, MASK.to(dtype), unused_mask if unused_mask is None else unused_mask.to(dtype)
-    )
+    tokens, indices, cu_seqlens, max_seqlen, used = unpad_input(x, MASK.to(dtype), unused_mask.to(dtype) if unused else None)
     assert torch.equal(tokens, torch.stack([x[place] for place in places]))
     assert indices.dtype == torch.int64 and indices.tolist() == [4 * b + i for b, i in places]
     lengths = [sum(place[0] == b for place in places) for b in range(4)]
@@ -108,7 +107,7 @@ LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "
 def test_apply_rotary_emb(interleaved, rotary_dim, inplace, offsets):
     """Some offsets lead beyond the table of 12 positions."""
     x, (cos, sin) = torch.randn(3, 7, 2, 16, dtype=torch.float64).requires_grad_(), tables(12, rotary_dim // 2)
-    starts = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * 3
+    starts = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * 3  # a number is for all sequences
     positions = [range(start, start + 7) for start in starts]
     want = torch.stack([turned(x[b], cos, sin, positions[b], interleaved) for b in range(3)])
     before = x.detach().clone()
@@ -152,7 +151,7 @@ def test_conjugate_of_apply_rotary_is_its_inverse(interleaved, inplace):
 def test_half_precision_is_rounded_once():
     x, (cos, sin) = torch.randn(2, 5, 3, 8).half(), tables(5, 4, torch.float16)
     want = torch.stack([turned(entry, cos, sin, range(5)) for entry in x])
-    out = apply_rotary_emb_func(x, cos, sin)
+    out = volta_fa.rotary.apply_rotary_emb_func(x, cos, sin)
     assert out.dtype == torch.float16
     torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-6)  # fp16's unit roundoff is 2^-11
 
@@ -213,7 +212,6 @@ def test_rotary_compiles_with_symbolic_sizes(name):
     """Sizes are symbolic once a second shape came, even one of another rank. The gradient, and what is written in place, stay."""
     function, calls = SYMBOLIC[name]
     cos, sin = tables(30, 4)
-    torch.compiler.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for shape, options in calls:
         x, dout = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
@@ -224,7 +222,6 @@ def test_rotary_compiles_with_symbolic_sizes(name):
             found.append((out, *torch.autograd.grad(out, leaf, dout), leaf))
         torch.testing.assert_close(found[1], found[0])
         assert torch.equal(found[1][-1], x) == (name == "copy")
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -303,7 +300,6 @@ def test_rotary_embedding_of_a_module_in_half_precision():
 
 def test_rotary_embedding_compiles():
     """The tables grow in a compiled program too, whose sizes are symbolic from the second length on."""
-    torch.compiler.reset()
     rotary, compiled = RotaryEmbedding(8), torch.compile(RotaryEmbedding(8), backend="aot_eager", fullgraph=True)
     for seqlen in (5, 7, 6):
         qkv = torch.randn(2, seqlen, 3, 2, 16, requires_grad=True)
@@ -311,7 +307,6 @@ def test_rotary_embedding_compiles():
         torch.testing.assert_close(found, expected)
         weights = torch.randn_like(expected)
         torch.testing.assert_close(torch.autograd.grad(found, qkv, weights), torch.autograd.grad(expected, qkv, weights))
-    torch.compiler.reset()
 
 
 def test_rotary_embedding_trains_after_inference_mode():
@@ -339,26 +334,21 @@ def test_xpos():
     torch.testing.assert_close(new_q[0, :, 0].double(), turned(q[0], cos, sin, range(12))[:, 0] * factor, rtol=1e-4, atol=1e-4)
 
 
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     "message, call",
     [
         (r"x: got shape \(5, 2, 8\), expected \(batch, seqlen", lambda x, c: apply_rotary_emb(x[0], c, c)),
-        (
-            r"x: got shape \(2, 5, 2, 8\), expected \(total",
-            lambda x, c: apply_rotary_emb(x, c, c, cu_seqlens=torch.tensor([0, 10]), max_seqlen=5),
-        ),
-        (r"max_seqlen: got None", lambda x, c: apply_rotary_emb(x[0], c, c, cu_seqlens=torch.tensor([0, 5]))),
+        (r"x: got shape \(2, 5, 2, 8\), expected \(total", lambda x, c: apply_rotary_emb(x, c, c, cu_seqlens=ints(0, 10), max_seqlen=5)),
+        (r"max_seqlen: got None", lambda x, c: apply_rotary_emb(x[0], c, c, cu_seqlens=ints(0, 5))),
         (r"cos: got shape \(6, 5\)", lambda x, c: apply_rotary_emb(x, torch.ones(6, 5), torch.ones(6, 5))),
         (r"sin: got shape \(6, 3\), expected cos' shape \(6, 4\)", lambda x, c: apply_rotary_emb(x, c, c[:, :3])),
         (r"cos: got 6 positions, expected at least 7", lambda x, c: apply_rotary_emb(x, c, c, seqlen_offsets=2)),
-        (
-            r"cos: got 4 positions, expected at least 5",
-            lambda x, c: apply_rotary_emb(x, c[:4], c[:4], seqlen_offsets=torch.zeros(2, dtype=torch.int32)),
-        ),
-        (
-            r"seqlen_offsets: got shape \(3,\), expected \(2,\)",
-            lambda x, c: apply_rotary_emb(x, c, c, seqlen_offsets=torch.zeros(3, dtype=torch.int32)),
-        ),
+        (r"cos: got 4 positions, expected at least 5", lambda x, c: apply_rotary_emb(x, c[:4], c[:4], seqlen_offsets=ints(0, 0))),
+        (r"seqlen_offsets: got shape \(3,\), expected \(2,\)", lambda x, c: apply_rotary_emb(x, c, c, seqlen_offsets=ints(0, 0, 0))),
         (r"qkv: got shape \(2, 5, 2, 8\) with num_heads_q=None", lambda x, c: apply_rotary_emb_qkv_(x, c, c)),
         (r"qkv: got shape \(2, 5, 2, 8\) with num_heads_q=1", lambda x, c: apply_rotary_emb_qkv_(x, c, c, num_heads_q=1)),
         (r"kv: got shape \(2, 5, 2, 8\)", lambda x, c: apply_rotary_emb_kv_(x, c, c)),

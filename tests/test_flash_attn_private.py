@@ -12,12 +12,7 @@ import flash_attention
 from conftest import on
 from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, in_pages, packed, refused, slopes_of
 from volta_fa.integrations.flash_attn import compiled, private
-from volta_fa.integrations.flash_attn.private import (
-    _flash_attn_backward,
-    _flash_attn_forward,
-    _flash_attn_varlen_backward,
-    _flash_attn_varlen_forward,
-)
+from volta_fa.integrations.flash_attn.private import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_forward
 
 #: Positional arguments of the calls below have this order.
 OPTIONS = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
@@ -116,7 +111,7 @@ def test_varlen(backend, case):
     options, positional = split(backend, case, len(lengths_q), 4)
 
     def backward(dout, out, lse, given, rng_state):
-        return _flash_attn_varlen_backward(dout, *operands, out, lse, *given, *lengths, *positional, True, rng_state)
+        return private._flash_attn_varlen_backward(dout, *operands, out, lse, *given, *lengths, *positional, True, rng_state)
 
     check(
         backend, lambda leaves, keep: packed(*leaves, lengths_q, lengths_k, keep=keep, **options), operands,
@@ -167,9 +162,8 @@ def test_padding_on_the_left_and_lengths_in_use(backend, with_used):
     q, k, v = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 16)
     seen = [slice(begin + a, begin + b) for begin, a, b in zip(cu(lengths_k).tolist(), left, used)]
     kept = [b - a for a, b in zip(left, used)]
-    right, right_lse, _ = packed(
-        q, torch.cat([k[s] for s in seen]), torch.cat([v[s] for s in seen]), lengths_q, kept, causal=True, softmax_scale=0.25
-    )
+    parts = (torch.cat([t[s] for s in seen]) for t in (k, v))
+    right, right_lse, _ = packed(q, *parts, lengths_q, kept, causal=True, softmax_scale=0.25)
     outside = torch.ones(sum(lengths_k), dtype=torch.bool)
     for s in seen:
         outside[s] = False
@@ -193,12 +187,12 @@ def test_pages(backend, with_used):
     k, v = (torch.cat([entry[:n] for entry, n in zip(cache, lengths_k)]) for cache in caches)
     right, right_lse, _ = packed(q, k, v, lengths_q, lengths_k, causal=True, window_size=(5, -1))
     # seqused_k takes the place of the lengths in cu_seqlens_k
-    others = {"seqused_k": backend.ints(lengths_k)} if with_used else {}
+    others = {"block_table": table} | ({"seqused_k": backend.ints(lengths_k)} if with_used else {})
     lengths = cu(lengths_q, backend.device), cu([32] * 3 if with_used else lengths_k, backend.device), 7, 32
     for num_splits, dropout_p in ((0, 0.0), (1, 0.0), (0, CASES["too little dropout"]["dropout_p"])):
-        out, lse, s_dmask, rng_state = _flash_attn_varlen_forward(
-            q, k_pages, v_pages, *lengths, dropout_p, 32**-0.5, True, 5, block_table=table, num_splits=num_splits, **others
-        )
+        options = dropout_p, 32**-0.5, True, 5  # dropout_p, softmax_scale, causal, window_size_left
+        results = _flash_attn_varlen_forward(q, k_pages, v_pages, *lengths, *options, num_splits=num_splits, **others)
+        out, lse, s_dmask, rng_state = results
         close(backend, out, right)
         close_lse(lse, right_lse)
         assert s_dmask.numel() == rng_state.numel() == 0
@@ -231,9 +225,8 @@ def test_errors(backend):
         refused(error, message, _flash_attn_varlen_forward, rows, k, k, *lengths, **more)
 
     varlen(ValueError, r"leftpad_k: got shape \(2,\)", leftpad_k=backend.ints([0, 0]))
-    varlen(
-        NotImplementedError, r"leftpad_k: got a tensor, expected None with block_table", pages, block_table=table, leftpad_k=lengths[0][:1]
-    )
+    left = lengths[0][:1]
+    varlen(NotImplementedError, r"leftpad_k: got a tensor, expected None with block_table", pages, block_table=table, leftpad_k=left)
     varlen(NotImplementedError, r"num_splits > 1 is not supported .* got 2", pages, block_table=table, num_splits=2)
     varlen(NotImplementedError, r"return_softmax: got True", seqused_k=backend.ints([9]), return_softmax=True)
     refused(
@@ -247,7 +240,7 @@ def test_compiled_module(backend):
     """The same results, in the order of its positional arguments and into its tensors."""
     q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 11, 2, 16), backend.randn(2, 11, 2, 16)
     slopes = slopes_of(backend, 4)
-    options, window = (0.0, 0.25), (5, 2, 0.0)
+    options, window = (0.0, 0.25), (5, 2, 0.0)  # dropout_p, softmax_scale; window_size_left, window_size_right, softcap
     right = _flash_attn_forward(q, k, v, *options, False, *window, slopes, False)
     into = torch.empty_like(q)
     out, lse, _, rng_state = compiled.fwd(q, k, v, into, slopes, *options, False, *window, False, None)

@@ -22,30 +22,27 @@ from conftest import REPOSITORY
 from processes import run_pieces, succeeds
 
 PACKAGE = Path(volta_fa.__file__).parent
-#: A program that uses flash_attn as others do: xformers, unsloth, transformers, Transformer Engine.
+#: A program that uses flash_attn as others do: xformers, unsloth, transformers, Transformer Engine. Its names are volta_fa's objects.
 USES = """
     import importlib.metadata as metadata, importlib.util, pathlib, volta_fa
     import flash_attn, flash_attn.bert_padding, flash_attn.flash_attn_interface, flash_attn.layers.rotary, flash_attn.ops.triton.rotary
-    import volta_fa.bert_padding, volta_fa.rotary
-    assert flash_attn.__all__ == volta_fa.integrations.flash_attn.interface.__all__
-    for name in volta_fa.integrations.flash_attn.interface.__all__:
-        assert getattr(flash_attn, name) is getattr(flash_attn.flash_attn_interface, name) is getattr(volta_fa, name), name
-    assert flash_attn.bert_padding.unpad_input is volta_fa.bert_padding.unpad_input
-    for name in volta_fa.bert_padding.__all__:
-        assert getattr(flash_attn.bert_padding, name) is getattr(volta_fa.bert_padding, name), name
-    for name in volta_fa.rotary.__all__:
-        assert getattr(flash_attn.layers.rotary, name) is getattr(volta_fa.rotary, name), name
-    assert flash_attn.ops.triton.rotary.apply_rotary is volta_fa.rotary.apply_rotary
-    import flash_attn.losses.cross_entropy, flash_attn.modules.mha, flash_attn.ops.rms_norm
-    import flash_attn.ops.triton.cross_entropy, flash_attn.ops.triton.layer_norm, flash_attn_2_cuda
-    assert flash_attn.losses.cross_entropy.CrossEntropyLoss and flash_attn.ops.triton.cross_entropy.cross_entropy_loss
-    assert flash_attn.ops.triton.layer_norm.rms_norm_fn and flash_attn.ops.rms_norm.rms_norm and flash_attn.modules.mha.MHA
-    from flash_attn.layers.rotary import apply_rotary_emb_torch
-    from flash_attn.ops.triton.layer_norm import layer_norm_linear_fn, layer_norm_ref, rms_norm_ref
-    import flash_attn_interface
-    assert flash_attn_interface.__all__ == volta_fa.integrations.flash_attn.fa3.__all__
-    for name in flash_attn_interface.__all__:
-        assert getattr(flash_attn_interface, name) is getattr(volta_fa.integrations.flash_attn.fa3, name), name
+    import flash_attn_interface, volta_fa.bert_padding, volta_fa.rotary
+    from volta_fa.integrations.flash_attn import fa3, interface
+    assert flash_attn.__all__ == interface.__all__ and flash_attn_interface.__all__ == fa3.__all__
+    for theirs, ours, names in (
+        (flash_attn, volta_fa, interface.__all__),
+        (flash_attn.flash_attn_interface, volta_fa, interface.__all__),
+        (flash_attn.bert_padding, volta_fa.bert_padding, volta_fa.bert_padding.__all__),
+        (flash_attn.layers.rotary, volta_fa.rotary, volta_fa.rotary.__all__),
+        (flash_attn.ops.triton.rotary, volta_fa.rotary, ["apply_rotary"]),
+        (flash_attn_interface, fa3, fa3.__all__),
+    ):
+        assert [name for name in names if getattr(theirs, name) is not getattr(ours, name)] == [], theirs
+    from flash_attn.losses.cross_entropy import CrossEntropyLoss
+    from flash_attn.modules.mha import MHA
+    from flash_attn.ops.rms_norm import rms_norm
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+    from flash_attn.ops.triton.layer_norm import layer_norm_linear_fn, layer_norm_ref, rms_norm_fn, rms_norm_ref
     assert flash_attn.__version__ == "2.8.3"
     assert metadata.version("flash_attn") == metadata.version("flash-attn") == "2.8.3+volta"
     assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
@@ -65,7 +62,6 @@ USES = """
     # unsloth looks for this file without importing it
     assert (pathlib.Path(importlib.util.find_spec("flash_attn").submodule_search_locations[0]) / "flash_attn_interface.py").exists()
 """
-
 
 USES_SAGEATTENTION = """
     import importlib.metadata as metadata, volta_fa.sageattention
@@ -361,9 +357,8 @@ def test_transformers_on_a_machine_without_a_gpu(transformers):
         """,
         path=transformers,
     )
-    assert re.search(r"(ValueError|ImportError): FlashAttention2 has been toggled on.* is not available on CPU", ran.stderr), ran.stderr[
-        -2000:
-    ]
+    found = re.search(r"(ValueError|ImportError): FlashAttention2 has been toggled on.* is not available on CPU", ran.stderr)
+    assert found, ran.stderr[-2000:]
 
 
 @RELEASES

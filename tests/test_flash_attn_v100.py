@@ -1,8 +1,9 @@
 """volta_fa's functions with the interfaces of other FlashAttention packages for these GPUs, against attention in fp64.
 
 Three packages are called flash_attn_v100: one of 2023, one of 2026 (with flash-attn 2's arguments), and that of 1Cat-vLLM, which has
-functions for paged caches. flash_attn_turing is the fourth. Their compiled functions take (batch, nheads, seqlen, headdim), "heads first".
-"""
+functions for paged caches. flash_attn_turing is the fourth. Compiled functions of flash_attn_v100 take (batch, nheads, seqlen, headdim),
+"heads first". flash_attention.py has the fp64 reference (`attention`, and `packed` for sequences of LENGTHS: numbers of queries and keys),
+comparisons in the backend's dtype (`close`, `close_lse`), and `refused`, which checks an error. BACKENDS: CPU in fp64 and fp32, GPU."""
 
 import inspect
 import sys
@@ -11,7 +12,7 @@ import types
 import pytest
 import torch
 
-from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed
+from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed, refused
 from volta_fa.integrations.flash_attn import interface, turing, v100
 from volta_fa.integrations.stand_in import provide_flash_attn_v100
 from volta_fa.integrations.vllm import paged
@@ -48,10 +49,9 @@ def test_arguments_of_2023_and_of_2026(backend):
     ]
     for args, options, expected in cases:
         close(backend, v100.flash_attn_func(q, k, v, *args, **options), attention(q, k, v, **expected)[0])
-    with pytest.raises(ValueError, match="dropout_p: got 0.3 as the only argument after v, expected its name"):
-        v100.flash_attn_func(q, k, v, 0.3, causal=True)
-    with pytest.raises(TypeError, match="got 6 arguments by position"):
-        v100.flash_attn_func(q, k, v, 0.3, True, (-1, -1))
+    message = "dropout_p: got 0.3 as the only argument after v, expected its name"
+    refused(ValueError, message, v100.flash_attn_func, q, k, v, 0.3, causal=True)
+    refused(TypeError, "got 6 arguments by position", v100.flash_attn_func, q, k, v, 0.3, True, (-1, -1))
 
 
 @BACKENDS
@@ -60,6 +60,8 @@ def test_compiled_functions_take_heads_first(backend):
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     expected, expected_lse, *_ = attention(*leaves, softmax_scale=0.3, causal=True)
     right = [expected, *torch.autograd.grad(expected, leaves, dout.to(expected.dtype))]
+    # alibi_slopes None, then dropout_p, softmax_scale, causal, window (-1: no bound), softcap; of fwd return_softmax and generator, of bwd
+    # deterministic and generator
     options = 0.0, 0.3, True, -1, -1, 0.0, False, None
     first = heads_first(q, k, v)
     into = torch.full_like(first[0], torch.nan)
@@ -119,7 +121,7 @@ def test_paged_functions(backend, kv_cache_dtype, window):
     [first] = heads_first(q)
     into = torch.full_like(first, torch.nan)
     for out in (None, into):
-        result = v100.flash_attn_prefill_paged_bhmd(first, *arguments, 0.3, out, kv_cache_dtype, *scales, True, window)
+        result = v100.flash_attn_prefill_paged_bhmd(first, *arguments, 0.3, out, kv_cache_dtype, *scales, True, window)  # True: causal
         assert result.is_contiguous() and (out is None or result is out)
         close(backend, result.transpose(1, 2), expected(q))
     into = torch.full_like(q[:, 0], torch.nan)
@@ -127,10 +129,10 @@ def test_paged_functions(backend, kv_cache_dtype, window):
         result = v100.flash_attn_decode_paged(q[:, 0], *arguments, out=out, max_seq_len_hint=64, **options)
         assert out is None or result is out
         close(backend, result, expected(q[:, :1])[:, 0])
-    with pytest.raises(ValueError, match="kv_cache_dtype: got `int8_per_token_head`, expected auto or float16"):
-        v100.flash_attn_decode_paged(q[:, 0], *arguments, kv_cache_dtype="int8_per_token_head")
-    with pytest.raises(ValueError, match=r"out: got shape \(2, 4, 15\) of dtype .* expected shape \(2, 4, 16\)"):
-        v100.flash_attn_decode_paged(q[:, 0], *arguments, out=into[..., 1:], **options)
+    decode, arguments = v100.flash_attn_decode_paged, (q[:, 0], *arguments)
+    message = "kv_cache_dtype: got `int8_per_token_head`, expected auto or float16"
+    refused(ValueError, message, decode, *arguments, kv_cache_dtype="int8_per_token_head")
+    refused(ValueError, r"out: got shape \(2, 4, 15\) of .* expected shape \(2, 4, 16\)", decode, *arguments, out=into[..., 1:], **options)
 
 
 @BACKENDS
@@ -140,12 +142,13 @@ def test_dense_functions_of_1cat(backend):
     first = heads_first(q, k, v)
     into = torch.full_like(first[0], torch.nan)
     for out in (None, into):
-        result, lse, _ = v100.flash_attn_bhmd_func(*first, 0.0, 0.3, True, return_attn_probs=True, out=out)
+        result, lse, _ = v100.flash_attn_bhmd_func(*first, dropout_p=0.0, softmax_scale=0.3, causal=True, return_attn_probs=True, out=out)
         assert result.is_contiguous() and (out is None or result is out)
         close(backend, result.transpose(1, 2), expected)
         close_lse(lse, expected_lse)
     close(backend, v100.flash_attn_bhmd_func(*first, softmax_scale=0.3, causal=True).transpose(1, 2), expected)
-    close_lse(v100.flash_attn_lse(q, k, v, 0.3, True), expected_lse)
+    close_lse(v100.flash_attn_lse(q, k, v, softmax_scale=0.3, causal=True), expected_lse)
+    # out, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, return_softmax
     result, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
     close(backend, result.transpose(1, 2), expected)
     close_lse(lse, expected_lse)
@@ -165,8 +168,7 @@ def test_the_stand_in_has_all_three_packages(monkeypatch):
     other = types.ModuleType("flash_attn_v100")
     other.__file__ = "elsewhere.py"
     monkeypatch.setitem(sys.modules, "flash_attn_v100", other)
-    with pytest.raises(RuntimeError, match="flash_attn_v100 was imported before from elsewhere.py"):
-        provide_flash_attn_v100()
+    refused(RuntimeError, "flash_attn_v100 was imported before from elsewhere.py", provide_flash_attn_v100)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -200,15 +202,13 @@ def test_turing_varlen(backend, causal):
     want = torch.autograd.grad(expected, leaves, dout.to(expected.dtype))
     for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *lengths), want):
         close(backend, found, right, LSE_ROUNDING)
-    with pytest.raises(ValueError, match="lse: got shape"):
-        turing.varlen_bwd(q, k, v, out, lse[..., 1:], dout, *lengths)
+    refused(ValueError, "lse: got shape", turing.varlen_bwd, q, k, v, out, lse[..., 1:], dout, *lengths)
     if q.is_cuda:  # lengths are not validated: rows after the last sequence belong to none and change nothing
         padded = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 20), value=1.0) for t in (q, out, dout)]
         assert torch.equal(turing.varlen_fwd(padded[0], k, v, *lengths)[1], lse)
         close(backend, turing.varlen_bwd(padded[0], k, v, padded[1], lse, padded[2], *lengths)[0][: len(q)], want[0], LSE_ROUNDING)
         return
-    more_rows = [torch.cat([t, t]) for t in (q, out, dout)]
-    with pytest.raises(ValueError, match="cu_seqlens_q: got .* as its last value"):
-        turing.varlen_bwd(more_rows[0], k, v, more_rows[1], lse, more_rows[2], *lengths)
-    with pytest.raises(ValueError, match="max_seqlen_q"):
-        turing.varlen_bwd(q, k, v, out, lse[..., :1], dout, *lengths[:2], 1, *lengths[3:])
+    more_q, more_out, more_dout = (torch.cat([t, t]) for t in (q, out, dout))
+    message = "cu_seqlens_q: got .* as its last value"
+    refused(ValueError, message, turing.varlen_bwd, more_q, k, v, more_out, lse, more_dout, *lengths)
+    refused(ValueError, "max_seqlen_q", turing.varlen_bwd, q, k, v, out, lse[..., :1], dout, *lengths[:2], 1, *lengths[3:])

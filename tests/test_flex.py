@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 import volta_fa
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 from volta_fa import flex_attention
 from volta_fa.flex.score_mod import Scores, Unrecognized, recognize
 
@@ -302,22 +303,19 @@ def test_other_score_functions_run_on_torch_with_one_line(caplog):
         for _ in range(2):
             out = flex_attention(query, key, value, OTHERS["relu"])
     torch.testing.assert_close(out, plain(query, key, value, OTHERS["relu"])[0], rtol=1e-4, atol=1e-5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "volta_fa.flex_attention: no kernel for relu: torch's own flex_attention runs"
-    ]
-    with pytest.raises(NotImplementedError, match="block_mask: got volta_fa.BlockMask"):
-        flex_attention(query, key, value, OTHERS["relu"], volta_fa.BlockMask.from_mask_mod(MASKS["causal"], 1, 1, LENGTH, LENGTH, "cpu"))
+    (record,) = caplog.records
+    assert record.getMessage() == "volta_fa.flex_attention: no kernel for relu: torch's own flex_attention runs"
+    mask = volta_fa.BlockMask.from_mask_mod(MASKS["causal"], 1, 1, LENGTH, LENGTH, "cpu")
+    refused(NotImplementedError, "block_mask: got volta_fa.BlockMask", flex_attention, query, key, value, OTHERS["relu"], mask)
 
 
 def test_wrong_arguments_are_refused():
     query, key, value = operands(heads_k=2)
-    with pytest.raises(ValueError, match="query: got 4 heads, expected a multiple of key's 0 heads"):
-        flex_attention(query, key[:, :0], value[:, :0], enable_gqa=True)
-    with pytest.raises(ValueError, match="key: got 2 heads"):
-        flex_attention(query, key, value)
+    message = "query: got 4 heads, expected a multiple of key's 0 heads"
+    refused(ValueError, message, flex_attention, query, key[:, :0], value[:, :0], enable_gqa=True)
+    refused(ValueError, "key: got 2 heads", flex_attention, query, key, value)
     block_mask = create_block_mask(MASKS["causal"], None, None, 256, 256, device="cpu")
-    with pytest.raises(ValueError, match="block_mask: got lengths"):
-        flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
+    refused(ValueError, "block_mask: got lengths", flex_attention, query, key, value, block_mask=block_mask, enable_gqa=True)
 
 
 def test_compiled_calls_refuse_what_eager_calls_refuse():

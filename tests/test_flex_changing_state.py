@@ -95,6 +95,9 @@ CASES = {
     "random_number": lambda: reading(lambda: random.randrange(1, LENGTH), lambda n: random.setstate(SEEDS[n])),
     "iterator": lambda: reading(iter(WIDTHS).__next__, lambda n: None),
     "numpy_integer": lambda: item(numpy.zeros(3, dtype=numpy.int64), 1),
+    "numpy_array": lambda: (lambda a: reading(lambda: int(a[1]), call(a.__setitem__, 1)))(numpy.zeros(3, dtype=numpy.int64)),
+    "property_of_an_object": lambda: (lambda owner: reading(lambda: owner.width, call(setattr, owner, "value")))(WithProperty()),
+    "class_attribute_read_through_an_object": lambda: (lambda owner: attribute(owner(), of=owner))(type("Fresh", (Plain,), {})),
     "shape_of_a_tensor": lambda: (lambda t: reading(lambda: t.shape[0], t.resize_))(torch.zeros(1)),
     "item_of_a_tensor": lambda: number(integers(1), lambda t, h, kv: kv < t.item()),
     # numbers in tensors
@@ -140,18 +143,6 @@ def closure():
 
 
 @case
-def class_attribute_read_through_an_object():
-    owner = type("Fresh", (Plain,), {})
-    return attribute(owner(), of=owner)
-
-
-@case
-def property_of_an_object():
-    owner = WithProperty()
-    return reading(lambda: owner.width, call(setattr, owner, "value"))
-
-
-@case
 def torchs_and_masks():
     width = [0]
     return torch_flex.and_masks(torch_flex.noop_mask, item(width)[0]), call(width.__setitem__, 0)
@@ -184,12 +175,6 @@ def default_dtype():
         torch.set_default_dtype(torch.float16 if n == 17 else torch.float32)
 
     return lambda b, h, q, kv: (kv * 0 + 2049) / 2 > 1024 + kv * 0, change
-
-
-@case
-def numpy_array():
-    numbers = numpy.zeros(3, dtype=numpy.int64)
-    return reading(lambda: int(numbers[1]), call(numbers.__setitem__, 1))
 
 
 def numpy_keys(tensor_of, made_inside=False):
@@ -299,7 +284,7 @@ def test_masks_are_kept_while_values_are(name):
     masks = []
     for n in (40, 40, 17, 40):
         change(n)
-        masks.append(kept.block_mask_of(source_of(partial_block(mask_mod), 1, 2)))
+        masks.append(kept.block_mask_of(source_of(partial_block(mask_mod), batch=1, heads=2)))
     assert masks[0] is masks[1] is masks[3] and masks[2] is not masks[0]
 
 

@@ -5,10 +5,10 @@ launch's key tiles, another computes dq, dk and dv from them. `on(...)` and `on_
 Budgets are the allowed errors. The fixture `gpu` runs a test for the simulated V100 and T4, `forward_on_cpu` leaves the forward pass to the
 CPU.
 
-Fields of a Case: the first are seqlen_q, seqlen_k, headdim and headdim_v (default: headdim). `lengths` is (queries, keys) of packed
-sequences, `spare` how much max_seqlen exceeds the longest, `used` seqused_k. `spread` is the standard deviation of q, k and v. `bias` names
-its dimensions that are not 1 (b, h, q, k), then its dtype (default: q's). `sinks` names a dtype ("own": q's), `alibi` the dimensions of the
-slopes."""
+Fields of a Case: the first are seqlen_q, seqlen_k, headdim and headdim_v (default: headdim); batch and nheads are 2 by default. `lengths`
+is (queries, keys) of packed sequences, `spare` how much max_seqlen exceeds the longest, `used` seqused_k. `spread` is the standard
+deviation of q, k and v. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype (default: q's). `sinks` names a dtype
+("own": q's), `alibi` the dimensions of the slopes."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_on_the_cpu(backend, case):
 def test_limits():
     """Both families have two block sizes, so test_kernels runs all of them."""
     assert sorted(VARIANTS.values()) == [70, 70, 75, 75]
-    assert torch.ops.volta_fa._max_headdim(0) == INFO["limits"]["max_headdim"] == 512
+    assert torch.ops.volta_fa._max_headdim(0) == INFO["limits"]["max_headdim"] == 512  # 0: of the CPU
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -94,9 +94,7 @@ OPTIONS = [
     Case(140, 150, 264, batch=1, nheads=4, nheads_k=2, bias="bhqk"),
     Case(131, 151, 264, batch=1, nheads=2, bias="qk:fp32", dropout_p=0.5, used=(120,)),
     Case(140, 150, 264, batch=1, nheads=2, alibi="bh", bias="hqk:bool", sinks="own", window_left=60),
-    Case(
-        lengths=((140, 150), (1, 70), (30, 0), (0, 5), (17, 129)), spare=5, headdim=264, nheads=2, nheads_k=1, sinks="fp32", is_causal=True
-    ),
+    Case(headdim=264, nheads_k=1, lengths=((140, 150), (1, 70), (30, 0), (0, 5), (17, 129)), spare=5, sinks="fp32", is_causal=True),
     Case(lengths=((40, 50), (1, 70), (30, 200)), used=(30, 70, 100), headdim=320, nheads=2),
     Case(lengths=((40, 50), (1, 70), (30, 200)), headdim=256, nheads=2, alibi="h", bias="qk", dropout_p=0.2),
 ]

@@ -367,9 +367,8 @@ def test_compiled(backend, dynamic):
 def test_prompts_as_deep_gemm(backend, fp8):
     problem = draw(backend, Case(64, 1, 7, 120, fp8=fp8))
     backend.simulate()
-    logits = indexer.fp8_mqa_logits(
-        problem.q[0], (problem.k, problem.options["k_scales"]), problem.weights[0], problem.options["k_start"][0], problem.k_end[0]
-    )
+    keys, bounds = (problem.k, problem.options["k_scales"]), (problem.options["k_start"][0], problem.k_end[0])
+    logits = indexer.fp8_mqa_logits(problem.q[0], keys, problem.weights[0], *bounds)
     assert logits.shape == (7, 120)
     check(problem, logits.unsqueeze(0))
 
@@ -381,11 +380,10 @@ def test_decoding_as_deep_gemm(backend, of_queries):
     problem = draw(backend, Case(32, 3, 2, 200, page_size=64, causal=not of_queries, fp8=True))
     if of_queries:
         problem.seen = torch.arange(200) < problem.k_end.cpu().unsqueeze(-1)
-    metadata = indexer.get_paged_mqa_logits_metadata(problem.k_end, 64, 80)
+    metadata = indexer.get_paged_mqa_logits_metadata(problem.k_end, 64, 80)  # tokens of a page, SMs
     backend.simulate()
-    logits = indexer.fp8_paged_mqa_logits(
-        problem.q, problem.k, problem.weights.flatten(0, 1), problem.k_end, problem.options["block_table"], metadata, 200, True
-    )
+    more = problem.options["block_table"], metadata, 200, True  # the last two: max_model_len, clean_logits
+    logits = indexer.fp8_paged_mqa_logits(problem.q, problem.k, problem.weights.flatten(0, 1), problem.k_end, *more)
     assert logits.shape == (6, 200)
     check(problem, logits.unflatten(0, (3, 2)))
 

@@ -2,8 +2,7 @@
 
 A family (volta, turing) has kernels in machine code for its GPUs ("native"), and in PTX, which newer GPUs' drivers compile.
 `INFO["variants"]` lists the kernels. `CORE` is the library that embeds them, `LIBRARY` the shim for this torch. tools/compare_kernels.py
-compares the machine code of two libraries. tests/kernels.rs checks parameters, registers and spills.
-"""
+compares the machine code of two libraries. tests/kernels.rs checks parameters, registers and spills."""
 
 import dataclasses
 import functools

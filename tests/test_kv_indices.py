@@ -2,8 +2,9 @@
 
 A list has `topk` numbers of blocks of `kv_block` tokens, unsorted, perhaps repeated; a -1 ends it. There is one list per query, or one per
 query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them.
-`Cached(lengths, ...)` is a problem with a cache: lengths are (queries, cached tokens, appended tokens) of each sequence. `run` (of
-test_kvcache.py) calls fwd_kvcache; `draw` and `latents` (of test_mla.py) make problems of fwd_mla, whose cache holds latents.
+`Cached(lengths, ...)` is a problem with a cache: lengths are (queries, cached tokens, appended tokens) of each sequence. By default
+headdim is 64, nheads 2 on one KV head, pages have 16 tokens (page=0: no pages), and queries are causal. `run` (of test_kvcache.py) calls
+fwd_kvcache; `draw` and `latents` (of test_mla.py) make problems of fwd_mla, whose cache holds latents.
 `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `backend.simulate()` makes the simulator run later calls."""
 
 import dataclasses
@@ -13,10 +14,10 @@ import pytest
 import torch
 
 from cached import Cached, check_opcheck, check_reads_no_value, check_sequence
-from conftest import BF16_KERNELS, agreed, assert_same_bits, check_form, on, on_cases
+from conftest import BF16_KERNELS, agreed, check_form, on, on_cases  # agreed: the first of results, which must be bitwise identical
 from test_kvcache import check_cache, run
 from test_mla import draw, latents
-from test_validation import refused
+from test_validation import refused  # refused(call, exception, *words of its message)
 
 fwd_kvcache, fwd_mla = torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
 
@@ -64,10 +65,8 @@ def lists(problem, selected: Selected, seed=0) -> list[list[list[list[int]]]]:
 
 def with_lists(problem, selected: Selected, of_sequences):
     """Returns the problem with kv_indices from these lists, by sequence, query and head."""
-    rows = [row for of_sequence in of_sequences for row in of_sequence]
-    indices = torch.tensor(rows, dtype=torch.int32, device=problem.q.device).view(-1, selected.heads, selected.topk)
-    shape = problem.q.shape[:-2]
-    problem.options |= {"kv_indices": indices.view(*shape, selected.heads, selected.topk), "kv_block": selected.block}
+    rows = torch.tensor([row for of_sequence in of_sequences for row in of_sequence], dtype=torch.int32, device=problem.q.device)
+    problem.options |= {"kv_indices": rows.view(*problem.q.shape[:-2], selected.heads, selected.topk), "kv_block": selected.block}
     return problem
 
 
@@ -204,14 +203,12 @@ def test_unchecked_values_become_nan(backend, block):
     problem.options["cache_seqlens"] = backend.ints([100, 1000, 100])
     out, lse, *_ = run(backend, problem)
     assert out[1].isnan().all() and lse[1].isnan().all()
-    for a, b in zip((out, lse), right):
-        assert_same_bits("result", a[[0, 2]], b[[0, 2]])
+    agreed([[t[[0, 2]] for t in results] for results in (right, (out, lse))])
     problem.options["cache_seqlens"] = backend.ints([100, 100, 100])
     problem.options["block_table"][0, 1] = 12345
     out, lse, *_ = run(backend, problem)
     assert out[0].isnan().all() and lse[0].isnan().all()
-    for a, b in zip((out, lse), right):
-        assert_same_bits("result", a[1:], b[1:])
+    agreed([[t[1:] for t in results] for results in (right, (out, lse))])
 
 
 @on("sim")

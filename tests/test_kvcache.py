@@ -2,7 +2,8 @@
 
 `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), GPU (`cuda`).
 `backend.simulate()` makes the simulator run later calls.
-`Cached` is a problem, `case.problem(backend)` its tensors: q, k_cache, v_cache, `new` (k and v to append) and `options`.
+`Cached` is a problem, by default of headdim 64, 2 heads on one KV head, pages of 16 tokens, and causal. `case.problem(backend)` draws its
+tensors: q, k_cache, v_cache, `new` (k and v to append) and `options`; `places` are the page (entry) and row of each token by sequence.
 `check` compares results and the cache with fp64; what no token occupies in a cache is NaN, so that a read of it shows. Other files import
 `run` and `check`; test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
@@ -13,8 +14,8 @@ import torch
 
 from cached import Cached, check_opcheck, check_sequences
 from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
-from test_validation import refused
-from volta_fa.check.cache_cases import NO_PAGE
+from test_validation import refused  # refused(call, exception, *words of its message)
+from volta_fa.check.cache_cases import NO_PAGE  # page numbers that no cache has: -1 and the largest and smallest int32
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
@@ -44,7 +45,7 @@ def check_cache(problem, k_cache, v_cache):
         expected = before.clone()
         for b, (_, cached, new) in enumerate(problem.case.lengths if problem.new else ()):
             entry, row = (t[cached : cached + new].to(after.device) for t in problem.places[b])
-            wanted = problem.appended(b)[which]
+            wanted = problem.appended(b)[which]  # k, rotated, and v in fp64
             # one rounding, of a sum of two products in fp32
             epsilon = max(torch.finfo(after.dtype).eps, torch.finfo(torch.float32).eps if after.dtype != torch.float64 else 0) * 2
             torch.testing.assert_close(after[entry, row].double(), wanted, rtol=epsilon, atol=epsilon)
@@ -154,9 +155,8 @@ def test_nothing_to_do(backend):
     for sinks in (None, backend.randn(4)):
         none = cache[:0], cache[:0]
         out, lse = fwd_kvcache(backend.randn(2, 1, 4, 8), *none, cache_seqlens=lengths * 0, block_table=table[:, :0], sinks=sinks)
-        assert (out == 0).all() and torch.equal(
-            lse[..., 0], torch.full_like(lse[..., 0], math.inf) if sinks is None else sinks.float().expand(2, 4)
-        )
+        expected = torch.full_like(lse[..., 0], math.inf) if sinks is None else sinks.float().expand(2, 4)
+        assert (out == 0).all() and torch.equal(lse[..., 0], expected)
 
 
 # ---- PyTorch's contract ----------------------------------------------------------------------------------------------
@@ -267,8 +267,7 @@ def test_autocast(backend):
     others = (problem.q.float(), *(t.float() for t in problem.new))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = fwd_kvcache(others[0], *caches, *others[1:], **problem.options)
-    for a, b in zip(found, expected):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("rotary", [False, True])
@@ -343,10 +342,7 @@ WRONG = {
     "v_cache pages": (lambda a: {"v_cache": a["v_cache"][1:]}, ["v_cache: got shape", "as k_cache"]),
     "v_cache heads": (lambda a: {"v_cache": a["v_cache"][:, :, 1:]}, ["v_cache: got shape", "as k_cache"]),
     "cache stride": (lambda a: {"k_cache": a["k_cache"].mT.contiguous().mT}, ["k_cache: got stride"]),
-    "page size": (
-        lambda a: {"k_cache": a["k_cache"][:, :12], "v_cache": a["v_cache"][:, :12]},
-        ["k_cache: got pages of 12 tokens", "multiple of 16"],
-    ),
+    "page size": (lambda a: {n: a[n][:, :12] for n in ("k_cache", "v_cache")}, ["k_cache: got pages of 12 tokens", "multiple of 16"]),
     "table dtype": (lambda a: {"block_table": a["block_table"].long()}, ["block_table: got dtype torch.int64", "torch.int32"]),
     "table rank": (lambda a: {"block_table": a["block_table"][0]}, ["block_table: got shape", "(batch, max_pages)"]),
     "table batch": (lambda a: {"block_table": a["block_table"][:1]}, ["block_table: got shape", "(batch, max_pages)"]),
@@ -442,8 +438,7 @@ def test_wrong_arguments(backend, form, name):
     given = {n: t.to(arguments["q"].device) if torch.is_tensor(t) and not t.is_meta else t for n, t in given.items()}
     before = [arguments[n].clone() for n in ("k_cache", "v_cache")]
     refused(call(given | {"check_lengths": True}), ValueError, "volta_fa::fwd_kvcache", *words)
-    for t, n in zip(before, ("k_cache", "v_cache")):
-        assert_same_bits(n, arguments[n], t)
+    agreed([before, [arguments[n] for n in ("k_cache", "v_cache")]], "k_cache", "v_cache")
 
 
 # ---- invalid values that the call does not check (VOLTA_FA_CHECK_LENGTHS=0) --------------------------------------------

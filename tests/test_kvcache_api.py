@@ -5,7 +5,8 @@ Cascade attention reads pages of a prefix that all sequences share. An anchored 
 PyTorch's flash attention operators run volta_fa: PyTorch's registry of implementations.
 
 `on(...)` lists the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). It draws tensors, and
-`backend.simulate()` makes the following calls run in the simulator if it is `sim`."""
+`backend.simulate()` makes the following calls run in the simulator if it is `sim`. `Cached(lengths, ...).problem(backend)` draws a call's
+q, new k and v, and cache, by default causal, with pages of 16 tokens. `refused` checks that a call raises an error, and its message."""
 
 from __future__ import annotations
 
@@ -48,16 +49,15 @@ def test_cascade(backend, appends, packed, options):
     options = {**options, "sinks": backend.randn(4)} if options.get("sinks") else options
     table = problem.options["block_table"].clone()
     table[:, :shared_pages] = table[0, :shared_pages]
-    own = {n: problem.options[n] for n in ("cu_seqlens_q", "max_seqlen_q") if n in problem.options}
+    own = {n: problem.options[n] for n in ("cu_seqlens_q", "max_seqlen_q") if n in problem.options} | options
     lengths = problem.options["cache_seqlens"]
     caches = problem.copy_of_cache(), problem.copy_of_cache()
-    expected = torch.ops.volta_fa.fwd_kvcache(
-        problem.q, *caches[0], *problem.new, cache_seqlens=lengths, block_table=table, is_causal=True, **own, **options
-    )
+    whole = {"cache_seqlens": lengths, "block_table": table, "is_causal": True}
+    expected = torch.ops.volta_fa.fwd_kvcache(problem.q, *caches[0], *problem.new, **whole, **own)
     for shared_seqlen in (shared, backend.ints([shared])):
         found = cascade_attention(
             problem.q, *caches[1], table[0, :shared_pages].clone(), shared_seqlen, block_table=table[:, shared_pages:].contiguous(),
-            cache_seqlens=lengths - shared, **dict(zip("kv", problem.new)), **own, **options,
+            cache_seqlens=lengths - shared, **dict(zip("kv", problem.new)), **own,
         )  # fmt: skip
         for a, b in zip(found, expected):
             close(backend, a, b)
@@ -70,12 +70,10 @@ def test_cascade_errors(backend):
     problem = Cached(((2, 9, 2), (2, 17, 2))).problem(backend)  # queries, cached and new tokens
     table, lengths = problem.options["block_table"], problem.options["cache_seqlens"]
     caches = problem.k_cache, problem.v_cache
-    with pytest.raises(ValueError, match=r"shared_block_table: got shape \(2, 4\)"):
-        cascade_attention(problem.q, *caches, table, 16, block_table=table, cache_seqlens=lengths)
-    with pytest.raises(ValueError, match=r"v: got None"):
-        cascade_attention(problem.q, *caches, table[0], 16, block_table=table, cache_seqlens=lengths, k=problem.new[0])
-    with pytest.raises(ValueError, match=r"cache_seqlens: got 99"):
-        cascade_attention(problem.q, *caches, table[0], 99, block_table=table, cache_seqlens=lengths)
+    own = {"block_table": table, "cache_seqlens": lengths}
+    refused(ValueError, r"shared_block_table: got shape \(2, 4\)", cascade_attention, problem.q, *caches, table, 16, **own)
+    refused(ValueError, "v: got None", cascade_attention, problem.q, *caches, table[0], 16, **own, k=problem.new[0])
+    refused(ValueError, "cache_seqlens: got 99", cascade_attention, problem.q, *caches, table[0], 99, **own)
 
 
 # ---- PyTorch's registry of flash attention implementations -----------------------------------------------------------
@@ -196,7 +194,6 @@ def test_importing_registers_the_name_and_activates_nothing():
 
 
 # ---- anchored windows, against a mask in fp64 ------------------------------------------------------------------------
-
 
 HEADS, KV_HEADS, HEADDIM = 4, 2, 64
 #: queries, keys, anchors, window
@@ -339,9 +336,9 @@ def test_anchored_window_of_a_quantized_cache(backend, on_device, kv_dtypes, pag
     found = anchored_window_attention_with_kvcache(q, *(t.data for t in made), **options, **scales)
     for a, b in zip(found, anchored_window_attention_with_kvcache(q, *numbers, **options)):
         close(backend, a, b)
-    descale = torch.ones(len(PACKED), KV_HEADS)
-    with pytest.raises(ValueError, match=r"k_descale: got shape \(8, 2\), expected \(1\) or \(nheads_k\)"):
-        anchored_window_attention_with_kvcache(q, *(t.data for t in made), **options, k_descale=descale)
+    codes, options["k_descale"] = [t.data for t in made], torch.ones(len(PACKED), KV_HEADS)
+    message = r"k_descale: got shape \(8, 2\), expected \(1\) or \(nheads_k\)"
+    refused(ValueError, message, anchored_window_attention_with_kvcache, q, *codes, **options)
 
 
 def unchecked_pages(backend):
@@ -412,22 +409,21 @@ def test_packed_anchored_windows_wait_for_nothing():
 
 
 def test_anchored_window_errors():
+    def fails(message, *tensors, function=anchored_window_attention, error=ValueError, anchor_tokens=1, window_left=2, **options):
+        refused(error, message, function, *tensors, anchor_tokens=anchor_tokens, window_left=window_left, **options)
+
     q, *_ = draw(1, 4, 4, torch.float32)
-    refused(ValueError, "anchor_tokens: got -1", anchored_window_attention, q, q, q, anchor_tokens=-1, window_left=2)
-    refused(ValueError, "window_left: got -1", anchored_window_attention, q, q, q, anchor_tokens=1, window_left=-1)
-    with pytest.raises(ValueError, match="k: got seqlen 2, expected at least q's, 4"):
-        anchored_window_attention(q, q[:, :2], q[:, :2], anchor_tokens=1, window_left=1)
-    refused(ValueError, "q: got shape", anchored_window_attention, q[0], q, q, anchor_tokens=1, window_left=1)
+    fails("anchor_tokens: got -1", q, q, q, anchor_tokens=-1)
+    fails("window_left: got -1", q, q, q, window_left=-1)
+    fails("k: got seqlen 2, expected at least q's, 4", q, q[:, :2], q[:, :2], window_left=1)
+    fails("q: got shape", q[0], q, q, window_left=1)
     packed = {"cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32), "max_seqlen_q": 4}
-    with pytest.raises(ValueError, match=r"q: got shape \(1, 4, 4, 64\), expected \(total_q, nheads, headdim\) with cu_seqlens_q"):
-        anchored_window_attention_with_kvcache(q, q, q, anchor_tokens=1, window_left=2, cache_seqlens=packed["cu_seqlens_q"][1:], **packed)
-    with pytest.raises(ValueError, match="cu_seqlens_k: got None, expected one, as for cu_seqlens_q"):
-        anchored_window_attention(q[0], q[0], q[0], anchor_tokens=1, window_left=2, **packed)
-    with pytest.raises(ValueError, match=r"q: got shape \(4, 4, 64\), expected \(batch, .*, or cu_seqlens_q"):
-        anchored_window_attention(q[0], q[0], q[0], anchor_tokens=1, window_left=2)
-    packed |= {"cu_seqlens_k": packed["cu_seqlens_q"], "max_seqlen_k": 4}
-    with pytest.raises(NotImplementedError, match="cu_seqlens_q: got a tensor, expected None where a gradient is needed"):
-        anchored_window_attention(q[0].requires_grad_(), q[0], q[0], anchor_tokens=1, window_left=2, **packed)
+    of_cache = {"function": anchored_window_attention_with_kvcache, "cache_seqlens": packed["cu_seqlens_q"][1:]}
+    fails(r"q: got shape \(1, 4, 4, 64\), expected \(total_q, nheads, headdim\) with cu_seqlens_q", q, q, q, **of_cache, **packed)
+    fails("cu_seqlens_k: got None, expected one, as for cu_seqlens_q", q[0], q[0], q[0], **packed)
+    fails(r"q: got shape \(4, 4, 64\), expected \(batch, .*, or cu_seqlens_q", q[0], q[0], q[0])
+    packed |= {"cu_seqlens_k": packed["cu_seqlens_q"], "max_seqlen_k": 4, "error": NotImplementedError}
+    fails("cu_seqlens_q: got a tensor, expected None where a gradient is needed", q[0].requires_grad_(), q[0], q[0], **packed)
 
 
 @pytest.mark.parametrize("window", [2**30, 2**31 + 20, 2**32 + 3])

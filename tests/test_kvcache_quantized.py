@@ -4,12 +4,13 @@ Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int
 sequence and KV head (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode
 kernels read the codes in place; calls with many queries first dequantize tokens to q's dtype.
 
-`Cached` is a problem: its first argument has (queries, cached tokens, appended tokens) of each sequence. `page`: tokens of a page (default
-16; 0: no pages). `layout`: order of the cache's dimensions; "kv": K and V share a tensor; "wide": gaps between rows. `descale`: fp8 scales
-are one ("one"), of each KV head ("h"), or of each sequence and KV head ("bh"). `sinks`: their dtype, "own" is q's. `own_new`: packed
-new tokens have cu_seqlens_k_new. `all_cached`: no cache_seqlens, so all tokens of the cache count. `spread`: standard deviation of q, k
-and v. `problem(backend)` draws its tensors q, new, k_cache and v_cache, the call's other arguments (`options`), and `places`: for each
-sequence the cache entry (page) and row of each token. WRITTEN names the options that appending writes.
+`Cached` is a problem: its first argument has (queries, cached tokens, appended tokens) of each sequence. By default headdim is 64, nheads 2
+on one KV head, and queries are causal. `page`: tokens of a page (default 16; 0: no pages). `layout`: order of the cache's dimensions; "kv":
+K and V share a tensor; "wide": gaps between rows. `descale`: fp8 scales are one ("one"), of each KV head ("h"), or of each sequence and KV
+head ("bh"). `sinks`: their dtype, "own" is q's. `own_new`: packed new tokens have cu_seqlens_k_new. `all_cached`: no cache_seqlens, so all
+tokens of the cache count. `spread`: standard deviation of q, k and v. `problem(backend)` draws its tensors q, new, k_cache and v_cache, the
+call's other arguments (`options`), and `places`: for each sequence the cache entry (page) and row of each token. WRITTEN names the options
+that appending writes.
 
 VOLTA_FA_CHECK_LENGTHS=0: the call reads no lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid
 ones.
@@ -30,7 +31,7 @@ import reference
 import volta_fa
 from cached import Cached, check_reads_no_value, check_sequences, keys_and_values
 from conftest import GPUS, INFO, agreed, assert_same_bits, captured, judge, on, on_cases
-from test_decode_kernels import launched
+from test_decode_kernels import launched  # names of a call's kernels
 
 # Lengths: one query of each sequence, with its token appended (APPEND) or not (ONE); 3 queries (EVEN); 0 to 33, appended (CHUNKS).
 from test_kvcache import APPEND, CHUNKS, EVEN, ONE
@@ -242,7 +243,6 @@ STAGED = [
     for group, page in zip(range(1, 9), (16, 64, 256, 48, 0, 16, 32, 256))
 ]  # fmt: skip
 
-
 MANY = ((40, 60, 40), (40, 0, 40), (40, 129, 40), (40, 200, 40))
 #: More query rows than decode kernels take (64 per KV head), so the call dequantizes the tokens before a forward kernel.
 DEQUANTIZED = [
@@ -321,7 +321,7 @@ def test_every_code_of_fp8_is_read(backend, kv_dtype):
             # spreads the codes over tokens and columns, in another order in each sequence, and in K and V
             index = (torch.arange(256)[:, None] * (7 + b) + torch.arange(64) * 3 + which) % len(all_codes)
             cache[entry, row] = all_codes[index][:, None].to(cache.device)
-    nan = 0x7F if kv_dtype == "fp8_e4m3" else 0x7D
+    nan = 0x7F if kv_dtype == "fp8_e4m3" else 0x7D  # a code
     (_, (entry1, row1), (entry2, row2), (entry3, row3)) = problem.places
     v_bytes[entry1[100], row1[100], 0, 9] = nan  # NaN in one column of sequence 1's output
     k_bytes[entry2[33], row2[33], 0, 5] = nan | 0x80  # -NaN: in all of sequence 2's
@@ -371,13 +371,11 @@ def test_dequantizes_bitwise(backend, kv_dtype, dtype):
     for b, (entry, row) in enumerate(problem.places):
         place = entry.to(backend.device), row.to(backend.device)
         for i, (which, cache) in enumerate((("k", problem.k_cache), ("v", problem.v_cache))):
-            scale, zero_point = (
-                t if t is None else t[place] for t in (problem.options.get(f"{which}_{s}") for s in ("scale", "zero_point"))
-            )
+            made = {s: t[place] for s in ("scale", "zero_point") if (t := problem.options.get(f"{which}_{s}")) is not None}
             if not has_scales(kv_dtype):
-                scale = problem.options[f"{which}_descale"][b]
+                made["scale"] = problem.options[f"{which}_descale"][b]
             data = cache.view(torch.uint8)[place].view(cache.dtype)
-            dense[i, b, : len(row)] = volta_fa.dequantize_kv(data, case.kv_dtype_of(which), scale, zero_point, dtype=dtype)
+            dense[i, b, : len(row)] = volta_fa.dequantize_kv(data, case.kv_dtype_of(which), **made, dtype=dtype)
         # zeroes the tokens before the window, as the call does: otherwise they would change the power of two that scales bf16
         dense[:, b, : max(0, len(row) - 70 - case.window_left)] = 0
     used = backend.ints([cached for _, cached, _ in lengths])
@@ -549,8 +547,7 @@ def test_invalid_arguments_are_refused(backend):
     entries = len(cases["int8"].problem(backend).k_cache)
     zeros = functools.partial(torch.zeros, entries, 16, 2, 64)
     right, some = (entries, 16, 2), torch.ones(3)
-    nan, negative = torch.full(right, math.nan), torch.ones(right)
-    negative[:] = -0.5
+    nan, negative = torch.full(right, math.nan), torch.full(right, -0.5)
     for argument, words, call_it in (
         ("k_scale", ["None", "torch.int8"], call("int8", k_scale=None)),
         ("v_scale", ["None", "torch.uint8"], call("int4", v_scale=None)),

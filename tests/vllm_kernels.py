@@ -40,7 +40,8 @@ def spans() -> list[dict]:
     q, sinks = torch.randn(starts[-1], NHEADS, HEADDIM, generator=generator), torch.randn(NHEADS, generator=generator)
     k_cache, v_cache = (torch.randn(17, PAGE, NHEADS_K, HEADDIM, generator=generator) for _ in range(2))
     table = (torch.randperm(16, generator=generator) + 1).int().view(4, 4)
-    batch = paged.Batch(starts[-1], 43, torch.tensor(starts, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32), table)
+    lengths = {"query_start_loc": torch.tensor(starts, dtype=torch.int32), "seq_lens": torch.tensor(seq_lens, dtype=torch.int32)}
+    batch = paged.Batch(num_actual_tokens=starts[-1], max_query_len=43, **lengths, block_table=table)
     found = []
     for window, clamped, softcap, sink in ((None, False, 0.0, None), (24, False, 5.0, None), (7, True, 0.0, None), (24, False, 0.0, sinks)):
         theirs, ours, causal = (torch.full_like(q, math.nan) for _ in range(3))
@@ -52,10 +53,10 @@ def spans() -> list[dict]:
             mm_prefix_range=compute_mm_prefix_range_tensor(ranges, len(seq_lens), q.device),
         )  # fmt: skip
         attention = paged.Attention({"softmax_scale": HEADDIM**-0.5, "softcap": softcap, "sinks": sink}, sliding_window=window)
-        batch.mm_prefix_range = None
-        attention.attend(q, k_cache, v_cache, batch, causal)
+        batch.mm_prefix_range = None  # no spans
+        attention.attend(q, k_cache, v_cache, batch, output=causal)
         batch.mm_prefix_range = find_spans(ranges, starts, seq_lens, table)
-        attention.attend(q, k_cache, v_cache, batch, ours)
+        attention.attend(q, k_cache, v_cache, batch, output=ours)
         found.append({"difference": largest(ours, theirs), "without_spans": largest(causal, theirs)})
     return found
 

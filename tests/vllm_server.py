@@ -245,9 +245,8 @@ SPANS = pytest.mark.skipif("mm_req_doc_ranges" not in CommonAttentionMetadata.__
 
 def latent_implementation(kv_lora_rank, rotary, nheads=4, **options):
     """Returns the latent attention of a layer. Latents have kv_lora_rank columns that are key and value, and `rotary` more of the key."""
-    unused = dict.fromkeys(
-        ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "kv_b_proj", "q_lora_rank")
-    )
+    names = "alibi_slopes sliding_window logits_soft_cap kv_sharing_target_layer_name kv_b_proj q_lora_rank"
+    unused = dict.fromkeys(names.split())
     given = {**unused, "num_kv_heads": 1, "kv_cache_dtype": "auto", "attn_type": AttentionType.DECODER, **options}
     dims = dict(kv_lora_rank=kv_lora_rank, qk_nope_head_dim=32, qk_rope_head_dim=rotary, qk_head_dim=32 + rotary, v_head_dim=32)
     return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (kv_lora_rank + rotary) ** -0.5, **given, **dims)
