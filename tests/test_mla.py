@@ -30,7 +30,8 @@ def latents(lengths, nheads=16, page=64, **options) -> Cached:
     """`lengths`: (queries, cached tokens) of each sequence. Options are fields of CacheCase (volta_fa.check.cache_cases): `page` is the
     tokens of a page, 0 for a dense cache; `batch_idx` gives cache_batch_idx; `all_cached` gives no cache_seqlens; `layout="wide"` is a
     slice of a larger tensor; `spread` is the standard deviation of q and the latents."""
-    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads, 1, page, **options)
+    # the third length, 0: no tokens to append
+    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads=nheads, nheads_k=1, page=page, **options)
 
 
 def draw(backend, case):
@@ -338,7 +339,7 @@ WRONG = {
     "scale": (lambda a: {"softmax_scale": math.inf}, ["softmax_scale: got inf"]),
     "num_splits": (lambda a: {"num_splits": -1}, ["num_splits: got -1"]),
     "dense batch": (lambda a: {"latent_cache": a["latent_cache"][:1]}, ["latent_cache: got batch 1", "cache_batch_idx"]),
-    # values
+    # values: ints(a, ...) is an int32 tensor on q's device, and spoiled(t, i, j, x) is t with x at [i, j]
     "dense entry": (lambda a: {"cache_batch_idx": ints(a, 0, 2)}, ["cache_batch_idx: got 2 (sequence 1)", "the entries of latent_cache"]),
     "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (sequence 1)", "from 0 to"]),
     "long length": (lambda a: {"cache_seqlens": ints(a, 9, 65)}, ["cache_seqlens: got 65 (sequence 1)", "from 0 to 64"]),
@@ -398,7 +399,6 @@ def test_with_one_split_a_sequence_depends_on_no_other(backend, heads):
 
 # ---- FlashMLA's functions ----------------------------------------------------------------------------------------
 
-
 #: The default scale is 576^-0.5. 192^-0.5 is DeepSeek's, of the headdim before the projection to latents.
 FLASH_MLA = [latents([(2, 37), (2, 150)], is_causal=False, softmax_scale=192**-0.5), latents([(2, 37), (2, 150)])]
 FLASH_MLA_QUANTIZED = [latents([(2, 37), (2, 150)], kv_dtype=kv_dtype, descale="bh") for kv_dtype in ("int8", "fp8_e4m3")]
@@ -408,12 +408,13 @@ FLASH_MLA_QUANTIZED = [latents([(2, 37), (2, 150)], kv_dtype=kv_dtype, descale="
 def test_flash_mla_against_fp64(backend, case):
     problem, given = draw(backend, case)
     lengths = given["cache_seqlens"]
-    metadata, num_splits = flash_mla.get_mla_metadata(lengths, problem.q.shape[1] * problem.q.shape[2], 1)
+    rows = problem.q.shape[1] * problem.q.shape[2]  # of a KV head: queries times heads
+    metadata, num_splits = flash_mla.get_mla_metadata(lengths, rows, 1)  # 1: KV heads
     options = {"tile_scheduler_metadata": metadata, "num_splits": num_splits, "causal": case.is_causal, "softmax_scale": case.softmax_scale}
     options |= {"latent_scale": given.get("latent_scale"), "descale_k": given.get("latent_descale")}
     for _ in backend._runs(problem.q, problem.k_cache):
-        out, lse = flash_mla.flash_mla_with_kvcache(problem.q, problem.k_cache, given["block_table"], lengths, 512, **options)
-    assert out.shape == (2, 2, 16, 512) and lse.shape == (2, 16, 2)
+        out, lse = flash_mla.flash_mla_with_kvcache(problem.q, problem.k_cache, given["block_table"], lengths, HEADDIM_V, **options)
+    assert out.shape == (2, 2, 16, HEADDIM_V) and lse.shape == (2, 16, 2)
     check_sequences(backend, problem, out, lse, problem.k_cache, problem.v_cache)
 
 

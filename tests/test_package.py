@@ -18,14 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import build_shims
+import build_shims  # build_shims.CORE: the core library's file name
 import check_build_env
 import torch_releases
 import volta_fa
-from processes import run_forked
+from processes import REPOSITORY, run_forked
 from volta_fa import cli, library
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def read(name: str) -> str:
@@ -114,7 +112,7 @@ def test_links_lead_to_files_of_the_repository():
 
 
 def test_python_range_is_the_same_everywhere():
-    oldest, newest = check_build_env.PYTHON_OLDEST, check_build_env.PYTHON_NEWEST
+    oldest, newest = check_build_env.PYTHON_OLDEST, check_build_env.PYTHON_NEWEST  # as (3, 10)
     assert f'requires-python = ">=3.{oldest[1]},<3.{newest[1] + 1}"' in read("pyproject.toml")
     assert f"{oldest} <= sys.version_info[:2] <= {newest}" in read("tools/find_python.sh")
 

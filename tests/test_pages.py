@@ -111,7 +111,7 @@ def test_the_programs_of_a_page_run(page, tmp_path):
     if "transformers" in setup:
         pytest.importorskip("transformers")
     if "SIMULATE" in setup:
-        need("sim")
+        need("sim")  # else skips
     # ends at once: gloo's threads may outlive the interpreter
     program = "\n".join([setup, *map(on_the_cpu, blocks(page, "python")), "import os, sys", "sys.stdout.flush(), os._exit(0)"])
     (tmp_path / "program.py").write_text(program)
@@ -163,13 +163,13 @@ def test_unknown_addresses_are_found():
 
 
 def test_pages_show_the_addresses_of_the_file():
-    """What tools/addresses.py writes into pages is there."""
+    """What tools/addresses.py writes into pages is there: addresses.pages() returns each page's text by path."""
     assert all((REPOSITORY / path).read_text() == text for path, text in addresses.pages(addresses.read()).items())
 
 
 def test_writing_and_removing_addresses(tmp_path, monkeypatch):
     """Written addresses appear in pages, forms and the check's last line. Removing them restores the texts without addresses."""
-    files = [addresses.FILE, addresses.SECTION, addresses.FORMS]
+    files = [addresses.FILE, addresses.SECTION, addresses.FORMS]  # addresses.json, a page with a section of addresses, issue forms
     for path in files:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, tmp_path / path)

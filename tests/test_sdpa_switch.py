@@ -2,7 +2,7 @@
 
 The switch is on while enable_sdpa() or any block is active, for all threads, on the devices that it names (`cpu` is for tests).
 sdpa_stats() counts calls that volta_fa `ran` (of these `fast`, with precision "fast"), `traced` into a compiled graph, or that
-`fell_back`."""
+`fell_back`. `refused` checks that a call raises an error that matches; `qkv` draws q, k and v, (batch, nheads, seqlen, headdim)."""
 
 import threading
 import warnings
@@ -261,7 +261,7 @@ def test_environment_variable(loaded, value, ran, tmp_path):
     expected = [f"{ran} False"] + (["volta_fa." if asked else "", "", str(ran)] if "package" in loaded else [])
     assert result.stdout.split("\n")[:-1] == expected
     assert ("VOLTA_FA_ENABLE_SDPA: got 'maybe', expected 1, force, cpu or 0" in result.stderr) == (value == "maybe")
-    no_driver = "package" in loaded and value in ("1", "force") and driver_cuda() is None
+    no_driver = "package" in loaded and value in ("1", "force") and driver_cuda() is None  # CUDA version of the driver
     assert result.stderr.count("VOLTA_FA_ENABLE_SDPA: no GPU runs it: no CUDA driver on this machine") == no_driver
     assert value == "maybe" or no_driver or "VOLTA_FA_ENABLE_SDPA" not in result.stderr
 

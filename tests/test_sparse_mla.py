@@ -329,6 +329,8 @@ def test_decoding_as_flash_mla(backend, headdim):
     in_sequences = [index.unflatten(0, (2, 3)) for index in problem.indices]
     of_sequences = [lengths[::3].contiguous() for lengths in problem.lengths]
     metadata, _ = flash_mla.get_mla_metadata()
+    # by position, as FlashMLA's callers: ..., block_table, cache_seqlens, head_dim_v, metadata, num_splits, softmax_scale, causal,
+    # is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length
     out, lse = flash_mla.flash_mla_with_kvcache(
         problem.q.unflatten(0, (2, 3)), problem.caches[0], None, None, 512, metadata, None, case.scale, False, True, in_sequences[0],
         problem.sinks, problem.caches[1], in_sequences[1], of_sequences[0], of_sequences[1],
@@ -344,7 +346,7 @@ def test_prefill_as_flash_mla(backend, headdim):
     case = Case(False, headdim, 64, 5, ((50, 90, 1),), lengths=True, sinks=True, scale=0.05)
     problem = draw(backend, case)
     backend.simulate()
-    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(  # q, kv, indices, sm_scale, d_v, attn_sink, topk_length
         problem.q, problem.caches[0][0], problem.indices[0].unsqueeze(1), 0.05, 512, problem.sinks, problem.lengths[0]
     )
     assert lse.shape == max_logits.shape == (5, 64)

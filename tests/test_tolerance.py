@@ -2,7 +2,7 @@
 
 A budget is the largest and the root mean square error that a result may have. An implementation whose only errors are fp16 roundings that
 cannot be avoided is within it; one that rounds more is not. Then errors of dq, dk and dv beside those of PyTorch: mean errors, and errors
-with large scores. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: simulator (`sim`) and GPU (`cuda`). The fixture
+with large scores. `repeat` compares a Case's results and gradients with the fp64 reference (`reference`), within the budget. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: simulator (`sim`) and GPU (`cuda`). The fixture
 `gpu` simulates a V100, then a T4."""
 
 import pytest
@@ -63,8 +63,6 @@ def draws(case: Case, count: int, bits: int) -> torch.Tensor:
 
 #: Bits of an fp16 mantissa, with the implicit leading one.
 FP16_BITS = 11
-
-
 FEW_RESULTS = [(ONE_COLUMN, 1000), (ONE_BY_ONE, 1000), (Case(1, 58, 64, nheads=2), 300), (Case(65, 65, 64, is_causal=True), 30)]
 
 
@@ -158,15 +156,12 @@ def test_large_scores(backend, gpu, case, headdim, options):
         assert error <= (of_dq if name == "dq" else of_others), name
 
 
-#: Magnitudes of q and k so large that one key has nearly all the probability of a row.
-ONE_KEY_EACH = [(100, 3000), (3000, 100), (300, 3000)]
-
-
 @pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("magnitudes", ONE_KEY_EACH, ids=str)
+@pytest.mark.parametrize("magnitudes", [(100, 3000), (3000, 100), (300, 3000)], ids=str)
 @on("sim", "cuda")
 def test_rows_of_one_key(backend, gpu, magnitudes, headdim):
-    """out is bitwise that key's value. dq and dk are 0 but for rounding: their errors are at most three times those of PyTorch's kernel."""
+    """With such magnitudes of q and k one key has nearly all the probability of a row, and out is bitwise that key's value. dq and dk are 0
+    but for rounding: their errors are at most three times those of PyTorch's kernel."""
     import volta_fa
 
     backend.simulate()
