@@ -2,8 +2,8 @@
 
 `enabled()` switches volta_fa on. `assert_ours` and `assert_theirs` check with the profiler whether volta_fa's or PyTorch's op ran. `train`
 returns out and the gradients of q, k and v, which `qkv` draws, by default (2, 2, 9, 16). `causal` is causal attention of q * 2, `selective`
-runs a function under selective checkpointing, and `gradients` returns those of a module's parameters for sum(out^2). `on(...)` lists the values of the fixture
-`backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
+runs a function under selective checkpointing, and `gradients` returns those of a module's parameters for sum(out^2). `on(...)` lists the
+values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
 
 from contextlib import nullcontext
 
@@ -265,8 +265,8 @@ def test_run_decompositions_follows_the_switch(backend):
     """It gives volta_fa's op while the switch is on, and PyTorch's decomposition before and after."""
 
     def targets():
-        for gradients in (True, False):
-            with torch.set_grad_enabled(gradients):
+        for with_gradients in (True, False):
+            with torch.set_grad_enabled(with_gradients):
                 program = torch.export.export(Causal(), tuple(qkv(backend)))
                 yield {str(node.target) for node in program.run_decompositions().graph.nodes}
 

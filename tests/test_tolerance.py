@@ -2,8 +2,9 @@
 
 A budget is the largest and the root mean square error that a result may have. An implementation whose only errors are fp16 roundings that
 cannot be avoided is within it; one that rounds more is not. Then errors of dq, dk and dv beside those of PyTorch: mean errors, and errors
-with large scores. `repeat` compares a Case's results and gradients with the fp64 reference (`reference`), within the budget. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: simulator (`sim`) and GPU (`cuda`). The fixture
-`gpu` simulates a V100, then a T4."""
+with large scores. `repeat` compares a Case's results and gradients with the fp64 reference (`reference`), within the budget. `on(...)` and
+`on_cases(...)` list the values of the fixture `backend`: simulator (`sim`) and GPU (`cuda`). The fixture `gpu` simulates a V100, then a
+T4."""
 
 import pytest
 import torch
