@@ -67,7 +67,7 @@ DDP = """
     dist.destroy_process_group()
     assert torch.ops.volta_fa._sdpa_stats()["ran"] == 2
     print("fine")
-    from processes import end_rank
+    from processes import end_rank  # exits without finalizing Python: gloo's threads may still run
     end_rank()
 """
 
@@ -107,8 +107,6 @@ def test_ddp_over_two_processes(tmp_path, communication):
 
 # ---- programs without Python -------------------------------------------------------------------------------------------
 
-CPP = REPOSITORY / "examples" / "cpp"
-
 
 def build(source, target):
     """Compiles a C++ program with one g++ command against libtorch, as docs/guides/integrations.md shows it."""
@@ -130,7 +128,7 @@ def test_cpp_program(tmp_path):
     own function, which VOLTA_FA_ENABLE_SDPA switches to volta_fa."""
     torch.jit.script(Layer(64)).save(str(tmp_path / "layer.pt"))
     torch.jit.script(SdpaLayer(64)).save(str(tmp_path / "sdpa.pt"))
-    build(CPP / "attention.cpp", tmp_path / "attention")
+    build(REPOSITORY / "examples/cpp/attention.cpp", tmp_path / "attention")
     linked = subprocess.run(["ldd", tmp_path / "attention"], capture_output=True, text=True).stdout
     names = [line.split()[0] for line in linked.splitlines()]
     assert not [name for name in names if "python" in name or "volta" in name]

@@ -100,7 +100,7 @@ def test_turing_kernels(backend, case):
 @on_cases((["cpu-fp32", "sim", "cuda"], [LAYOUTS[0], LAYOUTS[9], even(12, 60, 20, window_left=5, nheads=8)]))
 def test_a_chain_is_a_causal_mask(backend, case):
     """A tree in which each draft follows the one before gives the result of a causal mask."""
-    chains = [tree_words(list(range(-1, n - 1))) for n, _, _ in case.lengths]
+    chains = [tree_words(list(range(-1, n - 1))) for n, _, _ in case.lengths]  # of each draft's parent; -1: none
 
     def change(problem):
         mask = torch.tensor([w for chain in chains for w in chain] if case.packed else chains)
@@ -125,7 +125,7 @@ def test_is_causal_window_right_and_unused_bits_have_no_effect(backend):
 def test_one_tree_serves_a_whole_batch(backend):
     case = even(8, 40, 21, 8, nheads=4)
     problem = case.problem(backend)
-    problem.options["tree_mask"] = torch.tensor([tree_words(random_tree(8, 3))] * 3, device=problem.q.device)
+    problem.options["tree_mask"] = torch.tensor([tree_words(random_tree(8, seed=3))] * 3, device=problem.q.device)
     expected = run(backend, problem)[:2]
     problem.options["tree_mask"] = problem.options["tree_mask"][0].expand(3, 8)
     agreed([expected, run(backend, problem)])

@@ -2,7 +2,9 @@
 
 A tuning is JSON with choices of kernels and with failed kernels of one GPU, which the planner heeds. The fixture `force` sets one for a
 test; a program reads its GPU's file. tests/plan/tunings.rs tests its contents and their effect on plans. `on(...)` lists the values of the
-fixture `backend`: simulator (`sim`) and GPU (`cuda`). `run_process` runs a program with these environment variables."""
+fixture `backend`: simulator (`sim`) and GPU (`cuda`). `run_process` runs a program with these environment variables. `refused` checks that
+a call raises an error that matches. The operator _plan(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal) returns
+a plan as JSON, by default for a V100."""
 
 import json
 import re
@@ -21,7 +23,7 @@ needs_simulator = pytest.mark.skipif(not INFO["simulator"], reason="this library
 
 
 def plan(device, seqlen=141, headdim=64, nheads=2, batch=1, **options):
-    """Returns the plan of a shape on this device: SIMULATOR or a CUDA device."""
+    """Returns the plan of a shape without mask on this device: SIMULATOR or a CUDA device's number."""
     return json.loads(torch.ops.volta_fa._plan(batch, seqlen, seqlen, nheads, nheads, headdim, headdim, False, device=device, **options))
 
 

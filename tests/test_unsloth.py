@@ -3,7 +3,8 @@ fall back to unsloth's function, and refused releases.
 
 unsloth has three attention functions: a dispatcher for most models, one for Gemma 3 (gqa_sdpa: grouped heads), one with sinks for gpt-oss
 (flex). The fixture `installed` installs fake modules with their names and signatures, whose functions raise AssertionError; `unsloth` also
-enables volta_fa. tools/programs/run_unsloth.py trains with the real packages, and the last test checks their names, if installed."""
+enables volta_fa. unsloth_stats() counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason.
+tools/programs/run_unsloth.py trains with the real packages, and the last test checks their names, if installed."""
 
 import dataclasses
 import functools
@@ -275,7 +276,7 @@ def test_disable_restores_unsloth_and_its_loaded_models(installed):
 
 
 def test_a_second_enable_replaces_the_devices_of_loaded_models(installed, monkeypatch):
-    monkeypatch.setattr(switch, "devices_of", lambda op, device, force: Devices(device == "cpu", frozenset()))
+    monkeypatch.setattr(switch, "devices_of", lambda op, device, force: Devices(cpu=device == "cpu", cuda=frozenset()))
     volta_fa.enable_unsloth()
     loaded = installed.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
     sink = installed.flex.flex_attention_with_sink

@@ -85,8 +85,6 @@ SCALARS = {
     "softcap huge": ({"softcap": 10001.0}, ["softcap: got 10001", "1e-4 to 1e4"]),
     "causal and window_right": ({"is_causal": True, "window_right": 3}, ["window_right: got 3 together with is_causal=True", "-1 or 0"]),
 }
-
-
 ARGUMENTS = TENSORS | {name: (lambda a, changes=changes: changes, words) for name, (changes, words) in SCALARS.items()}
 
 

@@ -2,8 +2,10 @@
 
 vllm_server.py stands for vLLM's runner: a Server has sequences of growing length, `step({sequence: new tokens})` makes the tensors of a
 step, `run` passes them to an implementation (the attention of a layer), `Server.check` compares out with the fp64 reference, `serve` does
-all this for STEPS. vLLM's classes are a stub (vllm_stub.py). Cache dtypes: "auto" is the dtype of k, BESIDE have scales beside their codes,
-MIXED is one of them (int8 keys, int4 values). PAGE is the tokens of a block of the cache."""
+all this for STEPS. `builder.build(0, common)` makes a step's metadata; 0 is the length of a common prefix. `arguments(backend, name)` gives
+those of an implementation, and the same as options of the reference. vLLM's classes are a stub (vllm_stub.py). Cache dtypes: "auto" is the
+dtype of k, BESIDE have scales beside their codes, MIXED is one of them (int8 keys, int4 values). PAGE is the tokens of a block of the
+cache."""
 
 from __future__ import annotations
 
@@ -132,7 +134,7 @@ def test_captured_cuda_graph(backend, kv_cache_dtype, anchored, monkeypatch):
         paged.write_slots(k, v, k_cache, v_cache, captured.slot_mapping, **scales)
         output = torch.full_like(q, math.nan)
         impl.forward(server.layer, q, k, v, server.kv_cache, metadata, output)
-        check_anchored(server, queries, q, output, *((0, 10**6) if anchored is None else (5, 7)))
+        check_anchored(server, queries, q, output, *((0, 10**6) if anchored is None else (5, 7)))  # 10^6 keys: no window
     server.check_cache()
 
 
@@ -377,7 +379,7 @@ def test_ranks_share_a_cache(backend, world_size, interleave, kv_cache_dtype, na
 def test_metadata_of_ranks(backend, monkeypatch):
     """Captured graphs read the lengths of earlier tokens in the builder's own memory, and have calls for these even if none exist yet."""
     server = Server(backend, nheads_k=1)
-    rank = Rank(server, Group(1, 2, None, []), 1, monkeypatch)
+    rank = Rank(server, Group(rank=1, world_size=2, barrier=None, slots=[]), interleave=1, monkeypatch=monkeypatch)
     _, _, _, _, common = server.step({0: 5, 1: 2})
     common.seq_lens_cpu_upper_bound = common.seq_lens.cpu()
     first, captured = rank.builder.build(0, common).earlier, rank.builder.build_for_cudagraph_capture(common).earlier
@@ -402,7 +404,7 @@ def test_metadata_of_ranks(backend, monkeypatch):
 
     for options in ({"sliding_window": 7}, {"alibi_slopes": [1.0] * 4}, {"kv_sharing_target_layer_name": "layer"}):
         with pytest.raises(NotImplementedError, match=f"{next(iter(options))}: got .*, expected None with decode context parallelism"):
-            Shared(4, 32, 1.0, 1, **options)
+            Shared(4, 32, 1.0, 1, **options)  # heads, headdim, scale, KV heads
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:7")
     refused(NotImplementedError, r"VOLTA_FA_VLLM_ANCHORED_WINDOW: got \(4, 7\), expected None with decode context", Shared, 4, 32, 1.0, 1)
 
@@ -434,6 +436,7 @@ def test_cross_attention(backend):
     impl.do_kv_cache_update(None, k, v, server.kv_cache, slots)
     queries = {0: 2, 1: 3}
     q, starts = backend.randn(5, 4, 32), backend.ints([0, 2, 5])
+    # 2 requests, 5 tokens, at most 3 new and 18 cached ones of a request, not causal
     metadata = server.builder.build(
         0, CommonAttentionMetadata(starts, starts, common.seq_lens, 2, 5, 3, 18, common.block_table_tensor, slots, False)
     )
@@ -445,10 +448,7 @@ def test_cross_attention(backend):
 # ---- latent attention --------------------------------------------------------------------------------------------------
 
 
-LATENT_DTYPES = ["auto", *vllm_server.FP8, vllm_server.INT8]
-
-
-@pytest.mark.parametrize("kv_cache_dtype", LATENT_DTYPES)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *vllm_server.FP8, vllm_server.INT8])
 @pytest.mark.parametrize("rank,rotary", [(64, 16), (512, 64)])
 @BACKENDS
 def test_latents(backend, rank, rotary, kv_cache_dtype):

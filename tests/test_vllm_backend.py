@@ -234,7 +234,8 @@ def test_unsupported_caches_and_outputs_are_refused():
     refused(NotImplementedError, why, paged.split_cache, torch.zeros(3, 2, PAGE, 2, 48, dtype=torch.int8), 32, INT8)
     q = torch.randn(3, 4, 32)
     impl = implementation(server)
+    # arguments: layer, query, key, value, kv_cache, metadata (None while vLLM measures memory), output
     for name in ("output_scale", "output_block_scale"):
         refused(NotImplementedError, f"{name}: got a tensor", impl.forward, None, q, q, q, q, None, q, **{name: q})
-    assert (impl.forward(None, q, q, q, q, None, torch.full_like(q, math.nan)) == 0).all(), "while vLLM measures memory"
+    assert (impl.forward(None, q, q, q, q, None, torch.full_like(q, math.nan)) == 0).all()
     refused(ValueError, r"kv_cache: got shape \(3, 4, 32\)", paged.split_cache, q, 32)

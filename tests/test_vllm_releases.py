@@ -223,7 +223,7 @@ def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
     config = VllmConfig(device_config=DeviceConfig("cpu"))
     with set_current_vllm_config(config):
         options = {"num_kv_heads": 2, "per_layer_sliding_window": 7, "prefix": "layer", "attn_backend": VoltaBackend}
-        layer = Attention(4, 32, 32**-0.5, cache_config=cache, **options)
+        layer = Attention(4, 32, 32**-0.5, cache_config=cache, **options)  # heads, headdim, scale
     if kv_cache_dtype.startswith("fp8"):
         assert layer._k_scale == layer._v_scale == 1.0
         for scale, x in zip((layer._k_scale, layer._v_scale), LAYER_SCALES):
@@ -514,7 +514,7 @@ def test_backend_of_1cat_on_the_package(backend, kv_cache_dtype, headdim, monkey
 
     sizes = {"nheads": 6, "nheads_k": 1, "headdim": headdim}
     server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, **sizes)
-    impl = theirs.FlashAttnV100Impl(6, headdim, headdim**-0.5, 1, None, None, kv_cache_dtype)
+    impl = theirs.FlashAttnV100Impl(6, headdim, headdim**-0.5, 1, None, None, kv_cache_dtype)  # heads, ..., KV heads, no ALiBi, no window
     ours = implementation(server, kv_cache_dtype=kv_cache_dtype)
     layer = SimpleNamespace(
         layer_name="layer", _k_scale_float=LAYER_SCALES[0], _v_scale_float=LAYER_SCALES[1], **vars(server.layer or SimpleNamespace())
