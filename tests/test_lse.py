@@ -26,8 +26,7 @@ each_length = pytest.mark.parametrize("keys,late", KEYS, ids=[f"{n}-keys" if lat
 
 
 def near_zero(backend: Backend, headdim: int, keys: int, late: int | None, nheads: int = 2):
-    """Returns q (1, ROWS, nheads, headdim) and k (1, keys, 1, headdim), whose rows have a softmax_lse near 0: `keys` scores of about
-    -log(keys)."""
+    """Returns q (1, ROWS, nheads, headdim) and k (1, keys, 1, headdim) with softmax_lse near 0: `keys` scores of about -log(keys)."""
     q, k = backend.randn(1, ROWS, nheads, headdim, spread=0.2), backend.randn(1, keys, 1, headdim, spread=0.2)
     # column 0, which is 1 in q, adds the same number to all scores of a key
     scores = torch.full((keys,), -math.log(keys))

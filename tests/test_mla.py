@@ -91,8 +91,7 @@ def test_against_fp64(backend, case):
     check(backend, case)
 
 
-#: Cases of quantized caches, by number in CASES, with the descale of fp8: none, one, or one per sequence and head ("bh"). int8 has none,
-#: but a scale of each token.
+#: Cases of quantized caches, by number in CASES, with fp8's descale: none, one, or one per sequence and head ("bh"). int8 has none.
 DESCALES = {0: "", 1: "one", 2: "bh", 4: "bh", 5: "", 7: "", 10: "", 13: "one", 14: ""}
 QUANTIZED_CASES = [
     dataclasses.replace(CASES[i], kv_dtype=kv_dtype, descale="" if kv_dtype == "int8" else descale)
@@ -145,8 +144,7 @@ def test_a_code_of_nan(backend, code):
 @pytest.mark.parametrize("kv_dtype,offset", [("", 8), ("", 3), ("fp8_e5m2", 3)])
 @on("sim", "cuda", "sim-bf16")
 def test_a_cache_inside_a_wider_tensor(backend, kv_dtype, offset):
-    """Kernels read the cache in place if it is aligned to 16 bytes (offset 8 in fp16). Else the call copies it, or dequantizes it for bf16
-    queries."""
+    """Kernels read a cache in place if it is aligned to 16 bytes (offset 8 in fp16). Else it is copied, or dequantized for bf16 queries."""
     problem, options = draw(backend, latents([(1, 37), (1, 80)], nheads=4, kv_dtype=kv_dtype, descale="bh" if kv_dtype else ""))
     expected = run(backend, problem, options)
     cache = problem.k_cache

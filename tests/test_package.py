@@ -80,8 +80,7 @@ def test_files_in_the_architecture_diagram_exist():
 
 
 def test_links_on_the_site():
-    """The hook of mkdocs turns links to files outside docs/ into links to the site's copies, or plain text if it has none. Code and other
-    links stay."""
+    """The hook of mkdocs turns links to files outside docs/ into links to the site's copies, else into plain text. Others and code stay."""
     spec = importlib.util.spec_from_file_location("hook", REPOSITORY / "tools/docs/hook.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)

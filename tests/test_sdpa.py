@@ -350,8 +350,7 @@ def test_calls_under_dispatch_modes_are_not_traced(backend, under):
 
 
 def test_dtensor():
-    """DTensors, for which the ops have sharding rules, run through volta_fa: eager, under a mode, compiled. TwoTensor has none and falls
-    back."""
+    """DTensors, for which the ops have sharding rules, run through volta_fa: eager, under a mode, compiled. TwoTensors fall back."""
     code = """
         import os, torch, volta_fa
         import torch.distributed as dist

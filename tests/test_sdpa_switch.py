@@ -133,8 +133,7 @@ def test_the_last_block_decides_the_precision():
 
 
 def test_threads_share_one_switch():
-    """Results stay right, and no call is lost from the counters. Three threads call within their own blocks, so volta_fa runs those calls;
-    it may run those of the other three."""
+    """Results stay right, and no call is lost from counters. volta_fa runs the calls of three threads in blocks, perhaps the others'."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
     expected = F.scaled_dot_product_attention(*tensors)
     calls, errors = 40, []
@@ -175,8 +174,7 @@ def test_without_a_gpu(monkeypatch):
     assert not is_on()
 
 
-#: Compute capabilities of a machine's devices, the argument `force`, and the devices that are switched on (None: an error). Without
-#: `force` these are Volta's.
+#: Compute capabilities of a machine's devices, `force`, and the devices that are switched on (None: an error): without `force` Volta's.
 MACHINES = {
     "V100": ([(7, 0)], False, [0]),
     "Xavier": ([(7, 2)], False, [0]),

@@ -95,8 +95,7 @@ def quantized(x: Tensor, page_size: int, positions: torch.dtype, generator) -> t
 
 
 def draw(backend, case: Case) -> Problem:
-    """Returns random tensors of a case. A fifth of the indices is invalid, and some repeat: such a token counts as often. If there are more
-    than two queries, query 1 has no token."""
+    """Returns random tensors of a case. A fifth of the indices is invalid, and some repeat: such a token counts as often."""
     g = torch.Generator().manual_seed(backend.seed)
     device, dtype = backend.device, backend.dtype
 
@@ -117,7 +116,7 @@ def draw(backend, case: Case) -> Problem:
         index = torch.randint(0, count, (case.queries, topk), generator=g)
         replaced = torch.rand(case.queries, topk, generator=g) < 0.2
         index = torch.where(replaced, invalid[torch.randint(0, len(invalid), index.shape, generator=g)], index).int()
-        if case.queries > 2:
+        if case.queries > 2:  # one query without a token
             index[1] = -1
         lengths = torch.randint(-2, topk + 4, (case.queries,), generator=g).int() if case.lengths else None
         problem.caches.append(cache.to(device))

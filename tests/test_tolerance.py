@@ -40,8 +40,7 @@ def test_problems_that_once_exceeded_their_budget(backend, case, monkeypatch):
 
 
 def shares_of_budget(case: Case, seed: int, bits: int) -> tuple[float, float]:
-    """Returns the largest and the root mean square error, divided by the allowed ones, of an implementation that rounds only probabilities,
-    to `bits` bits, and out, to fp16."""
+    """Returns the largest and the rms error, over the allowed ones, of rounding only probabilities, to `bits` bits, and out, to fp16."""
     generator = torch.Generator().manual_seed(seed_of(f"{case}:{seed}"))
 
     def randn(seqlen, headdim):

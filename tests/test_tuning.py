@@ -46,8 +46,7 @@ def gradients(backend, problem, **options):
 @pytest.mark.parametrize("bias", ["", "qk:fp32"])
 @on("sim", "sim-bf16", "cuda")
 def test_a_tuning_may_choose_the_deterministic_kernels(backend, force, bias):
-    """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias, which entries still share. `bias`: none,
-    or fp32 of (1, 1, seqlen_q, seqlen_k)."""
+    """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias ("qk"), which entries still share."""
     problem = tensors, options = Case(70, 90, bias=bias).problem(backend)
     force(choices=[{"pass": "Backward", "deterministic": True}])
     expected = gradients(backend, problem, deterministic=True)
@@ -287,8 +286,7 @@ def test_each_plan_is_logged_once():
 
 @needs_simulator
 def test_log_counts_launches_and_names_what_runs():
-    """A backward pass that stores scores takes a launch for each part of the batch. volta_fa::fwd_fast runs no prepare kernel if the caller
-    passes prepared K and V."""
+    """A backward pass that stores scores takes a launch for each part of the batch. fwd_fast prepares no K and V that already are."""
     code = """
     import json, torch, volta_fa
     op = torch.ops.volta_fa

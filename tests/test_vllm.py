@@ -307,8 +307,7 @@ def combine(out, lse, group, return_lse):
 
 
 class Rank:
-    """A rank of decode context parallelism: its cache has the tokens with position // interleave % world_size equal to its number, and it
-    computes a part of the heads."""
+    """A rank of decode context parallelism, which computes some heads. Its cache has the tokens of position // interleave % world_size."""
 
     def __init__(self, server, group, interleave, monkeypatch, **options):
         self.server, self.group, self.interleave = server, group, interleave

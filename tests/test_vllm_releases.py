@@ -114,8 +114,7 @@ def test_vllm_validates_the_backend():
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 @on("cpu-fp32")
 def test_vllm_lays_the_cache_out(backend, layout, kv_cache_dtype):
-    """vLLM's own views of the memory of two layers, with room for int8's scales. `layout` orders layers, blocks, heads, tokens (N) and
-    contents."""
+    """vLLM's own views of two layers' memory, with room for int8's scales. `layout` orders layers, blocks, heads, tokens (N), contents."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.worker.utils import customize_attention_spec

@@ -59,8 +59,8 @@ fn every_variant_of_sparse_latents_is_chosen() {
                 let v = p.kernel.variant;
                 assert_eq!((i64::from(v.headdim), v.headdim_v, v.cache, v.is_bf16), (headdim, 512, format, dtype == DType::BFloat16));
                 assert_eq!(i64::from(v.block_rows), [16, 32, 64].into_iter().find(|&rows| rows >= heads).unwrap_or(64));
-                let select = plan::sparse_select(&a, 70, &V100).unwrap();
-                // a block selects a query's tokens; others cast bf16 queries to fp16, with a warp for each head and eight warps a block
+                let select = plan::sparse_select(&a, 70, &V100).unwrap(); // of 70 queries
+                                                                          // a block selects a query's tokens; others cast bf16 queries to fp16, with a warp for each head and eight warps a block
                 let of_heads = if dtype == DType::BFloat16 { (heads as u32).div_ceil(8) } else { 0 };
                 assert_eq!(select.blocks, [70, 1 + of_heads]);
                 unused.retain(|name| ![v.name, select.variant.name].contains(name));
@@ -95,9 +95,9 @@ fn every_variant_is_chosen_for_some_problem() {
     let is_tested = |v: &&Variant| CACHED.contains(&v.pass) && !others.contains(&v.pass);
     let mut unused: Vec<_> = kernels::variants().filter(is_tested).map(|v| v.name).collect();
     for d in [V100, T4] {
-        unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
+        unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name); // 800 tokens of 2 KV heads
         for format in FORMATS.map(|row| row.format) {
-            unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
+            unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name); // 5 tokens
             for (heads, batch_invariant) in [1, 16, 32, 64, 128].into_iter().flat_map(|heads| [(heads, false), (heads, true)]) {
                 let features = RequestedFeatures { batch_invariant, ..Default::default() };
                 let a = Attention { features, ..with_format(latents(heads, 1), format) };
@@ -160,7 +160,7 @@ fn dequantize_grid_covers_padding_of_key_steps() {
     for v in kernels::variants().filter(|v| v.pass == Pass::Dequantize) {
         assert_eq!(Some(v.step), longest, "{}", v.name);
     }
-    let planned = plan::dequantize(801, 2, &V100).unwrap();
+    let planned = plan::dequantize(801, 2, &V100).unwrap(); // 801 tokens of 2 KV heads
     assert_eq!(planned.blocks, [801_u32.div_ceil(planned.variant.block_rows), 2]);
 }
 

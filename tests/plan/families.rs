@@ -2,8 +2,10 @@
 //!
 //! A GPU prefers the newest family that it runs: natively as machine code (Cubin), else as PTX that the driver compiles. The tests use
 //! made-up families (MADE_UP in main.rs is one of sm_75): `volta_and` puts their tables before Volta's, `like` copies a kernel into another
-//! family. tuned(failed, choices) is a V100 whose tuning has these failed kernels, and these choices. forward_of() returns a plan's kernel
-//! and the reason for it. The real Turing family takes part only where a test uses `plan::forward` or `kernels::variants`.
+//! family. attention(seqlen_q, seqlen_k, headdim, headdim_v) is a problem without mask, 8 query heads on 2 KV heads. parts() returns the
+//! kernels of a backward pass: preprocess, main, postprocess. tuned(failed, choices) is a V100 whose tuning has these failed kernels, and
+//! these choices. forward_of() returns a plan's kernel and the reason for it. The real Turing family takes part only where a test uses
+//! `plan::forward` or `kernels::variants`.
 
 use super::*;
 
@@ -138,8 +140,7 @@ fn chooses_kernel_with_fewest_features() {
     }
 }
 
-/// Volta's forward kernels that require a bias (`fwd_bias`, `fwd_bias_dropout`) have no registers for an fp32 bias. All others with a bias
-/// read fp16 and fp32.
+/// Volta's forward kernels that require a bias (`fwd_bias`, `fwd_bias_dropout`) lack the registers for an fp32 one. Others read both types.
 #[test]
 fn fp32_bias_gets_kernels_that_read_it() {
     let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|feature| FeatureSet::of(&[feature]));

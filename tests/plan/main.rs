@@ -180,6 +180,7 @@ fn every_variant_is_chosen_for_some_problem() {
     assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
     unused.retain(|name| *name != merge.variant.name);
     for family in COMPILED.families() {
+        // 100 rows of 3 heads
         let cast = plan::cast(100, 3, &DeviceLimits { only: Some(family), ..own_device(family) }).unwrap();
         assert_eq!(cast.blocks, [100_u32.div_ceil(cast.variant.block_rows), 3]);
         unused.retain(|name| *name != cast.variant.name);
@@ -212,6 +213,7 @@ fn every_variant_is_chosen_for_some_problem() {
                     let forward = [a, invariant, cast].into_iter().map(|a| plan::forward(&a, &device));
                     let forward = forward.chain([plan::forward_split(&a, &device)]).flatten();
                     let backward = [DEFAULT, DETERMINISTIC, SPLIT].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
+                    // false: the call brings no prepared keys and values
                     let fast = plan::fast(&a, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
                     let used: Vec<_> =
                         forward.chain(fast).chain(backward.flat_map(|b| b.kernels().collect::<Vec<_>>())).map(|k| k.variant.name).collect();
@@ -327,8 +329,8 @@ fn splits_huge_batches_into_launches() {
 #[test]
 fn fills_problem_parameters() {
     let mut a = attention(100, 130, 64, 64);
-    let p = plan::problem_block(&a, 2);
-    // no bound is 100 + 130, beyond every distance. A negative scale becomes positive: kernels XOR sign_flip into pairs of fp16
+    let p = plan::problem_block(&a, 2); // of a launch of 2 batch entries
+                                        // no bound is 100 + 130, beyond every distance. A negative scale becomes positive: kernels XOR sign_flip into pairs of fp16
     assert_eq!((p.window_left, p.window_right, p.sign_flip), (230, 230, 0));
     a.window = Window { left: Some(i64::MAX), right: Some(0) };
     a.softmax_scale = -0.25;
