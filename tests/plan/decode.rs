@@ -59,8 +59,8 @@ fn every_variant_of_sparse_latents_is_chosen() {
                 let v = p.kernel.variant;
                 assert_eq!((i64::from(v.headdim), v.headdim_v, v.cache, v.is_bf16), (headdim, 512, format, dtype == DType::BFloat16));
                 assert_eq!(i64::from(v.block_rows), [16, 32, 64].into_iter().find(|&rows| rows >= heads).unwrap_or(64));
-                let select = plan::sparse_select(&a, 70, &V100).unwrap(); // of 70 queries
-                                                                          // a block selects a query's tokens; others cast bf16 queries to fp16, with a warp for each head and eight warps a block
+                let select = plan::sparse_select(&a, 70, &V100).unwrap();
+                // a block for each of 70 queries selects its tokens; others cast bf16 queries to fp16, with a warp a head and eight a block
                 let of_heads = if dtype == DType::BFloat16 { (heads as u32).div_ceil(8) } else { 0 };
                 assert_eq!(select.blocks, [70, 1 + of_heads]);
                 unused.retain(|name| ![v.name, select.variant.name].contains(name));

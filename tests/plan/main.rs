@@ -329,8 +329,8 @@ fn splits_huge_batches_into_launches() {
 #[test]
 fn fills_problem_parameters() {
     let mut a = attention(100, 130, 64, 64);
-    let p = plan::problem_block(&a, 2); // of a launch of 2 batch entries
-                                        // no bound is 100 + 130, beyond every distance. A negative scale becomes positive: kernels XOR sign_flip into pairs of fp16
+    let p = plan::problem_block(&a, 2);
+    // no bound is 100 + 130, beyond every distance. A negative scale becomes positive: kernels XOR sign_flip into pairs of fp16
     assert_eq!((p.window_left, p.window_right, p.sign_flip), (230, 230, 0));
     a.window = Window { left: Some(i64::MAX), right: Some(0) };
     a.softmax_scale = -0.25;
