@@ -4,8 +4,6 @@ Other tests have relative tolerances, which mean little near 0. Here the absolut
 the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). The fixture `gpu` simulates a V100, then a T4.
 `check` compares results and gradients with the fp64 reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

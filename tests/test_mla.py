@@ -5,8 +5,6 @@ A cache holds one latent of 576 columns per token for all query heads: keys are 
 and two runs bitwise. `refused` checks that a call raises an error of one line with these words and launches no kernel.
 test_sparse_mla.py tests queries that select tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -4,8 +4,6 @@ libraries, errors of `import volta_fa`, and the command line `python -m volta_fa
 The package has a core library (kernels; needs no torch) and one small library, the shim, for each torch release. Two modules of tools/ have
 what files must agree with: the supported releases (torch_releases), and the pins of tools/requirements.txt (check_build_env)."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -5,8 +5,6 @@ The line before each block of Python or shell says whether a test runs it, in a 
 program, on the CPU, after the page's lines in SETUP. Each address is another project's or comes from python/volta_fa/addresses.json, which
 tools/addresses.py writes into pages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

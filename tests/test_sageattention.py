@@ -8,8 +8,6 @@ test_flash_attn_shim.py tests the shim, which programs import as `sageattention`
 Environment:
 - VOLTA_FA_TEST_SAGEATTENTION: a folder with SageAttention's source, whose signatures are compared, instead of the listed ones"""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -7,8 +7,6 @@ formats, whose last 64 columns ("positions": the rotated ones) are bf16 or fp16.
 the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). It runs a call several times (`_runs`: the
 simulator in two warp orders), and `agreed` checks that the results are bitwise identical. `refused` checks an error's words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

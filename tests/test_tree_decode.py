@@ -4,8 +4,6 @@ Each query sees all tokens before the drafts, and of the drafts only itself and 
 compares with fp64. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), the kernels in the simulator
 (`sim`), GPU (`cuda`). `refused` checks that a call raises an error of one line with these words."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -3,8 +3,6 @@ that 1Cat-vLLM published. It prints a page and writes a JSON file: a row per sha
 (`share`), or why there are none (`missing`). A fake package with volta_fa's own functions stands for theirs. 1Cat-vLLM is a fork of vLLM
 for V100s."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -7,8 +7,6 @@ those of an implementation, and the same as options of the reference. vLLM's cla
 dtype of k, BESIDE have scales beside their codes, MIXED is one of them (int8 keys, int4 values). PAGE is the tokens of a block of the
 cache."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import math
 import threading

@@ -5,8 +5,6 @@ attention of a layer. Cache dtypes: FP8 are vLLM's, whose scales belong to the l
 (int8 keys, int4 values), which this package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. A cascade
 attends once to the prefix that sequences share. 1Cat-vLLM is a fork of vLLM for V100s."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math

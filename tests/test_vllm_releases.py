@@ -15,8 +15,6 @@ Environment:
   `*/METADATA` into the folder, and the packages of the section [vllm] of tools/requirements.txt:
   `pip install --no-deps --target FOLDER $(sed -n '/^# .vllm/,/^$/{/^#/d;p}' tools/requirements.txt)`. No GPU is needed"""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import inspect

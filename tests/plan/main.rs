@@ -326,6 +326,7 @@ fn splits_huge_batches_into_launches() {
     assert_eq!(plan::batch_chunks(3).collect::<Vec<_>>(), [(0, 3)]);
 }
 
+/// The second argument of `problem_block` is the number of batch entries of a launch.
 #[test]
 fn fills_problem_parameters() {
     let mut a = attention(100, 130, 64, 64);
