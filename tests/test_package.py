@@ -82,10 +82,8 @@ def test_links_on_the_site():
     spec = importlib.util.spec_from_file_location("hook", REPOSITORY / "tools/docs/hook.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
-    readme = (
-        "[a](docs/guides/sdpa.md#layers), [`b`](src/lib.rs), [c](tools/volta-sim/README.md), [d](https://d.org/e.md), `[f](src/lib.rs)`"
-    )
-    site = "[a](guides/sdpa.md#layers), `b`, [c](design/simulator.md), [d](https://d.org/e.md), `[f](src/lib.rs)`"
+    readme = "[a](docs/guides/sdpa.md#layers), [`b`](src/lib.rs), [c](tools/volta-sim/README.md), [d](https://d/e.md), `[f](src/lib.rs)`"
+    site = "[a](guides/sdpa.md#layers), `b`, [c](design/simulator.md), [d](https://d/e.md), `[f](src/lib.rs)`"
     assert hook.site_links(readme, "index.md") == site
     code = "\n```\n[e](../build.rs)\n```\n"
     page = f"[a](../../README.md#use) ![b](../images/fast.png) [c](#d) [nowhere](../../src/nowhere.rs){code}[f](../../build.rs)"

@@ -177,13 +177,8 @@ def test_writing_and_removing_addresses(tmp_path, monkeypatch):
     before = [(tmp_path / path).read_text() for path in files]
     assert addresses.write(known, tmp_path) == files
     install = (tmp_path / addresses.SECTION).read_text()
-    for text in (
-        "<https://host/files/>",
-        "https://host/files/first_light.ipynb",
-        "git clone https://host/volta_fa.git",
-        "<https://host/issues>",
-    ):
-        assert text in install
+    shown = "<https://host/files/>", "https://host/files/first_light.ipynb", "git clone https://host/volta_fa.git", "<https://host/issues>"
+    assert [text for text in shown if text not in install] == []
     assert "is published" not in install and "url: https://host/files/" in (tmp_path / addresses.FORMS).read_text()
     assert json.loads((tmp_path / addresses.FILE).read_text()) == known
     monkeypatch.setattr(volta_fa.diagnostics, "_ADDRESSES", tmp_path / addresses.FILE)

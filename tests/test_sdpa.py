@@ -248,9 +248,7 @@ FALLBACKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "reason,f", [pytest.param(r, f, id=f"{r} {n}".strip()) for r, group in FALLBACKS.items() for n, f in group.items()]
-)
+@pytest.mark.parametrize("reason,f", [pytest.param(r, f, id=f"{r} {n}".strip()) for r, g in FALLBACKS.items() for n, f in g.items()])
 @on("cpu-fp32")
 def test_fallback(backend, reason, f):
     """A call that volta_fa does not support gives PyTorch's bits, and is counted once with its reason."""

@@ -346,9 +346,7 @@ def masks_on(backend, masks):
 
 
 @COMPILED
-@pytest.mark.parametrize(
-    "layer,masks", [pytest.param(layer, m, id=f"{layer} {m}".strip()) for layer, group in LAYER_MASKS.items() for m in group]
-)
+@pytest.mark.parametrize("layer,masks", [pytest.param(layer, m, id=f"{layer} {m}".strip()) for layer, g in LAYER_MASKS.items() for m in g])
 @on("cpu-fp32", "cuda")
 def test_layers(backend, layer, masks, compiled):
     """PyTorch's attention layers run volta_fa's op, eagerly and compiled, without a fallback; parameters get the same gradients."""

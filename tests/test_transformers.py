@@ -106,9 +106,7 @@ PECULIAR_TEXT = {
     "gpt2": lambda t: (t.GPT2Config(**GPT2), t.GPT2LMHeadModel),
     "gpt2 unscaled": lambda t: (t.GPT2Config(**GPT2, scale_attn_weights=False), t.GPT2LMHeadModel),
     "gpt2 by layer": lambda t: (t.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True), t.GPT2LMHeadModel),
-    "gpt2 upcast": lambda t: (
-        t.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True), t.GPT2LMHeadModel,
-    ),
+    "gpt2 upcast": lambda t: (t.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True), t.GPT2LMHeadModel),
     # in 4.57 its masks have one key more than there are
     "persimmon": lambda t: (t.PersimmonConfig(**SMALL), t.PersimmonForCausalLM),
     # calculate with their masks
@@ -305,12 +303,8 @@ def test_packed_by_cu_seq_lens(name, as_tensor):
     longest = torch.tensor(16) if as_tensor else 16
     eager, ours = models(name)
     expected = torch.cat([run(eager, input_ids=part) for part in ids.split(lengths, 1)], 1)
-    found, calls = profile(
-        lambda: run(
-            ours, input_ids=ids, position_ids=position_ids, use_cache=False,
-            cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest, max_length_k=longest,
-        )
-    )  # fmt: skip
+    packed = dict(cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest, max_length_k=longest)
+    found, calls = profile(lambda: run(ours, input_ids=ids, position_ids=position_ids, use_cache=False, **packed))
     torch.testing.assert_close(found, expected, **TOLERANCE)
     assert (calls.count, calls.packed) == (LAYERS, LAYERS)
 
@@ -330,10 +324,8 @@ def test_encoders(name, kind):
 def test_encoder_decoder(name, kind, seqlen):
     mask = padding(kind)
     decoder_mask = None if kind == "none" else padding("right", seqlen)
-    calls = compare(
-        name, decoder_mask, input_ids=tokens(), attention_mask=mask,
-        decoder_input_ids=tokens(seqlen=seqlen), decoder_attention_mask=decoder_mask,
-    )  # fmt: skip
+    decoder = {"decoder_input_ids": tokens(seqlen=seqlen), "decoder_attention_mask": decoder_mask}
+    calls = compare(name, decoder_mask, input_ids=tokens(), attention_mask=mask, **decoder)
     assert calls.count == 3 * LAYERS  # in the encoder, in the decoder, and across
 
 

@@ -69,9 +69,7 @@ QUANTIZED_KERNELS = [
     for d in (64, 128, 256, 512)
 ]
 #: Every kernel: tiles of 16, 32 and 64 rows (drafts * query heads of a KV head) in each headdim, and several tiles of a sequence.
-TILES = [
-    even(n, 300, 70, nheads=4 * group, nheads_k=4, headdim=d) for d in (64, 128, 256) for n, group in ((4, 4), (8, 4), (8, 8), (15, 6))
-]
+TILES = [even(n, 300, 70, nheads=4 * g, nheads_k=4, headdim=d) for d in (64, 128, 256) for n, g in ((4, 4), (8, 4), (8, 8), (15, 6))]
 #: Long sequences, so that several thread blocks share a tile.
 SHARED = [even(8, 2500, 30, nheads=8, headdim=128), even(16, 3000, nheads=4, headdim=64, window_left=2900)]
 

@@ -92,12 +92,8 @@ def test_unknown_devices_are_refused():
 
 @on("sim")
 def test_a_plan_names_its_mode(backend):
-    assert plan(SIMULATOR, features="alibi,fp32_gradients", deterministic=True)["mode"] == {
-        "is_causal": False,
-        "deterministic": True,
-        "fp32_gradients": True,
-        "features": ["fp32_gradients", "alibi"],
-    }
+    mode = {"is_causal": False, "deterministic": True, "fp32_gradients": True, "features": ["fp32_gradients", "alibi"]}
+    assert plan(SIMULATOR, features="alibi,fp32_gradients", deterministic=True)["mode"] == mode
     # the ops pad headdims to a multiple of 8, because kernels read whole groups of 8
     assert plan(SIMULATOR, headdim=57) == plan(SIMULATOR, headdim=64)
 

@@ -142,9 +142,7 @@ def test_bwd_has_the_options_of_fwd():
     """bwd has all options of fwd with the same types and defaults, because autograd passes them on by name."""
     own = {"generator", "rng_state", "attn_bias_requires_grad", "dlse"}
     schemas = (torch.ops.volta_fa.fwd.default._schema, torch.ops.volta_fa.bwd.default._schema)
-    fwd, bwd = (
-        [(a.name, str(a.type), a.default_value) for a in schema.arguments if a.kwarg_only and a.name not in own] for schema in schemas
-    )
+    fwd, bwd = ([(a.name, str(a.type), a.default_value) for a in s.arguments if a.kwarg_only and a.name not in own] for s in schemas)
     assert fwd == bwd and ("softcap", "float", 0.0) in fwd
 
 

@@ -315,10 +315,9 @@ class Rank:
         self.builder = VoltaMetadataBuilder(server.spec, ["layer"], config, torch.device(server.backend.device))
         heads = server.nheads // group.world_size
         self.heads = slice(group.rank_in_group * heads, (group.rank_in_group + 1) * heads)
-        sinks = options.pop("sinks", None)
-        self.impl = VoltaAttentionImpl(
-            heads, server.headdim, server.headdim**-0.5, server.nheads_k, sinks=None if sinks is None else sinks[self.heads], **options
-        )
+        if "sinks" in options:
+            options["sinks"] = options["sinks"][self.heads]
+        self.impl = VoltaAttentionImpl(heads, server.headdim, server.headdim**-0.5, server.nheads_k, **options)
 
     def slots(self, queries):
         """Returns vLLM's slots: -1 for tokens of other ranks."""
@@ -350,10 +349,8 @@ def test_ranks_share_a_cache(backend, world_size, interleave, kv_cache_dtype, na
     sizes = {"nheads": 4, "nheads_k": 1}
     server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-hnd", **sizes)
     barrier, slots = threading.Barrier(world_size), [None] * world_size
-    ranks = [
-        Rank(server, Group(r, world_size, barrier, slots), interleave, monkeypatch, kv_cache_dtype=kv_cache_dtype, **given)
-        for r in range(world_size)
-    ]
+    groups = [Group(r, world_size, barrier, slots) for r in range(world_size)]
+    ranks = [Rank(server, group, interleave, monkeypatch, kv_cache_dtype=kv_cache_dtype, **given) for group in groups]
     with concurrent.futures.ThreadPoolExecutor(world_size) as pool:
         for queries in RANK_STEPS:
             q, k, v, _, common = server.step(queries, padded_requests=1)
@@ -434,9 +431,8 @@ def test_cross_attention(backend):
     queries = {0: 2, 1: 3}
     q, starts = backend.randn(5, 4, 32), backend.ints([0, 2, 5])
     # 2 requests, 5 tokens, at most 3 new and 18 cached ones of a request, not causal
-    metadata = server.builder.build(
-        0, CommonAttentionMetadata(starts, starts, common.seq_lens, 2, 5, 3, 18, common.block_table_tensor, slots, False)
-    )
+    step = CommonAttentionMetadata(starts, starts, common.seq_lens, 2, 5, 3, 18, common.block_table_tensor, slots, False)
+    metadata = server.builder.build(0, step)
     # (tokens, nheads * headdim), as some layers have it
     output = impl.forward(None, q, None, None, server.kv_cache, metadata, torch.full((5, 128), math.nan, dtype=q.dtype, device=q.device))
     server.check(queries, q, output.view(5, 4, 32))

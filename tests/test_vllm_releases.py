@@ -299,11 +299,8 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
             q = backend.randn(len(latents), heads, nope + rotary)
             common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] for s in queries])
             metadata = {"layer": builder.build(0, common)}
-            with (
-                torch.inference_mode(),
-                set_current_vllm_config(config),
-                set_forward_context(metadata, config, slot_mapping={"layer": slots}),
-            ):
+            in_step = set_forward_context(metadata, config, slot_mapping={"layer": slots})
+            with torch.inference_mode(), set_current_vllm_config(config), in_step:
                 out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
             for (s, n), first in with_first_rows(queries):
                 # a long prompt attends to its own tokens before quantization

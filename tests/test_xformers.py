@@ -271,10 +271,9 @@ def test_other_calls_run_the_original_and_are_counted(reason, monkeypatch):
 
 def test_pages_with_a_gradient_fall_back(original):
     tables = torch.tensor([[1], [0]], dtype=torch.int32)
-    bias = biases.BlockDiagonalPaddedKeysMask.from_seqlens([2, 1], 16, [9, 16]).make_paged(
-        tables, 16, biases.PagedBlockDiagonalPaddedKeysMask
-    )
-    assert memory_efficient_attention(*inputs(3, 32, batch=1), bias) == "original"
+    bias = biases.BlockDiagonalPaddedKeysMask.from_seqlens([2, 1], 16, [9, 16])
+    paged = bias.make_paged(tables, 16, biases.PagedBlockDiagonalPaddedKeysMask)
+    assert memory_efficient_attention(*inputs(3, 32, batch=1), paged) == "original"
     assert volta_fa.xformers_stats()["fell_back"] == {"gradient": 1}
 
 
