@@ -121,8 +121,7 @@ fn defining(files: &Sources, module: &[String], path: &str) -> Option<Vec<String
 /// Returns the imports of each file. A `mod.rs` also imports the modules of its folder that its code names.
 fn imports_of_files(files: &Sources) -> Imports {
     let of_file = |(module, source): (&Vec<String>, &Source)| {
-        let children =
-            files.keys().filter(|file| file.len() == module.len() + 1 && file.starts_with(module)).map(|file| &file[module.len()]);
+        let children = files.keys().filter(|f| f.len() == module.len() + 1 && f.starts_with(module)).map(|f| &f[module.len()]);
         let uses = |child: &&String| {
             let calls = source.code.match_indices(&format!("{child}::")).map(|(at, _)| at).collect::<Vec<_>>();
             calls.into_iter().any(|at| !source.code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':'))
@@ -177,9 +176,8 @@ fn files_and_modules_import_each_other_without_circles() {
 #[test]
 fn reads_the_imports_of_both_crates() {
     let imports = CRATES.map(|name| imports_of_files(&sources(name)));
-    let expected =
-        [("plan/decode", ["plan/choose", "plan/kernel", "problem/attention"]), ("ops/atomic", ["decoder", "ops/memory", "step"])];
-    for (imports, (file, others)) in imports.iter().zip(expected) {
+    let some = [("plan/decode", ["plan/choose", "plan/kernel", "problem/attention"]), ("ops/atomic", ["decoder", "ops/memory", "step"])];
+    for (imports, (file, others)) in imports.iter().zip(some) {
         assert!(imports[file].is_superset(&others.map(String::from).into()), "{file}: {:?}", imports[file]);
     }
 }

@@ -7,18 +7,18 @@ use volta_fa::options::UNKNOWN;
 use volta_fa::problem::*;
 
 /// Describes a contiguous tensor of a GPU.
-fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
+fn typed(dtype: DType, sizes: &[i64]) -> TensorDesc {
     let strides = (1..=sizes.len()).map(|i| sizes[i..].iter().product()).collect::<Vec<i64>>().into();
     TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides }
 }
 
 /// Describes an fp16 tensor: (batch, seqlen, heads, headdim), or packed (rows of all sequences, heads, headdim).
 fn tensor(sizes: &[i64]) -> TensorDesc {
-    described(DType::Half, sizes)
+    typed(DType::Half, sizes)
 }
 
 fn ints(n: i64) -> Option<TensorDesc> {
-    Some(described(DType::Int32, &[n]))
+    Some(typed(DType::Int32, &[n]))
 }
 
 /// Returns options without a window (-1: no bound).
@@ -97,10 +97,10 @@ fn accepts_symbolic_sizes_and_checks_known_ones() {
     assert!(message(&q, &TensorDesc { device: Device::Cpu, ..k.clone() }, &options()).contains("k: got device cpu, expected device meta"));
     let huge = || unknown(tensor(&[2, 12, 3, 520]), &[1]);
     assert!(message(&unknown(tensor(&[2, 10, 6, 520]), &[1]), &huge(), &options()).contains("q: got headdim 520"));
-    let sinks = Some(TensorDesc { device: Device::Meta, ..described(DType::Half, &[5]) });
+    let sinks = Some(TensorDesc { device: Device::Meta, ..typed(DType::Half, &[5]) });
     assert!(message(&q, &k, &Options { sinks, ..options() }).contains("sinks: got shape (5)"));
     let heads = unknown(q.clone(), &[2]);
-    let slopes = Some(TensorDesc { device: Device::Meta, ..described(DType::Float, &[1, 2, 3]) });
+    let slopes = Some(TensorDesc { device: Device::Meta, ..typed(DType::Float, &[1, 2, 3]) });
     assert!(message(&heads, &k, &Options { alibi_slopes: slopes, ..options() }).contains("here (?,) or (?, ?)"));
 }
 
@@ -129,23 +129,21 @@ fn rejects_invalid_packed_arguments() {
 #[test]
 fn rejects_invalid_features() {
     let wrong = |words: &[&str], change: &dyn Fn(&mut Options)| rejected(dense(), words, |(.., o)| change(o));
-    wrong(&["sinks: got dtype torch.bfloat16", "torch.float16 (q's) or torch.float32"], &|o| {
-        o.sinks = Some(described(DType::BFloat16, &[6]))
-    });
+    wrong(&["sinks: got dtype torch.bfloat16", "torch.float16 (q's) or torch.float32"], &|o| o.sinks = Some(typed(DType::BFloat16, &[6])));
     let elsewhere = |t: TensorDesc| Some(TensorDesc { device: Device::Cuda(1), ..t });
-    wrong(&["alibi_slopes: got device cuda:1", "cuda:0"], &|o| o.alibi_slopes = elsewhere(described(DType::Float, &[6])));
-    wrong(&["sinks: got device cuda:1", "cuda:0"], &|o| o.sinks = elsewhere(described(DType::Float, &[6])));
-    wrong(&["attn_bias: got device cuda:1", "cuda:0"], &|o| o.attn_bias = elsewhere(described(DType::Half, &[1, 1, 1, 1])));
-    wrong(&["seqused_k: got device cuda:1", "cuda:0"], &|o| o.seqused_k = elsewhere(described(DType::Int32, &[2])));
+    wrong(&["alibi_slopes: got device cuda:1", "cuda:0"], &|o| o.alibi_slopes = elsewhere(typed(DType::Float, &[6])));
+    wrong(&["sinks: got device cuda:1", "cuda:0"], &|o| o.sinks = elsewhere(typed(DType::Float, &[6])));
+    wrong(&["attn_bias: got device cuda:1", "cuda:0"], &|o| o.attn_bias = elsewhere(typed(DType::Half, &[1, 1, 1, 1])));
+    wrong(&["seqused_k: got device cuda:1", "cuda:0"], &|o| o.seqused_k = elsewhere(typed(DType::Int32, &[2])));
 }
 
 #[test]
 fn rejects_rng_state_of_another_device() {
     let call = changed(dense(), |(.., o)| o.dropout_p = 0.1);
     let a = checked(&call, Backend::Kernels).unwrap();
-    let (out, lse) = (tensor(&[2, 10, 6, 32]), described(DType::Float, &[2, 6, 10]));
+    let (out, lse) = (tensor(&[2, 10, 6, 32]), typed(DType::Float, &[2, 6, 10]));
     let check = |state: &TensorDesc| validate_backward(&out, &out, &lse, Some(state), &call.0, &a, Backend::Kernels);
-    let good = described(DType::Int64, &[2]);
+    let good = typed(DType::Int64, &[2]);
     check(&good).unwrap();
     let e = check(&TensorDesc { device: Device::Cpu, ..good }).unwrap_err();
     assert!(e.kind == ErrorKind::Value && e.message.contains("rng_state: got device cpu"), "{e}");
@@ -155,8 +153,7 @@ fn rejects_rng_state_of_another_device() {
 fn checks_saved_tensors_of_packed_problems() {
     let call = packed();
     let a = checked(&call, Backend::Kernels).unwrap();
-    let check =
-        |out: &TensorDesc, lse: &[i64]| validate_backward(out, out, &described(DType::Float, lse), None, &call.0, &a, Backend::Kernels);
+    let check = |out: &TensorDesc, lse: &[i64]| validate_backward(out, out, &typed(DType::Float, lse), None, &call.0, &a, Backend::Kernels);
     check(&tensor(&[10, 6, 32]), &[6, 10]).unwrap();
     assert!(check(&tensor(&[11, 6, 32]), &[6, 10]).unwrap_err().message.contains("(10, 6, 32)"));
     assert!(check(&tensor(&[10, 6, 32]), &[10, 6]).unwrap_err().message.contains("softmax_lse: got shape (10, 6), expected shape (6, 10)"));

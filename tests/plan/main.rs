@@ -242,11 +242,8 @@ fn orders_long_blocks_first_under_causal_masks() {
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
         let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
-        assert_eq!(
-            (plan.preprocess.unwrap().blocks[1], plan.main.blocks, plan.postprocess.unwrap().blocks[1]),
-            (6, expected, 6),
-            "dq's kernels keep their order"
-        );
+        let [preprocess, main, postprocess] = parts(&plan);
+        assert_eq!((preprocess.blocks[1], main.blocks, postprocess.blocks[1]), (6, expected, 6), "dq's kernels keep their order");
     }
 }
 
@@ -458,9 +455,8 @@ fn stream_k_splits_cover_all_iterations_once() {
             assert_eq!(u32::from(at), plan.iterations);
         }
         // each of the `shares` (equal parts of all iterations, one for a resident block) begins with a split: these splits come first
-        let longest_first =
-            schedule.splits.windows(2).take(plan.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
-        assert!(longest_first, "{plan:?}");
+        let mut pairs = schedule.splits.windows(2).take(plan.shares as usize - 1);
+        assert!(pairs.all(|p| p[0].end - p[0].first >= p[1].end - p[1].first), "{plan:?}");
     }
     assert_eq!(plan::StreamKPlan::of(320, 1024, 16, 80, 2), None, "full waves");
 }

@@ -42,10 +42,8 @@ fn empty_tuning_changes_no_plan() {
 
 #[test]
 fn takes_tuning_choices_for_their_class() {
-    let d = tuned(
-        &[],
-        &[r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000], "variant": "volta_fwd_128x128""#],
-    );
+    let class = r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000]"#;
+    let d = tuned(&[], &[&format!(r#"{class}, "variant": "volta_fwd_128x128""#)]);
     let own = |a: &Attention| assert_eq!(plan::forward(a, &d).unwrap(), plan::forward(a, &V100).unwrap());
     let forced = |a: &Attention| assert_eq!(forward_of(a, &d), ("volta_fwd_128x128", Reason::Tuned));
     // rows = 16 * seqlen: batch 2, 8 heads
@@ -58,10 +56,8 @@ fn takes_tuning_choices_for_their_class() {
     }
     own(&Attention { nheads: 16, ..attention(501, 5, 64, 64) });
     // and a feature that the kernel lacks
-    own(&Attention {
-        features: RequestedFeatures { score_function: Some(ScoreFunction::Softcap(1.0)), ..RequestedFeatures::default() },
-        ..attention(500, 5, 64, 64)
-    });
+    let features = RequestedFeatures { score_function: Some(ScoreFunction::Softcap(1.0)), ..RequestedFeatures::default() };
+    own(&Attention { features, ..attention(500, 5, 64, 64) });
 }
 
 /// `rows` counts actual rows, not max_seqlen times batch.
