@@ -190,13 +190,8 @@ def test_a_turing_gpu_gets_voltas_kernel(backend):
     backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "turing")
     problem, options = draw(backend, latents([(1, 100)]))
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    refused(
-        lambda: fwd_mla(problem.q, problem.k_cache, **options),
-        NotImplementedError,
-        "volta_fa::fwd_mla",
-        "no turing kernel (DecodeMla) for headdim 576 and headdim_v 512",
-        "VOLTA_FA_FAMILY",
-    )
+    words = "volta_fa::fwd_mla", "no turing kernel (DecodeMla) for headdim 576 and headdim_v 512", "VOLTA_FA_FAMILY"
+    refused(lambda: fwd_mla(problem.q, problem.k_cache, **options), NotImplementedError, *words)
 
 
 # ---- PyTorch's contract ----------------------------------------------------------------------------------------------
@@ -447,13 +442,9 @@ WRONG_FLASH_MLA = {
 @pytest.mark.parametrize("name", WRONG_FLASH_MLA)
 def test_wrong_arguments_of_flash_mla(name):
     wrong, error, message = WRONG_FLASH_MLA[name]
-    arguments = {
-        "q": torch.zeros(2, 1, 16, 576),
-        "k_cache": torch.zeros(4, 64, 1, 576),
-        "block_table": torch.zeros(2, 2, dtype=torch.int32),
-        "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32),
-        "head_dim_v": 512,
-    }
+    table, lengths = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32)
+    arguments = {"q": torch.zeros(2, 1, 16, 576), "k_cache": torch.zeros(4, 64, 1, 576), "head_dim_v": 512}
+    arguments |= {"block_table": table, "cache_seqlens": lengths}
     flash_mla.flash_mla_with_kvcache(**arguments)
     with pytest.raises(error, match=message):
         flash_mla.flash_mla_with_kvcache(**{**arguments, **wrong})

@@ -211,13 +211,8 @@ def test_tensors_on_another_device(backend, good, name):
 
 def packed(backend, good):
     """Returns the arguments of a valid packed call: three sequences with 7, 0 and 13 queries, and 9, 2 and 13 keys."""
-    return {
-        **{name: t.flatten(0, 1) for name, t in good.items()},
-        "cu_seqlens_q": backend.ints([0, 7, 7, 20]),
-        "cu_seqlens_k": backend.ints([0, 9, 11, 24]),
-        "max_seqlen_q": 13,
-        "max_seqlen_k": 13,
-    }
+    lengths = {"cu_seqlens_q": backend.ints([0, 7, 7, 20]), "cu_seqlens_k": backend.ints([0, 9, 11, 24])}
+    return {name: t.flatten(0, 1) for name, t in good.items()} | lengths | {"max_seqlen_q": 13, "max_seqlen_k": 13}
 
 
 PACKED = {

@@ -489,11 +489,9 @@ def test_unsupported_latents_are_refused():
     refused(NotImplementedError, "head_size: got 4160", vllm_server.latent_implementation, 4096, 64)
     refused(NotImplementedError, "sliding_window: got 5, expected None", vllm_server.latent_implementation, 64, 16, sliding_window=5)
     for dtype in ("fp8_ds_mla", "fp8_per_token_head", MIXED):
-        for call in (
-            lambda: vllm_server.latent_implementation(64, 16, kv_cache_dtype=dtype),
-            lambda: VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, 80, dtype),
-        ):
-            refused(NotImplementedError, f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: ", call)
+        message = f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: "
+        refused(NotImplementedError, message, vllm_server.latent_implementation, 64, 16, kv_cache_dtype=dtype)
+        refused(NotImplementedError, message, VoltaMLABackend.get_kv_cache_shape, 25, PAGE, 1, 80, dtype)
         assert dtype not in VoltaMLABackend.supported_kv_cache_dtypes
 
 

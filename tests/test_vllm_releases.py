@@ -406,18 +406,16 @@ def test_find_ranks(exchange, monkeypatch):
     if hasattr(VoltaBackend, "supports_dcp"):
         assert VoltaBackend.supports_dcp() and not VoltaMLABackend.supports_dcp()
     lengths = torch.arange(200, dtype=torch.int32)
-    for world_size, interleave, rank in ((2, 1, 0), (2, 1, 1), (4, 16, 0), (4, 16, 2), (3, 5, 2)):
-        group = SimpleNamespace(world_size=world_size, rank_in_group=rank)
+    for size, interleave, rank in ((2, 1, 0), (2, 1, 1), (4, 16, 0), (4, 16, 2), (3, 5, 2)):
+        group = SimpleNamespace(world_size=size, rank_in_group=rank)
         monkeypatch.setattr(parallel_state, "_DCP", group)
-        parallel = SimpleNamespace(
-            decode_context_parallel_size=world_size, cp_kv_cache_interleave_size=interleave, dcp_comm_backend=exchange
-        )
+        parallel = SimpleNamespace(decode_context_parallel_size=size, cp_kv_cache_interleave_size=interleave, dcp_comm_backend=exchange)
         config = SimpleNamespace(parallel_config=parallel)
         ranks = find_ranks(config, SimpleNamespace())
         assert ranks.group is group and ranks.combine.__name__ == ("dcp_a2a_lse_reduce" if exchange == "a2a" else "cp_lse_ag_out_rs")
         assert list(inspect.signature(ranks.combine).parameters)[:3] == ["cp_attn_out", "cp_attn_lse", "cp_group"]
         assert inspect.signature(ranks.combine).parameters["is_lse_base_on_e"].default is True
-        assert torch.equal(ranks.local_lengths(lengths), get_dcp_local_seq_lens(lengths, world_size, rank, interleave))
+        assert torch.equal(ranks.local_lengths(lengths), get_dcp_local_seq_lens(lengths, size, rank, interleave))
         assert find_ranks(config, SimpleNamespace(dcp_sharded=False)) is None
     parallel.decode_context_parallel_size = 1
     assert find_ranks(config, SimpleNamespace()) is None and find_ranks(None, None) is None

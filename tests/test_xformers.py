@@ -92,11 +92,8 @@ def compare(q, k, v, bias, device="cpu"):
 
 
 def inputs(seqlen_q, seqlen_k, batch=2, grad=True):
-    return (
-        random(batch, seqlen_q, HEADS, HEADDIM, requires_grad=grad),
-        random(batch, seqlen_k, HEADS, HEADDIM, requires_grad=grad),
-        random(batch, seqlen_k, HEADS, HEADDIM_V, requires_grad=grad),
-    )
+    shapes = (seqlen_q, HEADS, HEADDIM), (seqlen_k, HEADS, HEADDIM), (seqlen_k, HEADS, HEADDIM_V)
+    return tuple(random(batch, *shape, requires_grad=grad) for shape in shapes)
 
 
 #: Biases of (batch, seqlen) tensors, for numbers of queries and keys.
