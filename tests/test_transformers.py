@@ -4,7 +4,8 @@
 sequences or a bias: masks become packed sequences or a few numbers (a MaskRule) where possible, else a bias tensor. test_transformers_*.py
 have more tests with these helpers.
 
-The tests run with the installed transformers, and once more in a process with 4.57.
+The tests run with the installed transformers, and once more in a process with 4.57. `on("sim", "cuda")` runs a test's kernels in the
+simulator (`backend.simulate`) and on a GPU.
 Environment:
 - VOLTA_FA_TEST_TRANSFORMERS_4_57: a folder with that release, instead of the one that tools/bootstrap.py makes"""
 

@@ -131,7 +131,7 @@ def test_an_error_of_the_simulator_is_a_row(monkeypatch):
 
 
 def test_the_simulator_times_ours(monkeypatch):
-    need("sim")
+    need("sim")  # else skips
     # five draft tokens after a cache: 5 queries, 4096 keys, pages of 1616 tokens
     monkeypatch.setattr(versus, "SHAPES", (versus.Shape("verify", 5, 4096, 1616, "fp8_e5m2"), versus.SHAPES[-1]))
     first, last = versus.rows(Target.of("simulator"))

@@ -1,9 +1,10 @@
 """Tests of volta_fa.vllm's metadata, which each step's attention reads, and of what the backend tells vLLM about itself.
 
 Helpers are in vllm_server.py: Server makes the tensors of a step, PAGE is the tokens of a block of the cache, `implementation` the
-attention of a layer. Cache dtypes: FP8 are vLLM's, whose scales belong to the layer. BESIDE have scales beside their codes: INT8, and MIXED
-(int8 keys, int4 values), which this package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. A cascade
-attends once to the prefix that sequences share. 1Cat-vLLM is a fork of vLLM for V100s."""
+attention of a layer. `on(...)` names the backend of a test: tensors on the CPU. `refused` checks that a call raises an error that matches.
+Cache dtypes: FP8 are vLLM's, whose scales belong to the layer. BESIDE have scales beside their codes: INT8, and MIXED (int8 keys, int4
+values), which this package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. A cascade attends once to the
+prefix that sequences share. 1Cat-vLLM is a fork of vLLM for V100s."""
 
 import dataclasses
 import importlib.util

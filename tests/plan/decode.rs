@@ -2,7 +2,8 @@
 //! latent attention, MLA) and its sparse form, and the indexer.
 //!
 //! A decode kernel's row tile has the query rows of a KV head: seqlen_q times the heads per KV head (`group`). Its grid does not depend on
-//! lengths: as many blocks as the GPU holds, which split the tokens of all sequences. Helpers such as attention() are in main.rs.
+//! lengths: as many blocks as the GPU holds, which split the tokens of all sequences. attention(seqlen_q, seqlen_k, headdim, headdim_v) and
+//! other helpers are in main.rs.
 
 use super::*;
 use volta_fa::kernels::{CacheFormat, FORMATS};
@@ -13,7 +14,7 @@ use volta_fa::problem::{Cache, CacheLayout, Indexer};
 /// Three entries of 800 tokens.
 const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
-/// Returns a problem of three sequences with up to 800 tokens.
+/// Returns a causal problem of three sequences with up to 800 tokens, and two KV heads of `group` query heads each.
 fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
     Attention {
         batch: 3,

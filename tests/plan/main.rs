@@ -20,7 +20,7 @@ use volta_fa::problem::{
 };
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
-/// Returns a problem of two batch entries, with eight query heads on two KV heads.
+/// Returns a problem of two batch entries, with eight query heads on two KV heads, without a mask or a feature.
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
     Attention { batch: 2, seqlen_q, seqlen_k, nheads: 8, nheads_k: 2, headdim, headdim_v, softmax_scale: 0.125, ..Attention::default() }
 }
