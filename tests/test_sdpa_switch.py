@@ -134,7 +134,7 @@ def test_the_last_block_decides_the_precision():
 
 
 def test_threads_share_one_switch():
-    """Results stay right, and no call is lost from counters. volta_fa runs the calls of three threads in blocks, perhaps the others'."""
+    """Results stay right, and counters lose no call. Three threads call within blocks; volta_fa may run the calls of the others too."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
     expected = F.scaled_dot_product_attention(*tensors)
     calls, errors = 40, []

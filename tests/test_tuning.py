@@ -282,7 +282,7 @@ def test_each_plan_is_logged_once():
 
 @needs_simulator
 def test_log_counts_launches_and_names_what_runs():
-    """A backward pass that stores scores takes a launch for each part of the batch. fwd_fast prepares no K and V that already are."""
+    """A backward pass that stores scores takes a launch for each part of the batch. fwd_fast does not prepare K and V again."""
     code = """
     import json, torch, volta_fa
     op = torch.ops.volta_fa

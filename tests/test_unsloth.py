@@ -110,7 +110,7 @@ def sdpa(q, k, v, seen, scale=None):
 
 
 def call(unsloth, q, k, v, arguments, sdpa_kwargs=None, **context):
-    """Returns what unsloth's dispatcher gives its models. `arguments` are for flash-attn, `sdpa_kwargs` for SDPA, `context` for both."""
+    """Returns out (batch, SEQLEN, heads, headdim) of unsloth's dispatcher. `arguments` are flash-attn's, `context` is for SDPA too."""
     fields = dict(seq_info=None, attention_mask=None, prefix_seg_info=None, causal_mask=None, is_causal=True) | context
     name = "flash_varlen_kwargs" if fields["seq_info"] is not None else "flash_dense_kwargs"
     config = unsloth.dispatch.AttentionConfig(**{name: arguments, "sdpa_kwargs": sdpa_kwargs})

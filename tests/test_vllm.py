@@ -308,7 +308,7 @@ def combine(out, lse, group, return_lse):
 
 
 class Rank:
-    """A rank of decode context parallelism, which computes some heads. Its cache has the tokens of position // interleave % world_size."""
+    """A rank of decode context parallelism. It computes some heads, and caches tokens with position // interleave % world_size == rank."""
 
     def __init__(self, server, group, interleave, monkeypatch, **options):
         self.server, self.group, self.interleave = server, group, interleave
