@@ -58,19 +58,18 @@ fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
     (planned.variant.name, planned.reason)
 }
 
-/// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family. Its kernels lack what only some families have
-/// (volta_fa::kernels::Family explains the fields).
+/// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family. Its kernels lack what only some families have.
 const MADE_UP: Family = Family {
     name: "made-up turing",
     sm: 75,
-    native: &[75],
-    shared_bytes: 64 * 1024,
-    threads: 1024,
-    scratch: None,
-    either_order: &[],
-    has_key_block_offset: false,
-    stores_dbias: false,
-    stored_above: 256,
+    native: &[75],               // GPUs that run its machine code
+    shared_bytes: 64 * 1024,     // of an SM
+    threads: 1024,               // that an SM holds
+    scratch: None,               // no backward kernels, so no layout of their scratch memory
+    either_order: &[],           // no pass may have heads as the first axis of its grid
+    has_key_block_offset: false, // no backward pass in several launches
+    stores_dbias: false,         // the gradient of a bias is added to fp32
+    stored_above: 256,           // headdims above it store P and dS in memory
 };
 
 /// Returns Volta's kernels after these tables, without other compiled families.
