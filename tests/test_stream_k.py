@@ -55,7 +55,7 @@ def test_every_forward_kernel_is_right(backend, force, variant, name):
 def test_a_planned_grid_is_right(backend, monkeypatch):
     """165 tiles on a V100's 160 resident blocks (80 SMs, two blocks each): one full wave, and a wave of splits."""
     assert plan(1, 165, 100, 411, 64)["forward"]["pass"] == "ForwardStreamK"
-    (q, k, v, _), options = Case(100, 411, batch=1, nheads=165, nheads_k=33).problem(backend)
+    (q, k, v, _), options = Case(seqlen_q=100, seqlen_k=411, batch=1, nheads=165, nheads_k=33).problem(backend)
     check(backend, q, k, v, **options)
 
 

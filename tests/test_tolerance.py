@@ -14,8 +14,9 @@ from conftest import BF16_KERNELS, KERNELS, Case, on, on_cases, repeat, seed_of
 
 # Random problems with few results, or rows with one or two keys. Right results once exceeded the budget, because eager attention happened
 # to have almost no error.
-# A Case's `lengths` has (queries, keys) of packed sequences, and `spare` is max_seqlen beyond the longest. `bias` names the dimensions that
-# are not 1 (b, h, q, k), then the dtype ("own": q's); `alibi` names dimensions of the slopes, and `sinks` a dtype.
+# Case(seqlen_q, seqlen_k, headdim) has batch 2 and 2 heads by default. `lengths` has (queries, keys) of packed sequences, `spare` is
+# max_seqlen beyond the longest. `bias` names the dimensions that are not 1 (b, h, q, k), then the dtype ("own": q's); `alibi` names
+# dimensions of the slopes, and `sinks` a dtype.
 ONE_COLUMN = Case(seqlen_q=1, seqlen_k=58, headdim=16, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
 ONE_BY_ONE = Case(seqlen_q=1, seqlen_k=58, headdim=1, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
 TWO_KEYS = Case(
@@ -27,7 +28,7 @@ SHORT_ROWS = Case(
     lengths=((183, 776), (263, 481), (3, 692), (85, 2), (572, 644), (512, 16), (403, 698), (201, 385)),
 )  # fmt: skip
 #: With softcap and one key, backward gets an out that was rounded, while eager attention is exact.
-ONE_KEY = Case(18, 17, 8, batch=1, nheads=1, nheads_k=1, is_causal=True, window_left=0, softcap=1.5)
+ONE_KEY = Case(seqlen_q=18, seqlen_k=17, headdim=8, batch=1, nheads=1, nheads_k=1, is_causal=True, window_left=0, softcap=1.5)
 #: Seeds (VOLTA_FA_TEST_SEED) with which a problem exceeded the budget; seed 0 did on an H200.
 SEEDS = {ONE_COLUMN: (0, 51, 72, 82, 222), ONE_BY_ONE: (0, 6, 39, 121, 268), TWO_KEYS: (0,), ONE_KEY: (0,), SHORT_ROWS: (0,)}
 

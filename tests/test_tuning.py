@@ -47,7 +47,7 @@ def gradients(backend, problem, **options):
 @on("sim", "sim-bf16", "cuda")
 def test_a_tuning_may_choose_the_deterministic_kernels(backend, force, bias):
     """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias ("qk"), which entries still share."""
-    problem = tensors, options = Case(70, 90, bias=bias).problem(backend)
+    problem = tensors, options = Case(seqlen_q=70, seqlen_k=90, bias=bias).problem(backend)
     force(choices=[{"pass": "Backward", "deterministic": True}])
     expected = gradients(backend, problem, deterministic=True)
     found = plan(device_of(backend))
@@ -60,7 +60,7 @@ def test_a_tuning_may_choose_the_deterministic_kernels(backend, force, bias):
 @on("sim", "cuda")
 def test_a_failed_kernel_is_replaced_or_named(backend, force):
     """Another kernel runs, then the deterministic kernels if all others failed; if those failed too, the error names what failed."""
-    problem = tensors, options = Case(170, 190).problem(backend)
+    problem = tensors, options = Case(seqlen_q=170, seqlen_k=190).problem(backend)
     own = plan(device_of(backend), 170)["backward"]["main"]["name"]
     # both block sizes, because the planner would else take the larger one for its usual reason
     failed = sorted({own, own.removesuffix("_small")})
@@ -344,7 +344,7 @@ def test_an_invalid_log_variable_is_refused():
 
 @pytest.fixture
 def problem(backend):
-    return Case(70, 60, 64, is_causal=True).problem(backend)
+    return Case(seqlen_q=70, seqlen_k=60, headdim=64, is_causal=True).problem(backend)
 
 
 def timed(backend, problem) -> list[dict]:

@@ -171,7 +171,7 @@ def test_window_right_that_is_causal_implies(backend, good, window_right):
 @on("cpu-fp32", "sim", "cuda")
 def test_smallest_softcap(backend):
     """The smallest softcap works. Gradients are not compared: the capped score is almost a step, whose derivative has no digits."""
-    case = Case(40, 50, 64, nheads=2, softcap=1e-4)
+    case = Case(seqlen_q=40, seqlen_k=50, headdim=64, nheads=2, softcap=1e-4)
     q, k, v, _ = case.inputs(backend)
     check(backend, q, k, v, **case.options)
 
@@ -179,7 +179,7 @@ def test_smallest_softcap(backend):
 @on("cpu-fp32", "sim", "cuda")
 def test_largest_softcap(backend):
     """The largest softcap leaves these scores unchanged, except for the error of the kernels' formula (SOFTCAPS in src/problem)."""
-    q, k, v, _ = Case(40, 50, 64, nheads=2).inputs(backend)
+    q, k, v, _ = Case(seqlen_q=40, seqlen_k=50, headdim=64, nheads=2).inputs(backend)
     (out, lse), (plain, plain_lse) = (backend.forward(q, k, v, softcap=softcap) for softcap in (1e4, 0.0))
     torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1.5e-3)
     torch.testing.assert_close(out, plain, rtol=2e-3, atol=2e-3)
