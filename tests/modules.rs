@@ -10,16 +10,11 @@ use std::path::{Path, PathBuf};
 /// Modules or files by name, with what each imports.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// Adds the Rust files of a folder and of its folders to `found`.
-fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        match path.is_dir() {
-            true => rust_files(&path, found),
-            false if path.extension().is_some_and(|e| e == "rs") => found.push(path),
-            false => {}
-        }
-    }
+/// Returns the Rust files of a folder and of its folders.
+fn rust_files(folder: &Path) -> Vec<PathBuf> {
+    let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let files = paths.flat_map(|path| if path.is_dir() { rust_files(&path) } else { vec![path] });
+    files.filter(|path| path.extension().is_some_and(|e| e == "rs")).collect()
 }
 
 /// The folders of the two crates.
@@ -44,8 +39,6 @@ type Sources = BTreeMap<Vec<String>, Source>;
 /// Reads all files of a crate but lib.rs, which imports every module.
 fn sources(crate_folder: &str) -> Sources {
     let src = &Path::new(env!("CARGO_MANIFEST_DIR")).join(crate_folder);
-    let mut files = vec![];
-    rust_files(src, &mut files);
     let read = |file: &PathBuf| {
         let name = file.strip_prefix(src).unwrap().with_extension("");
         let mut module: Vec<_> = name.iter().map(|word| word.to_str().unwrap().to_string()).collect();
@@ -54,7 +47,7 @@ fn sources(crate_folder: &str) -> Sources {
         }
         (module, source(&std::fs::read_to_string(file).unwrap()))
     };
-    files.iter().filter(|file| !file.ends_with("lib.rs")).map(read).collect()
+    rust_files(src).iter().filter(|file| !file.ends_with("lib.rs")).map(read).collect()
 }
 
 /// Separates a file's exports from its code.
@@ -128,8 +121,7 @@ fn defining(files: &Sources, module: &[String], path: &str) -> Option<Vec<String
 /// Returns the imports of each file. A `mod.rs` also imports the modules of its folder that its code names.
 fn imports_of_files(files: &Sources) -> Imports {
     let of_file = |(module, source): (&Vec<String>, &Source)| {
-        let children =
-            files.keys().filter(|file| file.len() == module.len() + 1 && file.starts_with(module)).map(|file| &file[module.len()]);
+        let children = files.keys().filter(|f| f.len() == module.len() + 1 && f.starts_with(module)).map(|f| &f[module.len()]);
         let uses = |child: &&String| {
             let calls = source.code.match_indices(&format!("{child}::")).map(|(at, _)| at).collect::<Vec<_>>();
             calls.into_iter().any(|at| !source.code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':'))
@@ -184,9 +176,8 @@ fn files_and_modules_import_each_other_without_circles() {
 #[test]
 fn reads_the_imports_of_both_crates() {
     let imports = CRATES.map(|name| imports_of_files(&sources(name)));
-    let expected =
-        [("plan/decode", ["plan/choose", "plan/kernel", "problem/attention"]), ("ops/atomic", ["decoder", "ops/memory", "step"])];
-    for (imports, (file, others)) in imports.iter().zip(expected) {
+    let some = [("plan/decode", ["plan/choose", "plan/kernel", "problem/attention"]), ("ops/atomic", ["decoder", "ops/memory", "step"])];
+    for (imports, (file, others)) in imports.iter().zip(some) {
         assert!(imports[file].is_superset(&others.map(String::from).into()), "{file}: {:?}", imports[file]);
     }
 }

@@ -204,9 +204,7 @@ fn planned(call: &str, a: &Attention, (has_dlse, fp32_gradients, flag): (bool, b
     let found = match call {
         "forward" => plan::forward(a, d).map(one),
         "forward fp32" => plan::forward_split(a, d).map(one),
-        "fast" => {
-            plan::fast(a, flag, d).map(|plan| (String::new(), plan.into_iter().flat_map(|plan| [plan.prepare, plan.forward]).collect()))
-        }
+        "fast" => plan::fast(a, flag, d).map(|plan| (String::new(), plan.into_iter().flat_map(|p| [p.prepare, p.forward]).collect())),
         "prefill" => plan::prefill(a, d).map(one),
         "decode" => plan::decode(a, flag, d).map(|p| (format!("{} {} {}", p.max_rows, p.partials, p.semaphores), vec![p.kernel])),
         _ => plan::backward(a, mode, d).map(of_backward),

@@ -4,8 +4,6 @@ Other tests have relative tolerances, which mean little near 0. Here the absolut
 the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). The fixture `gpu` simulates a V100, then a T4.
 `check` compares results and gradients with the fp64 reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -26,8 +24,7 @@ each_length = pytest.mark.parametrize("keys,late", KEYS, ids=[f"{n}-keys" if lat
 
 
 def near_zero(backend: Backend, headdim: int, keys: int, late: int | None, nheads: int = 2):
-    """Returns q (1, ROWS, nheads, headdim) and k (1, keys, 1, headdim), whose rows have a softmax_lse near 0: `keys` scores of about
-    -log(keys)."""
+    """Returns q (1, ROWS, nheads, headdim) and k (1, keys, 1, headdim) with softmax_lse near 0: `keys` scores of about -log(keys)."""
     q, k = backend.randn(1, ROWS, nheads, headdim, spread=0.2), backend.randn(1, keys, 1, headdim, spread=0.2)
     # column 0, which is 1 in q, adds the same number to all scores of a key
     scores = torch.full((keys,), -math.log(keys))
@@ -86,21 +83,23 @@ def test_forward_with_a_feature(backend, gpu, headdim, feature):
 @each_length
 @pytest.mark.parametrize("headdim", [64, 128, 256, 576])  # 576: MLA
 def test_decode(backend, gpu, headdim, keys, late):
+    """The cache has pages of 16 tokens, and NaN after the last token."""
     q, k = near_zero(backend, headdim, keys, late, nheads=16)
     q = q[:, :1]
     pages = -(-keys // 16)
     cache = torch.full((pages, 16, 1, headdim), float("nan"), dtype=k.dtype, device=k.device)
     cache.view(-1, headdim)[:keys] = k[0, :, 0]
     options = {"block_table": backend.ints(range(pages))[None], "cache_seqlens": backend.ints([keys])}
-    for _ in backend._runs(q, cache):  # in the simulator, each order of warps
+    for _ in backend._runs(q, cache):  # in the simulator in two warp orders, on a GPU twice
         lse = (op.fwd_mla(q, cache, **options) if headdim == 576 else op.fwd_kvcache(q, cache, cache, **options))[1]
         check_lse(lse, scores_of(q, k), headdim)
 
 
 # ---- dlse, the gradient of softmax_lse: what it adds to the gradients of q, k, v, a bias and sinks ----------------------
 
-# Fields of a Case: `bias` names its dimensions that are not 1, then its dtype ("own": q's); `sinks` names a dtype, `alibi` the dimensions
-# of the slopes; `used` is seqused_k; `lengths` has (queries, keys) of packed sequences.
+# Case(seqlen_q, seqlen_k, headdim) has two batch entries and no features by default. `bias` names the dimensions that are not 1, then the
+# dtype ("own": q's); `sinks` names a dtype, `alibi` the dimensions of the slopes; `used` is seqused_k, with keys that count of each entry;
+# `lengths` has (queries, keys) of packed sequences.
 BASE = Case(67, 93, 64, nheads=4, nheads_k=2)
 changed = functools.partial(dataclasses.replace, BASE)
 CASES = [
@@ -127,14 +126,11 @@ def draw_dlse(backend, q):
     return backend.randn(*rows).float()
 
 
-#: Enough for other dtypes, which are cast to fp16 before the same kernels.
-IN_EACH_DTYPE = CASES[1::4]
-
-
-@on_cases((["cpu-fp32", "sim", "cuda"], CASES), (ALL + BF16_KERNELS, IN_EACH_DTYPE), slow=((ALL + BF16_KERNELS, CASES),))
+# a quarter of the cases in the other dtypes, which are cast to fp16 before the same kernels
+@on_cases((["cpu-fp32", "sim", "cuda"], CASES), (ALL + BF16_KERNELS, CASES[1::4]), slow=((ALL + BF16_KERNELS, CASES),))
 def test_gradients(backend, gpu, case):
     inputs, options = case.problem(backend)
-    backend.forward_on_cpu = backend.machine == "sim"  # to simulate the backward kernels alone
+    backend.forward_on_cpu = backend.machine == "sim"  # then only the backward kernels are simulated
     check(backend, *inputs, deterministic=case.deterministic, dlse=draw_dlse(backend, inputs[0]), **options)
 
 
@@ -150,7 +146,7 @@ def test_dlse_of_another_magnitude_than_dout(backend, scale):
 @on("cpu-fp32", "sim")
 def test_rows_without_a_key_take_no_gradient(backend):
     """A row without visible keys has softmax_lse +inf. Its `dlse` may be NaN, and changes no gradient."""
-    (q, k, v, dout), _ = changed(seqlen_q=150).problem(backend)
+    q, k, v, dout = changed(seqlen_q=150).inputs(backend)  # the first 57 of 150 queries see none of the 93 keys
     out, lse = backend.forward(q, k, v, is_causal=True)
     dlse = draw_dlse(backend, q)
     backward = functools.partial(backend.backward, dout, q, k, v, out, lse, is_causal=True, deterministic=True)

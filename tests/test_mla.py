@@ -5,8 +5,6 @@ A cache holds one latent of 576 columns per token for all query heads: keys are 
 and two runs bitwise. `refused` checks that a call raises an error of one line with these words and launches no kernel.
 test_sparse_mla.py tests queries that select tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -30,7 +28,8 @@ def latents(lengths, nheads=16, page=64, **options) -> Cached:
     """`lengths`: (queries, cached tokens) of each sequence. Options are fields of CacheCase (volta_fa.check.cache_cases): `page` is the
     tokens of a page, 0 for a dense cache; `batch_idx` gives cache_batch_idx; `all_cached` gives no cache_seqlens; `layout="wide"` is a
     slice of a larger tensor; `spread` is the standard deviation of q and the latents."""
-    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads, 1, page, **options)
+    # the third length, 0: no tokens to append
+    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads=nheads, nheads_k=1, page=page, **options)
 
 
 def draw(backend, case):
@@ -90,8 +89,7 @@ def test_against_fp64(backend, case):
     check(backend, case)
 
 
-#: Cases of quantized caches, by number in CASES, with the descale of fp8: none, one, or one per sequence and head ("bh"). int8 has none,
-#: but a scale of each token.
+#: Cases of quantized caches, by number in CASES, with fp8's descale: none, one, or one per sequence and head ("bh"). int8 has none.
 DESCALES = {0: "", 1: "one", 2: "bh", 4: "bh", 5: "", 7: "", 10: "", 13: "one", 14: ""}
 QUANTIZED_CASES = [
     dataclasses.replace(CASES[i], kv_dtype=kv_dtype, descale="" if kv_dtype == "int8" else descale)
@@ -144,8 +142,7 @@ def test_a_code_of_nan(backend, code):
 @pytest.mark.parametrize("kv_dtype,offset", [("", 8), ("", 3), ("fp8_e5m2", 3)])
 @on("sim", "cuda", "sim-bf16")
 def test_a_cache_inside_a_wider_tensor(backend, kv_dtype, offset):
-    """Kernels read the cache in place if it is aligned to 16 bytes (offset 8 in fp16). Else the call copies it, or dequantizes it for bf16
-    queries."""
+    """Kernels read a cache in place if it is aligned to 16 bytes (offset 8 in fp16). Else it is copied, or dequantized for bf16 queries."""
     problem, options = draw(backend, latents([(1, 37), (1, 80)], nheads=4, kv_dtype=kv_dtype, descale="bh" if kv_dtype else ""))
     expected = run(backend, problem, options)
     cache = problem.k_cache
@@ -193,13 +190,8 @@ def test_a_turing_gpu_gets_voltas_kernel(backend):
     backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "turing")
     problem, options = draw(backend, latents([(1, 100)]))
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    refused(
-        lambda: fwd_mla(problem.q, problem.k_cache, **options),
-        NotImplementedError,
-        "volta_fa::fwd_mla",
-        "no turing kernel (DecodeMla) for headdim 576 and headdim_v 512",
-        "VOLTA_FA_FAMILY",
-    )
+    words = "volta_fa::fwd_mla", "no turing kernel (DecodeMla) for headdim 576 and headdim_v 512", "VOLTA_FA_FAMILY"
+    refused(lambda: fwd_mla(problem.q, problem.k_cache, **options), NotImplementedError, *words)
 
 
 # ---- PyTorch's contract ----------------------------------------------------------------------------------------------
@@ -338,7 +330,7 @@ WRONG = {
     "scale": (lambda a: {"softmax_scale": math.inf}, ["softmax_scale: got inf"]),
     "num_splits": (lambda a: {"num_splits": -1}, ["num_splits: got -1"]),
     "dense batch": (lambda a: {"latent_cache": a["latent_cache"][:1]}, ["latent_cache: got batch 1", "cache_batch_idx"]),
-    # values
+    # values: ints(a, ...) is an int32 tensor on q's device, and spoiled(t, i, j, x) is t with x at [i, j]
     "dense entry": (lambda a: {"cache_batch_idx": ints(a, 0, 2)}, ["cache_batch_idx: got 2 (sequence 1)", "the entries of latent_cache"]),
     "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (sequence 1)", "from 0 to"]),
     "long length": (lambda a: {"cache_seqlens": ints(a, 9, 65)}, ["cache_seqlens: got 65 (sequence 1)", "from 0 to 64"]),
@@ -398,7 +390,6 @@ def test_with_one_split_a_sequence_depends_on_no_other(backend, heads):
 
 # ---- FlashMLA's functions ----------------------------------------------------------------------------------------
 
-
 #: The default scale is 576^-0.5. 192^-0.5 is DeepSeek's, of the headdim before the projection to latents.
 FLASH_MLA = [latents([(2, 37), (2, 150)], is_causal=False, softmax_scale=192**-0.5), latents([(2, 37), (2, 150)])]
 FLASH_MLA_QUANTIZED = [latents([(2, 37), (2, 150)], kv_dtype=kv_dtype, descale="bh") for kv_dtype in ("int8", "fp8_e4m3")]
@@ -408,12 +399,13 @@ FLASH_MLA_QUANTIZED = [latents([(2, 37), (2, 150)], kv_dtype=kv_dtype, descale="
 def test_flash_mla_against_fp64(backend, case):
     problem, given = draw(backend, case)
     lengths = given["cache_seqlens"]
-    metadata, num_splits = flash_mla.get_mla_metadata(lengths, problem.q.shape[1] * problem.q.shape[2], 1)
+    rows = problem.q.shape[1] * problem.q.shape[2]  # of a KV head: queries times heads
+    metadata, num_splits = flash_mla.get_mla_metadata(lengths, rows, 1)  # 1: KV heads
     options = {"tile_scheduler_metadata": metadata, "num_splits": num_splits, "causal": case.is_causal, "softmax_scale": case.softmax_scale}
     options |= {"latent_scale": given.get("latent_scale"), "descale_k": given.get("latent_descale")}
     for _ in backend._runs(problem.q, problem.k_cache):
-        out, lse = flash_mla.flash_mla_with_kvcache(problem.q, problem.k_cache, given["block_table"], lengths, 512, **options)
-    assert out.shape == (2, 2, 16, 512) and lse.shape == (2, 16, 2)
+        out, lse = flash_mla.flash_mla_with_kvcache(problem.q, problem.k_cache, given["block_table"], lengths, HEADDIM_V, **options)
+    assert out.shape == (2, 2, 16, HEADDIM_V) and lse.shape == (2, 16, 2)
     check_sequences(backend, problem, out, lse, problem.k_cache, problem.v_cache)
 
 
@@ -450,13 +442,9 @@ WRONG_FLASH_MLA = {
 @pytest.mark.parametrize("name", WRONG_FLASH_MLA)
 def test_wrong_arguments_of_flash_mla(name):
     wrong, error, message = WRONG_FLASH_MLA[name]
-    arguments = {
-        "q": torch.zeros(2, 1, 16, 576),
-        "k_cache": torch.zeros(4, 64, 1, 576),
-        "block_table": torch.zeros(2, 2, dtype=torch.int32),
-        "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32),
-        "head_dim_v": 512,
-    }
+    table, lengths = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32)
+    arguments = {"q": torch.zeros(2, 1, 16, 576), "k_cache": torch.zeros(4, 64, 1, 576), "head_dim_v": 512}
+    arguments |= {"block_table": table, "cache_seqlens": lengths}
     flash_mla.flash_mla_with_kvcache(**arguments)
     with pytest.raises(error, match=message):
         flash_mla.flash_mla_with_kvcache(**{**arguments, **wrong})

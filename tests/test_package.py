@@ -4,8 +4,6 @@ libraries, errors of `import volta_fa`, and the command line `python -m volta_fa
 The package has a core library (kernels; needs no torch) and one small library, the shim, for each torch release. Two modules of tools/ have
 what files must agree with: the supported releases (torch_releases), and the pins of tools/requirements.txt (check_build_env)."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -18,14 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import build_shims
+import build_shims  # build_shims.CORE: the core library's file name
 import check_build_env
 import torch_releases
 import volta_fa
-from processes import run_forked
+from processes import REPOSITORY, run_forked
 from volta_fa import cli, library
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def read(name: str) -> str:
@@ -82,15 +78,12 @@ def test_files_in_the_architecture_diagram_exist():
 
 
 def test_links_on_the_site():
-    """The hook of mkdocs turns links to files outside docs/ into links to the site's copies, or plain text if it has none. Code and other
-    links stay."""
+    """The hook of mkdocs turns links to files outside docs/ into links to the site's copies, else into plain text. Others and code stay."""
     spec = importlib.util.spec_from_file_location("hook", REPOSITORY / "tools/docs/hook.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
-    readme = (
-        "[a](docs/guides/sdpa.md#layers), [`b`](src/lib.rs), [c](tools/volta-sim/README.md), [d](https://d.org/e.md), `[f](src/lib.rs)`"
-    )
-    site = "[a](guides/sdpa.md#layers), `b`, [c](design/simulator.md), [d](https://d.org/e.md), `[f](src/lib.rs)`"
+    readme = "[a](docs/guides/sdpa.md#layers), [`b`](src/lib.rs), [c](tools/volta-sim/README.md), [d](https://d/e.md), `[f](src/lib.rs)`"
+    site = "[a](guides/sdpa.md#layers), `b`, [c](design/simulator.md), [d](https://d/e.md), `[f](src/lib.rs)`"
     assert hook.site_links(readme, "index.md") == site
     code = "\n```\n[e](../build.rs)\n```\n"
     page = f"[a](../../README.md#use) ![b](../images/fast.png) [c](#d) [nowhere](../../src/nowhere.rs){code}[f](../../build.rs)"
@@ -114,7 +107,7 @@ def test_links_lead_to_files_of_the_repository():
 
 
 def test_python_range_is_the_same_everywhere():
-    oldest, newest = check_build_env.PYTHON_OLDEST, check_build_env.PYTHON_NEWEST
+    oldest, newest = check_build_env.PYTHON_OLDEST, check_build_env.PYTHON_NEWEST  # as (3, 10)
     assert f'requires-python = ">=3.{oldest[1]},<3.{newest[1] + 1}"' in read("pyproject.toml")
     assert f"{oldest} <= sys.version_info[:2] <= {newest}" in read("tools/find_python.sh")
 

@@ -5,8 +5,6 @@ The line before each block of Python or shell says whether a test runs it, in a 
 program, on the CPU, after the page's lines in SETUP. Each address is another project's or comes from python/volta_fa/addresses.json, which
 tools/addresses.py writes into pages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -111,7 +109,7 @@ def test_the_programs_of_a_page_run(page, tmp_path):
     if "transformers" in setup:
         pytest.importorskip("transformers")
     if "SIMULATE" in setup:
-        need("sim")
+        need("sim")  # else skips
     # ends at once: gloo's threads may outlive the interpreter
     program = "\n".join([setup, *map(on_the_cpu, blocks(page, "python")), "import os, sys", "sys.stdout.flush(), os._exit(0)"])
     (tmp_path / "program.py").write_text(program)
@@ -163,13 +161,13 @@ def test_unknown_addresses_are_found():
 
 
 def test_pages_show_the_addresses_of_the_file():
-    """What tools/addresses.py writes into pages is there."""
+    """What tools/addresses.py writes into pages is there: addresses.pages() returns each page's text by path."""
     assert all((REPOSITORY / path).read_text() == text for path, text in addresses.pages(addresses.read()).items())
 
 
 def test_writing_and_removing_addresses(tmp_path, monkeypatch):
     """Written addresses appear in pages, forms and the check's last line. Removing them restores the texts without addresses."""
-    files = [addresses.FILE, addresses.SECTION, addresses.FORMS]
+    files = [addresses.FILE, addresses.SECTION, addresses.FORMS]  # addresses.json, a page with a section of addresses, issue forms
     for path in files:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, tmp_path / path)
@@ -179,13 +177,8 @@ def test_writing_and_removing_addresses(tmp_path, monkeypatch):
     before = [(tmp_path / path).read_text() for path in files]
     assert addresses.write(known, tmp_path) == files
     install = (tmp_path / addresses.SECTION).read_text()
-    for text in (
-        "<https://host/files/>",
-        "https://host/files/first_light.ipynb",
-        "git clone https://host/volta_fa.git",
-        "<https://host/issues>",
-    ):
-        assert text in install
+    shown = "<https://host/files/>", "https://host/files/first_light.ipynb", "git clone https://host/volta_fa.git", "<https://host/issues>"
+    assert [text for text in shown if text not in install] == []
     assert "is published" not in install and "url: https://host/files/" in (tmp_path / addresses.FORMS).read_text()
     assert json.loads((tmp_path / addresses.FILE).read_text()) == known
     monkeypatch.setattr(volta_fa.diagnostics, "_ADDRESSES", tmp_path / addresses.FILE)

@@ -67,7 +67,7 @@ DDP = """
     dist.destroy_process_group()
     assert torch.ops.volta_fa._sdpa_stats()["ran"] == 2
     print("fine")
-    from processes import end_rank
+    from processes import end_rank  # exits without finalizing Python: gloo's threads may still run
     end_rank()
 """
 
@@ -107,20 +107,6 @@ def test_ddp_over_two_processes(tmp_path, communication):
 
 # ---- programs without Python -------------------------------------------------------------------------------------------
 
-CPP = REPOSITORY / "examples" / "cpp"
-
-
-def build(source, target):
-    """Compiles a C++ program with one g++ command against libtorch, as docs/guides/integrations.md shows it."""
-    from torch.utils.cpp_extension import include_paths
-
-    torch_lib = os.path.join(os.path.dirname(torch.__file__), "lib")
-    command = ["g++", "-std=c++17", "-O1", str(source), "-o", str(target)]
-    command += [f"-isystem{path}" for path in include_paths()]
-    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    command += [f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-
 
 @pytest.mark.slow
 @NEEDS_COMPILER
@@ -128,9 +114,17 @@ def build(source, target):
 def test_cpp_program(tmp_path):
     """A program that links libtorch alone runs the op by name, its gradients, and saved TorchScript modules. One of these calls PyTorch's
     own function, which VOLTA_FA_ENABLE_SDPA switches to volta_fa."""
+    from torch.utils.cpp_extension import include_paths
+
     torch.jit.script(Layer(64)).save(str(tmp_path / "layer.pt"))
     torch.jit.script(SdpaLayer(64)).save(str(tmp_path / "sdpa.pt"))
-    build(CPP / "attention.cpp", tmp_path / "attention")
+    # one g++ command against libtorch, as docs/guides/integrations.md shows it
+    torch_lib = os.path.join(os.path.dirname(torch.__file__), "lib")
+    command = ["g++", "-std=c++17", "-O1", REPOSITORY / "examples/cpp/attention.cpp", "-o", tmp_path / "attention"]
+    command += [f"-isystem{path}" for path in include_paths()]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    command += [f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     linked = subprocess.run(["ldd", tmp_path / "attention"], capture_output=True, text=True).stdout
     names = [line.split()[0] for line in linked.splitlines()]
     assert not [name for name in names if "python" in name or "volta" in name]

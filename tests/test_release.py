@@ -64,7 +64,7 @@ def built(tmp_path):
 @pytest.fixture
 def folder(built, tmp_path, monkeypatch):
     """The release folder, made where an earlier release's file was, which must disappear. auditwheel does not run."""
-    monkeypatch.setattr(release, "audit", lambda wheel: "right")
+    monkeypatch.setattr(release, "audit", lambda wheel: "right")  # its report; make() returns it
     output = tmp_path / "dist" / "release"
     output.mkdir(parents=True)
     (output / "of an earlier release").write_text("")
@@ -283,6 +283,7 @@ def wheel_of(tmp_path: Path, library: bytes | None) -> Path:
 
 
 def test_a_library_that_breaks_the_rules_is_refused(tmp_path, monkeypatch, capsys):
+    """The hub forbids symbols of Python, and of newer C libraries, in a library: hub.violations() returns them."""
     monkeypatch.setattr(hub, "violations", lambda path: ["PyUnicode_AsUTF8"] if path.read_bytes() == b"bad" else [])
     output = tmp_path / "out"
     assert len(hub.build(wheel_of(tmp_path, b"good"), output)) == 4  # folders of variants

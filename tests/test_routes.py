@@ -1,8 +1,9 @@
 """Tests of the ops under PyTorch's tools: torch.compile, export, AOTInductor, checkpointing, functorch, FLOP counting, streams, devices.
 
 `Layer`, self-attention with the op volta_fa::fwd, is compared with itself run eagerly. `on(...)` and `on_cases(...)` list the values of the
-fixture `backend`: CPU (`cpu-DTYPE`) or GPU (`cuda`). Autograd and TorchScript are in test_autograd.py, the same routes through
-scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in test_processes.py."""
+fixture `backend`: CPU (`cpu-DTYPE`) or GPU (`cuda`). `Case(seqlen_q, seqlen_k, headdim).inputs(backend)` draws q, k, v and dout, by default
+of 2 batch entries and 2 heads. `fwd` returns out alone, and `leaves(tensors)` copies that require a gradient. Autograd and TorchScript are
+in test_autograd.py, the same routes through scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in test_processes.py."""
 
 import functools
 import shutil
@@ -61,11 +62,11 @@ def layer_on(backend):
     return make
 
 
-def gradients(module, x, seed=0):
+def gradients(module, *inputs, seed=0, **options):
     """Returns the parameters' gradients of sum(out^2), for a module or what is compiled or wrapped around it."""
     module.zero_grad()
     torch.manual_seed(seed)
-    module(x).float().square().sum().backward()
+    module(*inputs, **options).float().square().sum().backward()
     return [p.grad.clone() for p in module.parameters()]
 
 
@@ -76,7 +77,6 @@ def assert_same_gradients(found, expected):
 
 
 # ---- inductor --------------------------------------------------------------------------------------------------------
-
 
 DYNAMIC = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
@@ -121,11 +121,11 @@ def test_compiled_dropout_draws_anew(backend):
     assert torch.equal(first, compiled(q)) and not torch.equal(first, second)
 
 
-def packed_attention(qkv, cu_seqlens, max_seqlen: int, dropout_p: float = 0.0):
-    """Attention of packed sequences, with operations before and after, so that a compiled graph has more than the op."""
+def packed_attention(qkv, cu_seqlens, max_seqlen: int, **options):
+    """Causal attention of packed sequences, with operations before and after, so that a compiled graph has more than the op."""
     q, k, v = (qkv * 1.5).unbind(1)
     lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
-    return fwd(q, k, v, **lengths, is_causal=True, dropout_p=dropout_p).square()
+    return fwd(q, k, v, **lengths, is_causal=True, **options).square()
 
 
 @DROPOUT
@@ -139,14 +139,13 @@ def test_compiled_packed_sequences(backend, dropout_p):
         for f in (packed_attention, compiled):
             torch.manual_seed(0)
             (x,) = leaves([qkv])
-            out = f(x, cu_seqlens, max(lengths), dropout_p)
+            out = f(x, cu_seqlens, max(lengths), dropout_p=dropout_p)
             results.append([out.detach(), *torch.autograd.grad(out.float().sum(), x)])
         torch.testing.assert_close(*results, **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
     assert counters["stats"]["unique_graphs"] == 1
 
 
 # ---- packages --------------------------------------------------------------------------------------------------------
-
 
 #: Runs a package in a process that loads the library but not the Python package.
 LOAD = """
@@ -175,12 +174,10 @@ def aot_inductor_works_on_cuda() -> bool:
 
 
 class Packed(torch.nn.Module):
-    """Attention of packed sequences of at most 12 tokens, with a bias, and operations before and after."""
+    """packed_attention of sequences of at most 12 tokens, with a bias."""
 
     def forward(self, qkv, cu_seqlens, bias):
-        q, k, v = (qkv * 1.5).unbind(1)
-        lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 12, "max_seqlen_k": 12}
-        return fwd(q, k, v, **lengths, attn_bias=bias) + 1
+        return packed_attention(qkv, cu_seqlens, 12, attn_bias=bias)
 
 
 @on_cases((["cpu-fp32", "cuda"], ["export"]), slow=((["cpu-fp32", "cuda"], ["aoti"]),))

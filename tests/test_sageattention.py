@@ -1,13 +1,12 @@
 """Tests of volta_fa.sageattention, functions with the signatures of SageAttention (attention with int8 products) on volta_fa::fwd_fast.
 
 They are compared with PyTorch's attention in fp64: relative L1 errors (sum of absolute errors / sum of absolute numbers) below 3 %, or
-0.2 % where a mask needs the exact op, volta_fa::fwd. Tensors are NHD (batch, seqlen, nheads, headdim) or HND. Lengths and heads of
-`inputs()`: batch 2, 33 queries of 4 heads, 70 keys of 2. test_flash_attn_shim.py tests the shim, which programs import as `sageattention`.
+0.2 % where a mask needs the exact op, volta_fa::fwd. Tensors are NHD (batch, seqlen, nheads, headdim) or HND. `inputs()` returns q, k and v
+in fp16 and NHD: batch 2, 33 queries of 4 heads, 70 keys of 2, headdim 64. `refused` checks that a call raises an error that matches.
+`on("cpu-fp16")` runs a test on the CPU backend. test_flash_attn_shim.py tests the shim, which programs import as `sageattention`.
 
 Environment:
 - VOLTA_FA_TEST_SAGEATTENTION: a folder with SageAttention's source, whose signatures are compared, instead of the listed ones"""
-
-from __future__ import annotations
 
 import ast
 import functools
@@ -61,7 +60,6 @@ def test_signatures_are_those_of_sageattention():
 
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
-
 
 inputs = functools.partial(test_fast.inputs, seqlen_q=33, seqlen_k=70, nheads=4, nheads_k=2, batch=2)
 
@@ -162,19 +160,18 @@ def test_packed_sequences(backend, dtype, is_causal):
 def test_arguments_without_effect(backend):
     """Accumulators, granularities and backends of SageAttention's kernels change nothing here."""
     q, k, v = inputs()
-    call = dict(tensor_layout="NHD")
-    expected = sage.sageattn(q, k, v, **call)
+    nhd = dict(tensor_layout="NHD")
+    expected = sage.sageattn(q, k, v, **nhd)
     cuda, triton = FUNCTIONS[1:]
     for accumulator in ("fp32", "fp16", "fp16+fp32"):
         for granularity in ("per_warp", "per_thread"):
             options = dict(pv_accum_dtype=accumulator, qk_quant_gran=granularity, smooth_v=True)
-            assert torch.equal(cuda(q, k, v, **call, **options), expected)
-    assert torch.equal(triton(q, k, v, **call, quantization_backend="cuda"), expected)
-    assert torch.equal(sage.sageattn(q, k, v, **call, attn_mask=None, dropout_p=0), expected)
-
+            assert torch.equal(cuda(q, k, v, **nhd, **options), expected)
+    assert torch.equal(triton(q, k, v, **nhd, quantization_backend="cuda"), expected)
+    assert torch.equal(sage.sageattn(q, k, v, **nhd, attn_mask=None, dropout_p=0), expected)
     # the arguments of PyTorch's function, which SageAttention's guide replaces with sageattn
-    found = sage.sageattn(q, k, v, **call, attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.2, enable_gqa=True)
-    assert torch.equal(found, sage.sageattn(q, k, v, **call, sm_scale=0.2)) and not torch.equal(found, expected)
+    found = sage.sageattn(q, k, v, **nhd, attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.2, enable_gqa=True)
+    assert torch.equal(found, sage.sageattn(q, k, v, **nhd, sm_scale=0.2)) and not torch.equal(found, expected)
 
 
 @on("cpu-fp16")

@@ -1,8 +1,9 @@
 """Tests of scaled_dot_product_attention run by volta_fa (`enabled()` switches it on): results, and calls that fall back to PyTorch.
 
 `sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason; `assert_ours` asks the
-profiler which ops ran. `train` returns out and the gradients of q, k and v; `qkv` draws three tensors (2, 2, 9, 16). `on(...)` lists the
-values of the fixture `backend`: CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`), GPU (`cuda`)."""
+profiler which ops ran. `train` returns out and the gradients of q, k and v; `qkv` draws three tensors (2, 2, 9, 16). `unfused()` makes
+PyTorch run attention by single operations, and `selective` runs a function under selective checkpointing. `on(...)` lists the values of the
+fixture `backend`: CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`), GPU (`cuda`)."""
 
 from contextlib import nullcontext, suppress
 
@@ -41,8 +42,6 @@ PROBLEMS = {
     "scale": (12, 12, 2, 2, 16, 16, {"scale": 0.31}),
     "negative scale": (12, 12, 2, 2, 16, 16, {"scale": -0.2}),
 }
-
-
 #: Added to the allowed error: with one key PyTorch's gradients of q and k are exactly 0, and volta_fa's are rounding errors.
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-4, torch.bfloat16: 2e-3}
 
@@ -234,7 +233,6 @@ def test_empty_tensors(backend):
 
 # ---- fallbacks -------------------------------------------------------------------------------------------------------
 
-
 #: Reason in sdpa_stats(), and calls that PyTorch must run for this reason.
 FALLBACKS = {
     # PyTorch's fused CPU implementation accepts both, its others refuse
@@ -250,9 +248,7 @@ FALLBACKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "reason,f", [pytest.param(r, f, id=f"{r} {n}".strip()) for r, group in FALLBACKS.items() for n, f in group.items()]
-)
+@pytest.mark.parametrize("reason,f", [pytest.param(r, f, id=f"{r} {n}".strip()) for r, g in FALLBACKS.items() for n, f in g.items()])
 @on("cpu-fp32")
 def test_fallback(backend, reason, f):
     """A call that volta_fa does not support gives PyTorch's bits, and is counted once with its reason."""
@@ -352,8 +348,7 @@ def test_calls_under_dispatch_modes_are_not_traced(backend, under):
 
 
 def test_dtensor():
-    """DTensors, for which the ops have sharding rules, run through volta_fa: eager, under a mode, compiled. TwoTensor has none and falls
-    back."""
+    """DTensors, for which the ops have sharding rules, run through volta_fa: eager, under a mode, compiled. TwoTensors fall back."""
     code = """
         import os, torch, volta_fa
         import torch.distributed as dist

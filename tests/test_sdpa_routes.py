@@ -1,8 +1,9 @@
 """Tests that scaled_dot_product_attention reaches volta_fa under torch.compile, export, checkpointing, TorchScript and torch.nn.
 
 `enabled()` switches volta_fa on. `assert_ours` and `assert_theirs` check with the profiler whether volta_fa's or PyTorch's op ran. `train`
-returns out and the gradients of q, k and v, which `qkv` draws, by default (2, 2, 9, 16). `on(...)` lists the values of the fixture
-`backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
+returns out and the gradients of q, k and v, which `qkv` draws, by default (2, 2, 9, 16). `causal` is causal attention of q * 2, `selective`
+runs a function under selective checkpointing, and `gradients` returns those of a module's parameters for sum(out^2). `on(...)` lists the
+values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
 
 from contextlib import nullcontext
 
@@ -17,7 +18,7 @@ import volta_fa
 from conftest import on, run_python
 from sdpa_helpers import EFFICIENT, MATH, SelfAttention, assert_ours, assert_theirs, causal, enabled, leaves, qkv, selective, train
 from sdpa_helpers import switched_off as switched_off  # a fixture of every test
-from test_routes import assert_same_gradients
+from test_routes import assert_same_gradients, gradients
 from test_routes import fresh_compiler as fresh_compiler  # another: resets torch.compile
 
 
@@ -264,8 +265,8 @@ def test_run_decompositions_follows_the_switch(backend):
     """It gives volta_fa's op while the switch is on, and PyTorch's decomposition before and after."""
 
     def targets():
-        for gradients in (True, False):
-            with torch.set_grad_enabled(gradients):
+        for with_gradients in (True, False):
+            with torch.set_grad_enabled(with_gradients):
                 program = torch.export.export(Causal(), tuple(qkv(backend)))
                 yield {str(node.target) for node in program.run_decompositions().graph.nodes}
 
@@ -345,9 +346,7 @@ def masks_on(backend, masks):
 
 
 @COMPILED
-@pytest.mark.parametrize(
-    "layer,masks", [pytest.param(layer, m, id=f"{layer} {m}".strip()) for layer, group in LAYER_MASKS.items() for m in group]
-)
+@pytest.mark.parametrize("layer,masks", [pytest.param(layer, m, id=f"{layer} {m}".strip()) for layer, g in LAYER_MASKS.items() for m in g])
 @on("cpu-fp32", "cuda")
 def test_layers(backend, layer, masks, compiled):
     """PyTorch's attention layers run volta_fa's op, eagerly and compiled, without a fallback; parameters get the same gradients."""
@@ -356,17 +355,11 @@ def test_layers(backend, layer, masks, compiled):
     masks = masks_on(backend, LAYER_MASKS[layer][masks])
     x = backend.randn(2, 9, 32)
     inputs = (x, x) if "Decoder" in layer else (x,)
-
-    def step(m):
-        m.zero_grad()
-        m(*inputs, **masks).float().square().sum().backward()
-        return [p.grad.clone() for p in m.parameters()]
-
-    expected = step(module)
+    expected = gradients(module, *inputs, **masks)
     run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     with enabled(backend):
-        assert_ours(lambda: step(run))
-        assert_same_gradients(step(run), expected)
+        assert_ours(lambda: gradients(run, *inputs, **masks))
+        assert_same_gradients(gradients(run, *inputs, **masks), expected)
     assert volta_fa.sdpa_stats()["fell_back"] == {}
 
 
@@ -382,10 +375,7 @@ def test_layers_train_with_dropout(backend, layer, compiled):
     run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
 
     def step(seed):
-        torch.manual_seed(seed)
-        module.zero_grad()
-        run(*inputs).float().square().sum().backward()
-        return torch.cat([p.grad.flatten() for p in module.parameters()]).float()
+        return torch.cat([g.flatten() for g in gradients(run, *inputs, seed=seed)]).float()
 
     with enabled(backend):
         assert_ours(lambda: step(0))

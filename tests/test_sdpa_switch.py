@@ -2,7 +2,8 @@
 
 The switch is on while enable_sdpa() or any block is active, for all threads, on the devices that it names (`cpu` is for tests).
 sdpa_stats() counts calls that volta_fa `ran` (of these `fast`, with precision "fast"), `traced` into a compiled graph, or that
-`fell_back`."""
+`fell_back`. `refused` checks that a call raises an error that matches; `qkv` draws q, k and v, (batch, nheads, seqlen, headdim). `on(...)`
+lists the values of the fixture `backend`: CPU (`cpu-DTYPE`), GPU (`cuda`)."""
 
 import threading
 import warnings
@@ -133,8 +134,7 @@ def test_the_last_block_decides_the_precision():
 
 
 def test_threads_share_one_switch():
-    """Results stay right, and no call is lost from the counters. Three threads call within their own blocks, so volta_fa runs those calls;
-    it may run those of the other three."""
+    """Results stay right, and counters lose no call. Three threads call within blocks; volta_fa may run the calls of the others too."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
     expected = F.scaled_dot_product_attention(*tensors)
     calls, errors = 40, []
@@ -175,8 +175,7 @@ def test_without_a_gpu(monkeypatch):
     assert not is_on()
 
 
-#: Compute capabilities of a machine's devices, the argument `force`, and the devices that are switched on (None: an error). Without
-#: `force` these are Volta's.
+#: Compute capabilities of a machine's devices, `force`, and the devices that are switched on (None: an error): without `force` Volta's.
 MACHINES = {
     "V100": ([(7, 0)], False, [0]),
     "Xavier": ([(7, 2)], False, [0]),
@@ -261,7 +260,7 @@ def test_environment_variable(loaded, value, ran, tmp_path):
     expected = [f"{ran} False"] + (["volta_fa." if asked else "", "", str(ran)] if "package" in loaded else [])
     assert result.stdout.split("\n")[:-1] == expected
     assert ("VOLTA_FA_ENABLE_SDPA: got 'maybe', expected 1, force, cpu or 0" in result.stderr) == (value == "maybe")
-    no_driver = "package" in loaded and value in ("1", "force") and driver_cuda() is None
+    no_driver = "package" in loaded and value in ("1", "force") and driver_cuda() is None  # CUDA version of the driver
     assert result.stderr.count("VOLTA_FA_ENABLE_SDPA: no GPU runs it: no CUDA driver on this machine") == no_driver
     assert value == "maybe" or no_driver or "VOLTA_FA_ENABLE_SDPA" not in result.stderr
 

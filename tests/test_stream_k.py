@@ -44,7 +44,7 @@ def test_every_forward_kernel_is_right(backend, force, variant, name):
     fields = {key: value for feature in features for key, value in FEATURE_FIELDS[feature].items()}
     case = Case(**PROBLEMS[name], **fields, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
     if variant["headdim"] == variant["headdim_v"]:  # plan() takes one headdim
-        device = -1 if backend.machine == "sim" else torch.cuda.current_device()
+        device = -1 if backend.machine == "sim" else torch.cuda.current_device()  # -1: the simulated GPU
         sizes = case.batch, case.nheads, case.seqlen_q, case.seqlen_k, case.headdim
         assert plan(*sizes, device=device, features=",".join(features))["forward"]["name"] == variant["name"]
     (q, k, v, _), options = case.problem(backend)
@@ -55,7 +55,7 @@ def test_every_forward_kernel_is_right(backend, force, variant, name):
 def test_a_planned_grid_is_right(backend, monkeypatch):
     """165 tiles on a V100's 160 resident blocks (80 SMs, two blocks each): one full wave, and a wave of splits."""
     assert plan(1, 165, 100, 411, 64)["forward"]["pass"] == "ForwardStreamK"
-    (q, k, v, _), options = Case(100, 411, batch=1, nheads=165, nheads_k=33).problem(backend)
+    (q, k, v, _), options = Case(seqlen_q=100, seqlen_k=411, batch=1, nheads=165, nheads_k=33).problem(backend)
     check(backend, q, k, v, **options)
 
 
@@ -164,8 +164,8 @@ def test_when_a_plan_splits_key_blocks(shape, pays):
         assert found["reason"].startswith("stream-K") and found["grid"][0] == batch * nheads_k and found["grid"][2] == 1
 
 
-#: Prefill over a KV cache: (queries, cached tokens, appended tokens), and options of cached.Cached: `page` tokens a page (0: no pages),
-#: `own_new`: packed k and v have lengths of their own, layout "kv": K and V share a tensor.
+#: Prefill over a KV cache: (queries, cached tokens, appended tokens), and options of cached.Cached (2 query heads on 1 KV head, causal):
+#: `page` tokens a page (0: no pages), `own_new`: packed k and v have lengths of their own, layout "kv": K and V share a tensor.
 CHUNKS = {
     "chunk": ((141, 300, 141), {"packed": True, "own_new": True}),
     "prompt": ((290, 0, 290), {"sinks": "own"}),

@@ -185,8 +185,7 @@ class TestFlexAttention(unittest.TestCase):
 
 
 def run(folder: Path, suite: str, *arguments, forked=True, **files: str):
-    """Writes files of a suite (`__` in a name: a folder) and runs the tool on them: in a fork and without workers, or as users run it.
-    Returns its exit status, output and report."""
+    """Writes a suite's files (`__` in a name: a folder) and runs the tool on them. `forked`: in a fork and without workers."""
     places = {"flash-attn": "flash-attention/tests", "flash-mla": "FlashMLA/tests"}
     tests = folder / places.get(suite, "pytorch/test")
     (tests / "inductor").mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,9 @@
 
 A budget is the largest and the root mean square error that a result may have. An implementation whose only errors are fp16 roundings that
 cannot be avoided is within it; one that rounds more is not. Then errors of dq, dk and dv beside those of PyTorch: mean errors, and errors
-with large scores. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: simulator (`sim`) and GPU (`cuda`). The fixture
-`gpu` simulates a V100, then a T4."""
+with large scores. `repeat` compares a Case's results and gradients with the fp64 reference (`reference`), within the budget. `on(...)` and
+`on_cases(...)` list the values of the fixture `backend`: simulator (`sim`) and GPU (`cuda`). The fixture `gpu` simulates a V100, then a
+T4."""
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from conftest import BF16_KERNELS, KERNELS, Case, on, on_cases, repeat, seed_of
 
 # Random problems with few results, or rows with one or two keys. Right results once exceeded the budget, because eager attention happened
 # to have almost no error.
-# A Case's `lengths` has (queries, keys) of packed sequences, and `spare` is max_seqlen beyond the longest. `bias` names the dimensions that
-# are not 1 (b, h, q, k), then the dtype ("own": q's); `alibi` names dimensions of the slopes, and `sinks` a dtype.
+# Case(seqlen_q, seqlen_k, headdim) has batch 2 and 2 heads by default. `lengths` has (queries, keys) of packed sequences, `spare` is
+# max_seqlen beyond the longest. `bias` names the dimensions that are not 1 (b, h, q, k), then the dtype ("own": q's); `alibi` names
+# dimensions of the slopes, and `sinks` a dtype.
 ONE_COLUMN = Case(seqlen_q=1, seqlen_k=58, headdim=16, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
 ONE_BY_ONE = Case(seqlen_q=1, seqlen_k=58, headdim=1, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
 TWO_KEYS = Case(
@@ -26,7 +28,7 @@ SHORT_ROWS = Case(
     lengths=((183, 776), (263, 481), (3, 692), (85, 2), (572, 644), (512, 16), (403, 698), (201, 385)),
 )  # fmt: skip
 #: With softcap and one key, backward gets an out that was rounded, while eager attention is exact.
-ONE_KEY = Case(18, 17, 8, batch=1, nheads=1, nheads_k=1, is_causal=True, window_left=0, softcap=1.5)
+ONE_KEY = Case(seqlen_q=18, seqlen_k=17, headdim=8, batch=1, nheads=1, nheads_k=1, is_causal=True, window_left=0, softcap=1.5)
 #: Seeds (VOLTA_FA_TEST_SEED) with which a problem exceeded the budget; seed 0 did on an H200.
 SEEDS = {ONE_COLUMN: (0, 51, 72, 82, 222), ONE_BY_ONE: (0, 6, 39, 121, 268), TWO_KEYS: (0,), ONE_KEY: (0,), SHORT_ROWS: (0,)}
 
@@ -39,8 +41,7 @@ def test_problems_that_once_exceeded_their_budget(backend, case, monkeypatch):
 
 
 def shares_of_budget(case: Case, seed: int, bits: int) -> tuple[float, float]:
-    """Returns the largest and the root mean square error, divided by the allowed ones, of an implementation that rounds only probabilities,
-    to `bits` bits, and out, to fp16."""
+    """Returns the largest and the rms error, over the allowed ones, of rounding only probabilities, to `bits` bits, and out, to fp16."""
     generator = torch.Generator().manual_seed(seed_of(f"{case}:{seed}"))
 
     def randn(seqlen, headdim):
@@ -63,8 +64,6 @@ def draws(case: Case, count: int, bits: int) -> torch.Tensor:
 
 #: Bits of an fp16 mantissa, with the implicit leading one.
 FP16_BITS = 11
-
-
 FEW_RESULTS = [(ONE_COLUMN, 1000), (ONE_BY_ONE, 1000), (Case(1, 58, 64, nheads=2), 300), (Case(65, 65, 64, is_causal=True), 30)]
 
 
@@ -158,15 +157,12 @@ def test_large_scores(backend, gpu, case, headdim, options):
         assert error <= (of_dq if name == "dq" else of_others), name
 
 
-#: Magnitudes of q and k so large that one key has nearly all the probability of a row.
-ONE_KEY_EACH = [(100, 3000), (3000, 100), (300, 3000)]
-
-
 @pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("magnitudes", ONE_KEY_EACH, ids=str)
+@pytest.mark.parametrize("magnitudes", [(100, 3000), (3000, 100), (300, 3000)], ids=str)
 @on("sim", "cuda")
 def test_rows_of_one_key(backend, gpu, magnitudes, headdim):
-    """out is bitwise that key's value. dq and dk are 0 but for rounding: their errors are at most three times those of PyTorch's kernel."""
+    """With such magnitudes of q and k one key has nearly all the probability of a row, and out is bitwise that key's value. dq and dk are 0
+    but for rounding: their errors are at most three times those of PyTorch's kernel."""
     import volta_fa
 
     backend.simulate()

@@ -92,7 +92,6 @@ END
    exit {status} ;;
 esac
 """
-WITHOUT_MESSAGE = '<failure type="Failed">&#10;the first line of a traceback&#10;more</failure>'
 WRONG = '<failure message="AssertionError: it is wrong&#10;more">a traceback</failure>'
 
 
@@ -148,7 +147,7 @@ def test_verdict_and_exit_status(releases, wrong, status, pretend, tmp_path, cap
 def test_a_failure_without_a_message(tmp_path):
     report = tmp_path / "report.xml"
     for result, line in (
-        (WITHOUT_MESSAGE, "the first line of a traceback"),
+        ('<failure type="Failed">&#10;the first line of a traceback&#10;more</failure>', "the first line of a traceback"),
         ("<error/>", "error"),
         ('<error message=" "> </error>', "error"),
     ):

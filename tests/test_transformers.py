@@ -4,7 +4,8 @@
 sequences or a bias: masks become packed sequences or a few numbers (a MaskRule) where possible, else a bias tensor. test_transformers_*.py
 have more tests with these helpers.
 
-The tests run with the installed transformers, and once more in a process with 4.57.
+The tests run with the installed transformers, and once more in a process with 4.57. `on("sim", "cuda")` runs a test's kernels in the
+simulator (`backend.simulate`) and on a GPU.
 Environment:
 - VOLTA_FA_TEST_TRANSFORMERS_4_57: a folder with that release, instead of the one that tools/bootstrap.py makes"""
 
@@ -37,7 +38,6 @@ LAYERS = 2
 BATCH, SEQLEN, DECODER_SEQLEN = 3, 20, 9
 #: Ours against eager: both sum in fp32, in different orders.
 TOLERANCE = {"rtol": 0, "atol": 2e-5}
-
 
 # ---- models --------------------------------------------------------------------------------------------------------
 
@@ -107,9 +107,7 @@ PECULIAR_TEXT = {
     "gpt2": lambda t: (t.GPT2Config(**GPT2), t.GPT2LMHeadModel),
     "gpt2 unscaled": lambda t: (t.GPT2Config(**GPT2, scale_attn_weights=False), t.GPT2LMHeadModel),
     "gpt2 by layer": lambda t: (t.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True), t.GPT2LMHeadModel),
-    "gpt2 upcast": lambda t: (
-        t.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True), t.GPT2LMHeadModel,
-    ),
+    "gpt2 upcast": lambda t: (t.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True), t.GPT2LMHeadModel),
     # in 4.57 its masks have one key more than there are
     "persimmon": lambda t: (t.PersimmonConfig(**SMALL), t.PersimmonForCausalLM),
     # calculate with their masks
@@ -290,8 +288,8 @@ def test_causal_models(name, kind, use_cache):
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt_oss"])
 def test_packed_by_position_ids(name):
     """position_ids that start at 0 again begin a sequence. gpt_oss ignores them; test_packed_by_cu_seq_lens has it."""
-    batch = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((3, 1, 16), (12, 8, 0), (20, 0, 0))])
-    calls = compare(name, input_ids=tokens(), position_ids=batch, use_cache=False)
+    rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((3, 1, 16), (12, 8), (20,))]
+    calls = compare(name, input_ids=tokens(), position_ids=torch.stack(rows), use_cache=False)
     assert (calls.count, calls.packed, calls.biased) == (LAYERS, LAYERS, 0)
 
 
@@ -306,12 +304,8 @@ def test_packed_by_cu_seq_lens(name, as_tensor):
     longest = torch.tensor(16) if as_tensor else 16
     eager, ours = models(name)
     expected = torch.cat([run(eager, input_ids=part) for part in ids.split(lengths, 1)], 1)
-    found, calls = profile(
-        lambda: run(
-            ours, input_ids=ids, position_ids=position_ids, use_cache=False,
-            cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest, max_length_k=longest,
-        )
-    )  # fmt: skip
+    packed = dict(cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest, max_length_k=longest)
+    found, calls = profile(lambda: run(ours, input_ids=ids, position_ids=position_ids, use_cache=False, **packed))
     torch.testing.assert_close(found, expected, **TOLERANCE)
     assert (calls.count, calls.packed) == (LAYERS, LAYERS)
 
@@ -331,10 +325,8 @@ def test_encoders(name, kind):
 def test_encoder_decoder(name, kind, seqlen):
     mask = padding(kind)
     decoder_mask = None if kind == "none" else padding("right", seqlen)
-    calls = compare(
-        name, decoder_mask, input_ids=tokens(), attention_mask=mask,
-        decoder_input_ids=tokens(seqlen=seqlen), decoder_attention_mask=decoder_mask,
-    )  # fmt: skip
+    decoder = {"decoder_input_ids": tokens(seqlen=seqlen), "decoder_attention_mask": decoder_mask}
+    calls = compare(name, decoder_mask, input_ids=tokens(), attention_mask=mask, **decoder)
     assert calls.count == 3 * LAYERS  # in the encoder, in the decoder, and across
 
 

@@ -2,7 +2,10 @@
 
 `Reference` is transformers' own cache, whose tokens went through `quantize_kv` and `dequantize_kv`; transformers' own attention reads it.
 The small random models compute in fp64, so that both caches almost never round a number to different codes. Helpers are those of
-test_transformers.py: `padding(kind)` is a mask, `tokens()` are input_ids (BATCH, SEQLEN), and `profile` counts volta_fa's calls."""
+test_transformers.py: `padding(kind)` is a mask, `tokens()` are input_ids (BATCH, SEQLEN), and `profile` counts volta_fa's calls.
+`parts_of(kv_dtype)` gives the formats of keys and values, `quantize_kv(x, format)` data, scale and zero_point (None where a format lacks
+it), `hadamard(n)` a Hadamard matrix (n, n) of 1 and -1. `refused` checks that a call raises an error that matches. `on("sim")` runs a test
+on the kernels in the simulator."""
 
 import copy
 import functools
@@ -47,9 +50,8 @@ class Reference(transformers.DynamicCache):
                 # a Hadamard matrix times the power of two that the cache uses: fp8 codes have a range, so the scale matters
                 turn = hadamard(len(turn)).to(x.dtype) * 2.0 ** -(len(turn).bit_length() // 2)
             made = quantize_kv(x @ turn, kv_dtype)
-            rounded.append(
-                dequantize_kv(made.data, kv_dtype, made.scale, made.zero_point, dtype=x.dtype) @ turn.double().inverse().to(x.dtype)
-            )
+            numbers = dequantize_kv(made.data, kv_dtype, made.scale, made.zero_point, dtype=x.dtype)
+            rounded.append(numbers @ turn.double().inverse().to(x.dtype))
         seen = super().update(*rounded, layer_idx, *args, **kwargs)
         return (key_states, value_states) if is_prompt else seen
 
@@ -278,16 +280,15 @@ def test_layers_with_a_window_keep_only_its_tokens():
 
 def test_invalid_caches_are_refused():
     eager, ours = models("llama")
-    with pytest.raises(ValueError, match="kv_dtype: got 'int2', expected one of int8, int4, fp8_e5m2, fp8_e4m3, int8k_int4v"):
-        QuantizedCache(ours.config, "int2")
+    formats = "int8, int4, fp8_e5m2, fp8_e4m3, int8k_int4v"
+    refused(ValueError, f"kv_dtype: got 'int2', expected one of {formats}", QuantizedCache, ours.config, "int2")
     refused(ValueError, "config: got attn_implementation 'sdpa', expected 'volta_fa'", QuantizedCache, eager.config)
     config = copy.deepcopy(ours.config)
     config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(NotImplementedError, match="config: got a layer of linear_attention, expected full_attention or sliding_attention"):
-        QuantizedCache(config)
+    message = "config: got a layer of linear_attention, expected full_attention or sliding_attention"
+    refused(NotImplementedError, message, QuantizedCache, config)
     odd = torch.zeros(1, 2, 3, 15)
-    with pytest.raises(ValueError, match="headdim 15, expected an even one"):
-        QuantizedCache(ours.config, "int4").update(odd, odd, 0)
+    refused(ValueError, "headdim 15, expected an even one", QuantizedCache(ours.config, "int4").update, odd, odd, 0)
     with pytest.raises(ValueError, match="rotate_keys: got True with headdim 24, expected a power of two"):
         QuantizedCache(ours.config, rotate_keys=True).update(*torch.zeros(2, 1, 2, 3, 24), 0)
     refused(ValueError, "n: got 48, expected a power of two", hadamard, 48)
@@ -320,10 +321,6 @@ def test_masks_that_are_refused():
     k, v = cache.update(states[0], states[1], 0)
     q = torch.zeros(BATCH, 4, 1, 16)
     packed = dict(cu_seq_lens_q=torch.tensor([0, 1]), cu_seq_lens_k=torch.tensor([0, 1]), max_length_q=1, max_length_k=1)
-    for name, given in (
-        ("dropout", {"dropout": 0.1}),
-        ("position_bias", {"position_bias": torch.zeros(1, 1, 1, 1)}),
-        ("cu_seq_lens_q", packed),
-    ):
-        with pytest.raises(NotImplementedError, match=f"{name}: got it with a QuantizedCache"):
-            volta_fa.transformers.attention(torch.nn.Module(), q, k, v, None, **given)
+    for given in ({"dropout": 0.1}, {"position_bias": torch.zeros(1, 1, 1, 1)}, packed):
+        message = f"{next(iter(given))}: got it with a QuantizedCache"
+        refused(NotImplementedError, message, volta_fa.transformers.attention, torch.nn.Module(), q, k, v, None, **given)

@@ -92,9 +92,8 @@ def test_gradient_of_a_position_bias():
     eager, ours = models("t5")
     expected = gradient(eager)
     assert expected.abs().max() > 0
-    test_transformers.assert_right(
-        gradient(ours), expected, lambda: gradient(copy.deepcopy(eager).double()), factor=3, rtol=1e-4, atol=1e-6
-    )
+    exact = copy.deepcopy(eager).double()
+    test_transformers.assert_right(gradient(ours), expected, lambda: gradient(exact), factor=3, rtol=1e-4, atol=1e-6)
 
 
 def test_dropout():
@@ -209,7 +208,7 @@ def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind, skip
 
 
 def contents(rule: MaskRule) -> tuple:
-    """Returns window_left, window_right, seqlen_k, cu_seqlens_q and cu_seqlens_k."""
+    """Returns window_left and window_right (-1: no bound), seqlen_k, cu_seqlens_q and cu_seqlens_k (None: not packed)."""
     assert isinstance(rule, MaskRule)
     cu_seqlens = [None if t is None else t.tolist() for t in (rule.cu_seqlens_q, rule.cu_seqlens_k)]
     return rule.window_left, rule.window_right, rule.seqlen_k, *cu_seqlens
@@ -356,7 +355,7 @@ def test_output_attentions_is_refused(name):
         ours.config.output_attentions = True
 
 
-#: Three packed sequences in a batch of 2 with 6 tokens each.
+#: Options of MaskRule(shape, device, window_left, window_right, seqlen_k): three packed sequences in a batch of 2 with 6 tokens each.
 SEQUENCES = {f"cu_seqlens_{t}": torch.tensor([0, 2, 6, 12], dtype=torch.int32) for t in "qk"}
 
 
@@ -386,7 +385,7 @@ def test_packed_sequences_with_a_mask_are_refused():
     sequences = dict(cu_seq_lens_q=SEQUENCES["cu_seqlens_q"], cu_seq_lens_k=SEQUENCES["cu_seqlens_k"], max_length_q=6, max_length_k=6)
     call(**sequences)
     call(MaskRule((2, 1, 6, 6), "cpu", 3, 0), **sequences)
-    padded = MaskRule((2, 1, 6, 6), "cpu", -1, 0, leftpad_k=torch.tensor([1, 0], dtype=torch.int32))  # shape, device, window
+    padded = MaskRule((2, 1, 6, 6), "cpu", -1, 0, leftpad_k=torch.tensor([1, 0], dtype=torch.int32))
     for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6), padded):
         with pytest.raises(NotImplementedError, match="attention_mask: got .* in SimpleNamespace, and cu_seq_lens_q, expected one of them"):
             call(mask, **sequences)

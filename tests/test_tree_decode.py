@@ -1,10 +1,9 @@
 """Tests of `tree_mask` of volta_fa::fwd_kvcache, for speculative decoding: the queries are draft tokens that form a tree.
 
-Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j. `check`
-compares with fp64. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), the kernels in the simulator
-(`sim`), GPU (`cuda`). `refused` checks that a call raises an error of one line with these words."""
-
-from __future__ import annotations
+Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j. A problem
+has q, k_cache, v_cache, `new` (k and v to append, or none) and options, by default 2 query heads on 1 KV head of headdim 64. `run` calls
+the operator, `check` compares with fp64. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), the
+kernels in the simulator (`sim`), GPU (`cuda`). `refused` checks that a call raises an error of one line with these words."""
 
 import dataclasses
 
@@ -71,9 +70,7 @@ QUANTIZED_KERNELS = [
     for d in (64, 128, 256, 512)
 ]
 #: Every kernel: tiles of 16, 32 and 64 rows (drafts * query heads of a KV head) in each headdim, and several tiles of a sequence.
-TILES = [
-    even(n, 300, 70, nheads=4 * group, nheads_k=4, headdim=d) for d in (64, 128, 256) for n, group in ((4, 4), (8, 4), (8, 8), (15, 6))
-]
+TILES = [even(n, 300, 70, nheads=4 * g, nheads_k=4, headdim=d) for d in (64, 128, 256) for n, g in ((4, 4), (8, 4), (8, 8), (15, 6))]
 #: Long sequences, so that several thread blocks share a tile.
 SHARED = [even(8, 2500, 30, nheads=8, headdim=128), even(16, 3000, nheads=4, headdim=64, window_left=2900)]
 
@@ -100,7 +97,7 @@ def test_turing_kernels(backend, case):
 @on_cases((["cpu-fp32", "sim", "cuda"], [LAYOUTS[0], LAYOUTS[9], even(12, 60, 20, window_left=5, nheads=8)]))
 def test_a_chain_is_a_causal_mask(backend, case):
     """A tree in which each draft follows the one before gives the result of a causal mask."""
-    chains = [tree_words(list(range(-1, n - 1))) for n, _, _ in case.lengths]
+    chains = [tree_words(list(range(-1, n - 1))) for n, _, _ in case.lengths]  # of each draft's parent; -1: none
 
     def change(problem):
         mask = torch.tensor([w for chain in chains for w in chain] if case.packed else chains)
@@ -125,7 +122,7 @@ def test_is_causal_window_right_and_unused_bits_have_no_effect(backend):
 def test_one_tree_serves_a_whole_batch(backend):
     case = even(8, 40, 21, 8, nheads=4)
     problem = case.problem(backend)
-    problem.options["tree_mask"] = torch.tensor([tree_words(random_tree(8, 3))] * 3, device=problem.q.device)
+    problem.options["tree_mask"] = torch.tensor([tree_words(random_tree(8, seed=3))] * 3, device=problem.q.device)
     expected = run(backend, problem)[:2]
     problem.options["tree_mask"] = problem.options["tree_mask"][0].expand(3, 8)
     agreed([expected, run(backend, problem)])

@@ -2,7 +2,9 @@
 
 A tuning is JSON with choices of kernels and with failed kernels of one GPU, which the planner heeds. The fixture `force` sets one for a
 test; a program reads its GPU's file. tests/plan/tunings.rs tests its contents and their effect on plans. `on(...)` lists the values of the
-fixture `backend`: simulator (`sim`) and GPU (`cuda`). `run_process` runs a program with these environment variables."""
+fixture `backend`: simulator (`sim`) and GPU (`cuda`). `run_process` runs a program with these environment variables. `refused` checks that
+a call raises an error that matches. The operator _plan(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal) returns
+a plan as JSON, by default for a V100."""
 
 import json
 import re
@@ -21,7 +23,7 @@ needs_simulator = pytest.mark.skipif(not INFO["simulator"], reason="this library
 
 
 def plan(device, seqlen=141, headdim=64, nheads=2, batch=1, **options):
-    """Returns the plan of a shape on this device: SIMULATOR or a CUDA device."""
+    """Returns the plan of a shape without mask on this device: SIMULATOR or a CUDA device's number."""
     return json.loads(torch.ops.volta_fa._plan(batch, seqlen, seqlen, nheads, nheads, headdim, headdim, False, device=device, **options))
 
 
@@ -44,9 +46,8 @@ def gradients(backend, problem, **options):
 @pytest.mark.parametrize("bias", ["", "qk:fp32"])
 @on("sim", "sim-bf16", "cuda")
 def test_a_tuning_may_choose_the_deterministic_kernels(backend, force, bias):
-    """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias, which entries still share. `bias`: none,
-    or fp32 of (1, 1, seqlen_q, seqlen_k)."""
-    problem = tensors, options = Case(70, 90, bias=bias).problem(backend)
+    """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias ("qk"), which entries still share."""
+    problem = tensors, options = Case(seqlen_q=70, seqlen_k=90, bias=bias).problem(backend)
     force(choices=[{"pass": "Backward", "deterministic": True}])
     expected = gradients(backend, problem, deterministic=True)
     found = plan(device_of(backend))
@@ -59,7 +60,7 @@ def test_a_tuning_may_choose_the_deterministic_kernels(backend, force, bias):
 @on("sim", "cuda")
 def test_a_failed_kernel_is_replaced_or_named(backend, force):
     """Another kernel runs, then the deterministic kernels if all others failed; if those failed too, the error names what failed."""
-    problem = tensors, options = Case(170, 190).problem(backend)
+    problem = tensors, options = Case(seqlen_q=170, seqlen_k=190).problem(backend)
     own = plan(device_of(backend), 170)["backward"]["main"]["name"]
     # both block sizes, because the planner would else take the larger one for its usual reason
     failed = sorted({own, own.removesuffix("_small")})
@@ -91,12 +92,8 @@ def test_unknown_devices_are_refused():
 
 @on("sim")
 def test_a_plan_names_its_mode(backend):
-    assert plan(SIMULATOR, features="alibi,fp32_gradients", deterministic=True)["mode"] == {
-        "is_causal": False,
-        "deterministic": True,
-        "fp32_gradients": True,
-        "features": ["fp32_gradients", "alibi"],
-    }
+    mode = {"is_causal": False, "deterministic": True, "fp32_gradients": True, "features": ["fp32_gradients", "alibi"]}
+    assert plan(SIMULATOR, features="alibi,fp32_gradients", deterministic=True)["mode"] == mode
     # the ops pad headdims to a multiple of 8, because kernels read whole groups of 8
     assert plan(SIMULATOR, headdim=57) == plan(SIMULATOR, headdim=64)
 
@@ -285,8 +282,7 @@ def test_each_plan_is_logged_once():
 
 @needs_simulator
 def test_log_counts_launches_and_names_what_runs():
-    """A backward pass that stores scores takes a launch for each part of the batch. volta_fa::fwd_fast runs no prepare kernel if the caller
-    passes prepared K and V."""
+    """A backward pass that stores scores takes a launch for each part of the batch. fwd_fast does not prepare K and V again."""
     code = """
     import json, torch, volta_fa
     op = torch.ops.volta_fa
@@ -348,7 +344,7 @@ def test_an_invalid_log_variable_is_refused():
 
 @pytest.fixture
 def problem(backend):
-    return Case(70, 60, 64, is_causal=True).problem(backend)
+    return Case(seqlen_q=70, seqlen_k=60, headdim=64, is_causal=True).problem(backend)
 
 
 def timed(backend, problem) -> list[dict]:

@@ -3,7 +3,8 @@ fall back to unsloth's function, and refused releases.
 
 unsloth has three attention functions: a dispatcher for most models, one for Gemma 3 (gqa_sdpa: grouped heads), one with sinks for gpt-oss
 (flex). The fixture `installed` installs fake modules with their names and signatures, whose functions raise AssertionError; `unsloth` also
-enables volta_fa. tools/programs/run_unsloth.py trains with the real packages, and the last test checks their names, if installed."""
+enables volta_fa. unsloth_stats() counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason.
+tools/programs/run_unsloth.py trains with the real packages, and the last test checks their names, if installed."""
 
 import dataclasses
 import functools
@@ -109,8 +110,7 @@ def sdpa(q, k, v, seen, scale=None):
 
 
 def call(unsloth, q, k, v, arguments, sdpa_kwargs=None, **context):
-    """Calls unsloth's dispatcher as its models do: `arguments` are for flash-attn, `sdpa_kwargs` for SDPA, `context` for both. Returns out,
-    (batch, SEQLEN, heads, headdim)."""
+    """Returns out (batch, SEQLEN, heads, headdim) of unsloth's dispatcher. `arguments` are flash-attn's, `context` is for SDPA too."""
     fields = dict(seq_info=None, attention_mask=None, prefix_seg_info=None, causal_mask=None, is_causal=True) | context
     name = "flash_varlen_kwargs" if fields["seq_info"] is not None else "flash_dense_kwargs"
     config = unsloth.dispatch.AttentionConfig(**{name: arguments, "sdpa_kwargs": sdpa_kwargs})
@@ -275,7 +275,7 @@ def test_disable_restores_unsloth_and_its_loaded_models(installed):
 
 
 def test_a_second_enable_replaces_the_devices_of_loaded_models(installed, monkeypatch):
-    monkeypatch.setattr(switch, "devices_of", lambda op, device, force: Devices(device == "cpu", frozenset()))
+    monkeypatch.setattr(switch, "devices_of", lambda op, device, force: Devices(cpu=device == "cpu", cuda=frozenset()))
     volta_fa.enable_unsloth()
     loaded = installed.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
     sink = installed.flex.flex_attention_with_sink

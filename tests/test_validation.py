@@ -85,8 +85,6 @@ SCALARS = {
     "softcap huge": ({"softcap": 10001.0}, ["softcap: got 10001", "1e-4 to 1e4"]),
     "causal and window_right": ({"is_causal": True, "window_right": 3}, ["window_right: got 3 together with is_causal=True", "-1 or 0"]),
 }
-
-
 ARGUMENTS = TENSORS | {name: (lambda a, changes=changes: changes, words) for name, (changes, words) in SCALARS.items()}
 
 
@@ -144,9 +142,7 @@ def test_bwd_has_the_options_of_fwd():
     """bwd has all options of fwd with the same types and defaults, because autograd passes them on by name."""
     own = {"generator", "rng_state", "attn_bias_requires_grad", "dlse"}
     schemas = (torch.ops.volta_fa.fwd.default._schema, torch.ops.volta_fa.bwd.default._schema)
-    fwd, bwd = (
-        [(a.name, str(a.type), a.default_value) for a in schema.arguments if a.kwarg_only and a.name not in own] for schema in schemas
-    )
+    fwd, bwd = ([(a.name, str(a.type), a.default_value) for a in s.arguments if a.kwarg_only and a.name not in own] for s in schemas)
     assert fwd == bwd and ("softcap", "float", 0.0) in fwd
 
 
@@ -175,7 +171,7 @@ def test_window_right_that_is_causal_implies(backend, good, window_right):
 @on("cpu-fp32", "sim", "cuda")
 def test_smallest_softcap(backend):
     """The smallest softcap works. Gradients are not compared: the capped score is almost a step, whose derivative has no digits."""
-    case = Case(40, 50, 64, nheads=2, softcap=1e-4)
+    case = Case(seqlen_q=40, seqlen_k=50, headdim=64, nheads=2, softcap=1e-4)
     q, k, v, _ = case.inputs(backend)
     check(backend, q, k, v, **case.options)
 
@@ -183,7 +179,7 @@ def test_smallest_softcap(backend):
 @on("cpu-fp32", "sim", "cuda")
 def test_largest_softcap(backend):
     """The largest softcap leaves these scores unchanged, except for the error of the kernels' formula (SOFTCAPS in src/problem)."""
-    q, k, v, _ = Case(40, 50, 64, nheads=2).inputs(backend)
+    q, k, v, _ = Case(seqlen_q=40, seqlen_k=50, headdim=64, nheads=2).inputs(backend)
     (out, lse), (plain, plain_lse) = (backend.forward(q, k, v, softcap=softcap) for softcap in (1e4, 0.0))
     torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1.5e-3)
     torch.testing.assert_close(out, plain, rtol=2e-3, atol=2e-3)
@@ -215,13 +211,8 @@ def test_tensors_on_another_device(backend, good, name):
 
 def packed(backend, good):
     """Returns the arguments of a valid packed call: three sequences with 7, 0 and 13 queries, and 9, 2 and 13 keys."""
-    return {
-        **{name: t.flatten(0, 1) for name, t in good.items()},
-        "cu_seqlens_q": backend.ints([0, 7, 7, 20]),
-        "cu_seqlens_k": backend.ints([0, 9, 11, 24]),
-        "max_seqlen_q": 13,
-        "max_seqlen_k": 13,
-    }
+    lengths = {"cu_seqlens_q": backend.ints([0, 7, 7, 20]), "cu_seqlens_k": backend.ints([0, 9, 11, 24])}
+    return {name: t.flatten(0, 1) for name, t in good.items()} | lengths | {"max_seqlen_q": 13, "max_seqlen_k": 13}
 
 
 PACKED = {

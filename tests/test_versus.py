@@ -3,8 +3,6 @@ that 1Cat-vLLM published. It prints a page and writes a JSON file: a row per sha
 (`share`), or why there are none (`missing`). A fake package with volta_fa's own functions stands for theirs. 1Cat-vLLM is a fork of vLLM
 for V100s."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
@@ -90,13 +88,13 @@ def test_ours_is_wrong(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(versus, "ours", lambda inputs: lambda: Path("/home/joe/x/missing.so").read_text())
     status, data, page = run(tmp_path, capsys)
     assert status == 1 and "volta_fa did not run: FileNotFoundError" in page and "joe" not in page + str(data)
-    assert not versus.is_wrong(versus.Outcome(missing="not enough memory")) and versus.is_wrong(versus.Outcome(1.0, float("nan")))
+    assert not versus.is_wrong(versus.Outcome(missing="not enough memory")) and versus.is_wrong(versus.Outcome(ms=1.0, share=float("nan")))
 
 
 @pytest.mark.parametrize("kind", ["dense prefill", "paged prefill", "verify"])
 def test_a_wrong_query_row_shows(kind):
     """An error in the first, a middle or the last query row is found."""
-    [shape, *_] = (shape.shortened() for shape in versus.SHAPES if shape.kind == kind)
+    [shape, *_] = (shape.shortened() for shape in versus.SHAPES if shape.kind == kind)  # fewer queries and keys, for a CPU
     inputs = versus.Inputs(shape, torch.device("cpu"))
     out = versus.ours(inputs)()
     assert versus.error_share(inputs, out) <= 1
@@ -133,8 +131,8 @@ def test_an_error_of_the_simulator_is_a_row(monkeypatch):
 
 
 def test_the_simulator_times_ours(monkeypatch):
-    need("sim")
-    # 5 queries, 4096 keys, pages of 1616 tokens
+    need("sim")  # else skips
+    # five draft tokens after a cache: 5 queries, 4096 keys, pages of 1616 tokens
     monkeypatch.setattr(versus, "SHAPES", (versus.Shape("verify", 5, 4096, 1616, "fp8_e5m2"), versus.SHAPES[-1]))
     first, last = versus.rows(Target.of("simulator"))
     assert 0.001 < first.ours.ms < 0.1 and first.ours.share is None and first.ours.kernels

@@ -1,11 +1,14 @@
 """Tests of volta_fa.vllm, an attention backend of the server vLLM, against fp64: mixed batches of prompts, chunks and decoding.
 
-vllm_server.py stands for vLLM's runner: a Server has sequences of growing length, `step({sequence: new tokens})` makes the tensors of a
-step, `run` passes them to an implementation (the attention of a layer), `Server.check` compares out with the fp64 reference, `serve` does
-all this for STEPS. vLLM's classes are a stub (vllm_stub.py). Cache dtypes: "auto" is the dtype of k, BESIDE have scales beside their codes,
-MIXED is one of them (int8 keys, int4 values). PAGE is the tokens of a block of the cache."""
+vllm_server.py stands for vLLM's runner. A Server has four sequences of growing length, by default with 4 heads on 2 KV heads of headdim 32.
+`step({sequence: new tokens})` makes the tensors of a step, and `builder.build(0, common)` its metadata; 0 is the length of a common prefix.
+`run` passes them to an implementation (the attention of a layer), `Server.check` compares out with the fp64 reference, and `serve` does all
+this for STEPS. `arguments(backend, name)` gives those of an implementation, and the same as options of the reference. vLLM's classes are a
+stub (vllm_stub.py).
 
-from __future__ import annotations
+Cache dtypes: "auto" is the dtype of k, BESIDE have scales beside their codes, MIXED is one of them (int8 keys, int4 values). PAGE is the
+tokens of a block of the cache. `on(...)` and BACKENDS list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU
+(`cuda`). `refused` checks that a call raises an error that matches."""
 
 import concurrent.futures
 import math
@@ -132,7 +135,7 @@ def test_captured_cuda_graph(backend, kv_cache_dtype, anchored, monkeypatch):
         paged.write_slots(k, v, k_cache, v_cache, captured.slot_mapping, **scales)
         output = torch.full_like(q, math.nan)
         impl.forward(server.layer, q, k, v, server.kv_cache, metadata, output)
-        check_anchored(server, queries, q, output, *((0, 10**6) if anchored is None else (5, 7)))
+        check_anchored(server, queries, q, output, *((0, 10**6) if anchored is None else (5, 7)))  # 10^6 keys: no window
     server.check_cache()
 
 
@@ -305,8 +308,7 @@ def combine(out, lse, group, return_lse):
 
 
 class Rank:
-    """A rank of decode context parallelism: its cache has the tokens with position // interleave % world_size equal to its number, and it
-    computes a part of the heads."""
+    """A rank of decode context parallelism. It computes some heads, and caches tokens with position // interleave % world_size == rank."""
 
     def __init__(self, server, group, interleave, monkeypatch, **options):
         self.server, self.group, self.interleave = server, group, interleave
@@ -316,10 +318,9 @@ class Rank:
         self.builder = VoltaMetadataBuilder(server.spec, ["layer"], config, torch.device(server.backend.device))
         heads = server.nheads // group.world_size
         self.heads = slice(group.rank_in_group * heads, (group.rank_in_group + 1) * heads)
-        sinks = options.pop("sinks", None)
-        self.impl = VoltaAttentionImpl(
-            heads, server.headdim, server.headdim**-0.5, server.nheads_k, sinks=None if sinks is None else sinks[self.heads], **options
-        )
+        if "sinks" in options:
+            options["sinks"] = options["sinks"][self.heads]
+        self.impl = VoltaAttentionImpl(heads, server.headdim, server.headdim**-0.5, server.nheads_k, **options)
 
     def slots(self, queries):
         """Returns vLLM's slots: -1 for tokens of other ranks."""
@@ -351,10 +352,8 @@ def test_ranks_share_a_cache(backend, world_size, interleave, kv_cache_dtype, na
     sizes = {"nheads": 4, "nheads_k": 1}
     server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-hnd", **sizes)
     barrier, slots = threading.Barrier(world_size), [None] * world_size
-    ranks = [
-        Rank(server, Group(r, world_size, barrier, slots), interleave, monkeypatch, kv_cache_dtype=kv_cache_dtype, **given)
-        for r in range(world_size)
-    ]
+    groups = [Group(r, world_size, barrier, slots) for r in range(world_size)]
+    ranks = [Rank(server, group, interleave, monkeypatch, kv_cache_dtype=kv_cache_dtype, **given) for group in groups]
     with concurrent.futures.ThreadPoolExecutor(world_size) as pool:
         for queries in RANK_STEPS:
             q, k, v, _, common = server.step(queries, padded_requests=1)
@@ -377,7 +376,7 @@ def test_ranks_share_a_cache(backend, world_size, interleave, kv_cache_dtype, na
 def test_metadata_of_ranks(backend, monkeypatch):
     """Captured graphs read the lengths of earlier tokens in the builder's own memory, and have calls for these even if none exist yet."""
     server = Server(backend, nheads_k=1)
-    rank = Rank(server, Group(1, 2, None, []), 1, monkeypatch)
+    rank = Rank(server, Group(rank=1, world_size=2, barrier=None, slots=[]), interleave=1, monkeypatch=monkeypatch)
     _, _, _, _, common = server.step({0: 5, 1: 2})
     common.seq_lens_cpu_upper_bound = common.seq_lens.cpu()
     first, captured = rank.builder.build(0, common).earlier, rank.builder.build_for_cudagraph_capture(common).earlier
@@ -402,7 +401,7 @@ def test_metadata_of_ranks(backend, monkeypatch):
 
     for options in ({"sliding_window": 7}, {"alibi_slopes": [1.0] * 4}, {"kv_sharing_target_layer_name": "layer"}):
         with pytest.raises(NotImplementedError, match=f"{next(iter(options))}: got .*, expected None with decode context parallelism"):
-            Shared(4, 32, 1.0, 1, **options)
+            Shared(4, 32, 1.0, 1, **options)  # heads, headdim, scale, KV heads
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:7")
     refused(NotImplementedError, r"VOLTA_FA_VLLM_ANCHORED_WINDOW: got \(4, 7\), expected None with decode context", Shared, 4, 32, 1.0, 1)
 
@@ -434,9 +433,9 @@ def test_cross_attention(backend):
     impl.do_kv_cache_update(None, k, v, server.kv_cache, slots)
     queries = {0: 2, 1: 3}
     q, starts = backend.randn(5, 4, 32), backend.ints([0, 2, 5])
-    metadata = server.builder.build(
-        0, CommonAttentionMetadata(starts, starts, common.seq_lens, 2, 5, 3, 18, common.block_table_tensor, slots, False)
-    )
+    # 2 requests, 5 tokens, at most 3 new and 18 cached ones of a request, not causal
+    step = CommonAttentionMetadata(starts, starts, common.seq_lens, 2, 5, 3, 18, common.block_table_tensor, slots, False)
+    metadata = server.builder.build(0, step)
     # (tokens, nheads * headdim), as some layers have it
     output = impl.forward(None, q, None, None, server.kv_cache, metadata, torch.full((5, 128), math.nan, dtype=q.dtype, device=q.device))
     server.check(queries, q, output.view(5, 4, 32))
@@ -445,10 +444,7 @@ def test_cross_attention(backend):
 # ---- latent attention --------------------------------------------------------------------------------------------------
 
 
-LATENT_DTYPES = ["auto", *vllm_server.FP8, vllm_server.INT8]
-
-
-@pytest.mark.parametrize("kv_cache_dtype", LATENT_DTYPES)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *vllm_server.FP8, vllm_server.INT8])
 @pytest.mark.parametrize("rank,rotary", [(64, 16), (512, 64)])
 @BACKENDS
 def test_latents(backend, rank, rotary, kv_cache_dtype):
@@ -496,11 +492,9 @@ def test_unsupported_latents_are_refused():
     refused(NotImplementedError, "head_size: got 4160", vllm_server.latent_implementation, 4096, 64)
     refused(NotImplementedError, "sliding_window: got 5, expected None", vllm_server.latent_implementation, 64, 16, sliding_window=5)
     for dtype in ("fp8_ds_mla", "fp8_per_token_head", MIXED):
-        for call in (
-            lambda: vllm_server.latent_implementation(64, 16, kv_cache_dtype=dtype),
-            lambda: VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, 80, dtype),
-        ):
-            refused(NotImplementedError, f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: ", call)
+        message = f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: "
+        refused(NotImplementedError, message, vllm_server.latent_implementation, 64, 16, kv_cache_dtype=dtype)
+        refused(NotImplementedError, message, VoltaMLABackend.get_kv_cache_shape, 25, PAGE, 1, 80, dtype)
         assert dtype not in VoltaMLABackend.supported_kv_cache_dtypes
 
 

@@ -1,11 +1,10 @@
 """Tests of volta_fa.vllm's metadata, which each step's attention reads, and of what the backend tells vLLM about itself.
 
 Helpers are in vllm_server.py: Server makes the tensors of a step, PAGE is the tokens of a block of the cache, `implementation` the
-attention of a layer. Cache dtypes: FP8 are vLLM's, whose scales belong to the layer. BESIDE have scales beside their codes: INT8, and MIXED
-(int8 keys, int4 values), which this package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. A cascade
-attends once to the prefix that sequences share. 1Cat-vLLM is a fork of vLLM for V100s."""
-
-from __future__ import annotations
+attention of a layer. `on(...)` names the backend of a test: tensors on the CPU. `refused` checks that a call raises an error that matches.
+Cache dtypes: FP8 are vLLM's, whose scales belong to the layer. BESIDE have scales beside their codes: INT8, and MIXED (int8 keys, int4
+values), which this package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. A cascade attends once to the
+prefix that sequences share. 1Cat-vLLM is a fork of vLLM for V100s."""
 
 import dataclasses
 import importlib.util
@@ -234,7 +233,8 @@ def test_unsupported_caches_and_outputs_are_refused():
     refused(NotImplementedError, why, paged.split_cache, torch.zeros(3, 2, PAGE, 2, 48, dtype=torch.int8), 32, INT8)
     q = torch.randn(3, 4, 32)
     impl = implementation(server)
+    # arguments: layer, query, key, value, kv_cache, metadata (None while vLLM measures memory), output
     for name in ("output_scale", "output_block_scale"):
         refused(NotImplementedError, f"{name}: got a tensor", impl.forward, None, q, q, q, q, None, q, **{name: q})
-    assert (impl.forward(None, q, q, q, q, None, torch.full_like(q, math.nan)) == 0).all(), "while vLLM measures memory"
+    assert (impl.forward(None, q, q, q, q, None, torch.full_like(q, math.nan)) == 0).all()
     refused(ValueError, r"kv_cache: got shape \(3, 4, 32\)", paged.split_cache, q, 32)

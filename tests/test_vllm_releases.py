@@ -2,6 +2,7 @@
 
 Tests with NEEDS_VLLM need a real vLLM, with which test_real_vllm runs this file; the others use vllm_stub.py. Helpers are in
 vllm_server.py: Server makes the tensors of a step, STEPS are steps as {sequence: new tokens}, PAGE is the tokens of a block of the cache.
+`on(...)` lists the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`). `refused` checks an error's type and message.
 
 Releases: OLD are those up to 0.26 and the stub, which ask the backend for the cache's shape. With PREFILL layers build another attention
 for prompts of models with latents. LATER and SPANS skip tests if a release lacks room for scales, or passes no image spans to plugins.
@@ -14,8 +15,6 @@ Environment:
   of a release and what these import. To make one: `pip download --no-deps vllm==0.33.0`, `unzip` of its `vllm/*.py`, `vllm/*.json` and
   `*/METADATA` into the folder, and the packages of the section [vllm] of tools/requirements.txt:
   `pip install --no-deps --target FOLDER $(sed -n '/^# .vllm/,/^$/{/^#/d;p}' tools/requirements.txt)`. No GPU is needed"""
-
-from __future__ import annotations
 
 import dataclasses
 import importlib.util
@@ -114,8 +113,7 @@ def test_vllm_validates_the_backend():
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 @on("cpu-fp32")
 def test_vllm_lays_the_cache_out(backend, layout, kv_cache_dtype):
-    """vLLM's own views of the memory of two layers, with room for int8's scales. `layout` orders layers, blocks, heads, tokens (N) and
-    contents."""
+    """vLLM's own views of two layers' memory, with room for int8's scales. `layout` orders layers, blocks, heads, tokens (N), contents."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.worker.utils import customize_attention_spec
@@ -223,7 +221,7 @@ def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
     config = VllmConfig(device_config=DeviceConfig("cpu"))
     with set_current_vllm_config(config):
         options = {"num_kv_heads": 2, "per_layer_sliding_window": 7, "prefix": "layer", "attn_backend": VoltaBackend}
-        layer = Attention(4, 32, 32**-0.5, cache_config=cache, **options)
+        layer = Attention(4, 32, 32**-0.5, cache_config=cache, **options)  # heads, headdim, scale
     if kv_cache_dtype.startswith("fp8"):
         assert layer._k_scale == layer._v_scale == 1.0
         for scale, x in zip((layer._k_scale, layer._v_scale), LAYER_SCALES):
@@ -302,11 +300,8 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
             q = backend.randn(len(latents), heads, nope + rotary)
             common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] for s in queries])
             metadata = {"layer": builder.build(0, common)}
-            with (
-                torch.inference_mode(),
-                set_current_vllm_config(config),
-                set_forward_context(metadata, config, slot_mapping={"layer": slots}),
-            ):
+            in_step = set_forward_context(metadata, config, slot_mapping={"layer": slots})
+            with torch.inference_mode(), set_current_vllm_config(config), in_step:
                 out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
             for (s, n), first in with_first_rows(queries):
                 # a long prompt attends to its own tokens before quantization
@@ -412,18 +407,16 @@ def test_find_ranks(exchange, monkeypatch):
     if hasattr(VoltaBackend, "supports_dcp"):
         assert VoltaBackend.supports_dcp() and not VoltaMLABackend.supports_dcp()
     lengths = torch.arange(200, dtype=torch.int32)
-    for world_size, interleave, rank in ((2, 1, 0), (2, 1, 1), (4, 16, 0), (4, 16, 2), (3, 5, 2)):
-        group = SimpleNamespace(world_size=world_size, rank_in_group=rank)
+    for size, interleave, rank in ((2, 1, 0), (2, 1, 1), (4, 16, 0), (4, 16, 2), (3, 5, 2)):
+        group = SimpleNamespace(world_size=size, rank_in_group=rank)
         monkeypatch.setattr(parallel_state, "_DCP", group)
-        parallel = SimpleNamespace(
-            decode_context_parallel_size=world_size, cp_kv_cache_interleave_size=interleave, dcp_comm_backend=exchange
-        )
+        parallel = SimpleNamespace(decode_context_parallel_size=size, cp_kv_cache_interleave_size=interleave, dcp_comm_backend=exchange)
         config = SimpleNamespace(parallel_config=parallel)
         ranks = find_ranks(config, SimpleNamespace())
         assert ranks.group is group and ranks.combine.__name__ == ("dcp_a2a_lse_reduce" if exchange == "a2a" else "cp_lse_ag_out_rs")
         assert list(inspect.signature(ranks.combine).parameters)[:3] == ["cp_attn_out", "cp_attn_lse", "cp_group"]
         assert inspect.signature(ranks.combine).parameters["is_lse_base_on_e"].default is True
-        assert torch.equal(ranks.local_lengths(lengths), get_dcp_local_seq_lens(lengths, world_size, rank, interleave))
+        assert torch.equal(ranks.local_lengths(lengths), get_dcp_local_seq_lens(lengths, size, rank, interleave))
         assert find_ranks(config, SimpleNamespace(dcp_sharded=False)) is None
     parallel.decode_context_parallel_size = 1
     assert find_ranks(config, SimpleNamespace()) is None and find_ranks(None, None) is None
@@ -514,7 +507,7 @@ def test_backend_of_1cat_on_the_package(backend, kv_cache_dtype, headdim, monkey
 
     sizes = {"nheads": 6, "nheads_k": 1, "headdim": headdim}
     server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, **sizes)
-    impl = theirs.FlashAttnV100Impl(6, headdim, headdim**-0.5, 1, None, None, kv_cache_dtype)
+    impl = theirs.FlashAttnV100Impl(6, headdim, headdim**-0.5, 1, None, None, kv_cache_dtype)  # heads, ..., KV heads, no ALiBi, no window
     ours = implementation(server, kv_cache_dtype=kv_cache_dtype)
     layer = SimpleNamespace(
         layer_name="layer", _k_scale_float=LAYER_SCALES[0], _v_scale_float=LAYER_SCALES[1], **vars(server.layer or SimpleNamespace())

@@ -92,11 +92,8 @@ def compare(q, k, v, bias, device="cpu"):
 
 
 def inputs(seqlen_q, seqlen_k, batch=2, grad=True):
-    return (
-        random(batch, seqlen_q, HEADS, HEADDIM, requires_grad=grad),
-        random(batch, seqlen_k, HEADS, HEADDIM, requires_grad=grad),
-        random(batch, seqlen_k, HEADS, HEADDIM_V, requires_grad=grad),
-    )
+    shapes = (seqlen_q, HEADS, HEADDIM), (seqlen_k, HEADS, HEADDIM), (seqlen_k, HEADS, HEADDIM_V)
+    return tuple(random(batch, *shape, requires_grad=grad) for shape in shapes)
 
 
 #: Biases of (batch, seqlen) tensors, for numbers of queries and keys.
@@ -124,7 +121,9 @@ def test_biases_of_whole_batches(kind, seqlen_q, seqlen_k, device):
     compare(*inputs(seqlen_q, seqlen_k), WHOLE[kind](seqlen_q, seqlen_k), device)
 
 
-#: Lengths of three packed sequences, and biases of these: queries, bias, keys (or padded keys: one number).
+#: Lengths of three packed sequences, and biases of these: queries, bias, keys (if padded: one number). A padded bias has 7 rows of keys
+#: per sequence, a gappy one the row where each sequence's keys begin. A causal window is one number, which counts the query's own key; a
+#: local one has two, for keys before and after it.
 Q, SHORTER, LONGER, MIXED = [3, 6, 1], [2, 3, 1], [5, 6, 4], [5, 4, 1]
 Q2, ONE_LESS = [3, 6, 2], [2, 5, 1]
 PACKED = {
@@ -269,10 +268,9 @@ def test_other_calls_run_the_original_and_are_counted(reason, monkeypatch):
 
 def test_pages_with_a_gradient_fall_back(original):
     tables = torch.tensor([[1], [0]], dtype=torch.int32)
-    bias = biases.BlockDiagonalPaddedKeysMask.from_seqlens([2, 1], 16, [9, 16]).make_paged(
-        tables, 16, biases.PagedBlockDiagonalPaddedKeysMask
-    )
-    assert memory_efficient_attention(*inputs(3, 32, batch=1), bias) == "original"
+    bias = biases.BlockDiagonalPaddedKeysMask.from_seqlens([2, 1], 16, [9, 16])
+    paged = bias.make_paged(tables, 16, biases.PagedBlockDiagonalPaddedKeysMask)
+    assert memory_efficient_attention(*inputs(3, 32, batch=1), paged) == "original"
     assert volta_fa.xformers_stats()["fell_back"] == {"gradient": 1}
 
 

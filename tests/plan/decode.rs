@@ -2,7 +2,8 @@
 //! latent attention, MLA) and its sparse form, and the indexer.
 //!
 //! A decode kernel's row tile has the query rows of a KV head: seqlen_q times the heads per KV head (`group`). Its grid does not depend on
-//! lengths: as many blocks as the GPU holds, which split the tokens of all sequences. Helpers such as attention() are in main.rs.
+//! lengths: as many blocks as the GPU holds, which split the tokens of all sequences. attention(seqlen_q, seqlen_k, headdim, headdim_v) and
+//! other helpers are in main.rs.
 
 use super::*;
 use volta_fa::kernels::{CacheFormat, FORMATS};
@@ -13,7 +14,7 @@ use volta_fa::problem::{Cache, CacheLayout, Indexer};
 /// Three entries of 800 tokens.
 const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
-/// Returns a problem of three sequences with up to 800 tokens.
+/// Returns a causal problem of three sequences with up to 800 tokens, and two KV heads of `group` query heads each.
 fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
     Attention {
         batch: 3,
@@ -60,7 +61,7 @@ fn every_variant_of_sparse_latents_is_chosen() {
                 assert_eq!((i64::from(v.headdim), v.headdim_v, v.cache, v.is_bf16), (headdim, 512, format, dtype == DType::BFloat16));
                 assert_eq!(i64::from(v.block_rows), [16, 32, 64].into_iter().find(|&rows| rows >= heads).unwrap_or(64));
                 let select = plan::sparse_select(&a, 70, &V100).unwrap();
-                // a block selects a query's tokens; others cast bf16 queries to fp16, with a warp for each head and eight warps a block
+                // a block for each of 70 queries selects its tokens; others cast bf16 queries to fp16, with a warp a head and eight a block
                 let of_heads = if dtype == DType::BFloat16 { (heads as u32).div_ceil(8) } else { 0 };
                 assert_eq!(select.blocks, [70, 1 + of_heads]);
                 unused.retain(|name| ![v.name, select.variant.name].contains(name));
@@ -95,9 +96,9 @@ fn every_variant_is_chosen_for_some_problem() {
     let is_tested = |v: &&Variant| CACHED.contains(&v.pass) && !others.contains(&v.pass);
     let mut unused: Vec<_> = kernels::variants().filter(is_tested).map(|v| v.name).collect();
     for d in [V100, T4] {
-        unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
+        unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name); // 800 tokens of 2 KV heads
         for format in FORMATS.map(|row| row.format) {
-            unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
+            unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name); // 5 tokens
             for (heads, batch_invariant) in [1, 16, 32, 64, 128].into_iter().flat_map(|heads| [(heads, false), (heads, true)]) {
                 let features = RequestedFeatures { batch_invariant, ..Default::default() };
                 let a = Attention { features, ..with_format(latents(heads, 1), format) };
@@ -160,7 +161,7 @@ fn dequantize_grid_covers_padding_of_key_steps() {
     for v in kernels::variants().filter(|v| v.pass == Pass::Dequantize) {
         assert_eq!(Some(v.step), longest, "{}", v.name);
     }
-    let planned = plan::dequantize(801, 2, &V100).unwrap();
+    let planned = plan::dequantize(801, 2, &V100).unwrap(); // 801 tokens of 2 KV heads
     assert_eq!(planned.blocks, [801_u32.div_ceil(planned.variant.block_rows), 2]);
 }
 

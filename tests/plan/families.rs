@@ -2,8 +2,10 @@
 //!
 //! A GPU prefers the newest family that it runs: natively as machine code (Cubin), else as PTX that the driver compiles. The tests use
 //! made-up families (MADE_UP in main.rs is one of sm_75): `volta_and` puts their tables before Volta's, `like` copies a kernel into another
-//! family. tuned(failed, choices) is a V100 whose tuning has these failed kernels, and these choices. forward_of() returns a plan's kernel
-//! and the reason for it. The real Turing family takes part only where a test uses `plan::forward` or `kernels::variants`.
+//! family. attention(seqlen_q, seqlen_k, headdim, headdim_v) is a problem without mask, 8 query heads on 2 KV heads. parts() returns the
+//! kernels of a backward pass: preprocess, main, postprocess. tuned(failed, choices) is a V100 whose tuning has these failed kernels, and
+//! these choices. forward_of() returns a plan's kernel and the reason for it. The real Turing family takes part only where a test uses
+//! `plan::forward` or `kernels::variants`.
 
 use super::*;
 
@@ -91,11 +93,8 @@ fn environment_restricts_families() {
     let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
     assert_eq!((volta.variant.family.name, volta.variant.name), ("volta", "volta_fwd_64x64"));
     assert_eq!(plan::forward_among(kernels, &a, &only(MADE_UP.name, T4)).unwrap().variant.family.name, MADE_UP.name);
-    let e = plan::forward_among(kernels, &a, &only(MADE_UP.name, V100)).unwrap_err();
-    assert_eq!(
-        e.message,
-        "VOLTA_FA_FAMILY: got `made-up turing`, expected a kernel family that a GPU of compute capability 7.0 runs: volta"
-    );
+    let message = plan::forward_among(kernels, &a, &only(MADE_UP.name, V100)).unwrap_err().message;
+    assert_eq!(message, "VOLTA_FA_FAMILY: got `made-up turing`, expected a kernel family that a GPU of compute capability 7.0 runs: volta");
     let e = plan::backward_among(kernels, &a, DEFAULT, &only(MADE_UP.name, T4)).unwrap_err();
     for part in ["turing", "headdim 64", "65536 bytes", "VOLTA_FA_FAMILY"] {
         assert!(e.message.contains(part) && !e.message.contains("volta kernels"), "{e}");
@@ -138,8 +137,7 @@ fn chooses_kernel_with_fewest_features() {
     }
 }
 
-/// Volta's forward kernels that require a bias (`fwd_bias`, `fwd_bias_dropout`) have no registers for an fp32 bias. All others with a bias
-/// read fp16 and fp32.
+/// Volta's forward kernels that require a bias (`fwd_bias`, `fwd_bias_dropout`) lack the registers for an fp32 one. Others read both types.
 #[test]
 fn fp32_bias_gets_kernels_that_read_it() {
     let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|feature| FeatureSet::of(&[feature]));

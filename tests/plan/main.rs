@@ -20,7 +20,7 @@ use volta_fa::problem::{
 };
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
-/// Returns a problem of two batch entries, with eight query heads on two KV heads.
+/// Returns a problem of two batch entries, with eight query heads on two KV heads, without a mask or a feature.
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
     Attention { batch: 2, seqlen_q, seqlen_k, nheads: 8, nheads_k: 2, headdim, headdim_v, softmax_scale: 0.125, ..Attention::default() }
 }
@@ -58,19 +58,18 @@ fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
     (planned.variant.name, planned.reason)
 }
 
-/// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family. Its kernels lack what only some families have
-/// (volta_fa::kernels::Family explains the fields).
+/// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family. Its kernels lack what only some families have.
 const MADE_UP: Family = Family {
     name: "made-up turing",
     sm: 75,
-    native: &[75],
-    shared_bytes: 64 * 1024,
-    threads: 1024,
-    scratch: None,
-    either_order: &[],
-    has_key_block_offset: false,
-    stores_dbias: false,
-    stored_above: 256,
+    native: &[75],               // GPUs that run its machine code
+    shared_bytes: 64 * 1024,     // of an SM
+    threads: 1024,               // that an SM holds
+    scratch: None,               // no backward kernels, so no layout of their scratch memory
+    either_order: &[],           // no pass may have heads as the first axis of its grid
+    has_key_block_offset: false, // no backward pass in several launches
+    stores_dbias: false,         // the gradient of a bias is added to fp32
+    stored_above: 256,           // headdims above it store P and dS in memory
 };
 
 /// Returns Volta's kernels after these tables, without other compiled families.
@@ -180,6 +179,7 @@ fn every_variant_is_chosen_for_some_problem() {
     assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
     unused.retain(|name| *name != merge.variant.name);
     for family in COMPILED.families() {
+        // 100 rows of 3 heads
         let cast = plan::cast(100, 3, &DeviceLimits { only: Some(family), ..own_device(family) }).unwrap();
         assert_eq!(cast.blocks, [100_u32.div_ceil(cast.variant.block_rows), 3]);
         unused.retain(|name| *name != cast.variant.name);
@@ -212,6 +212,7 @@ fn every_variant_is_chosen_for_some_problem() {
                     let forward = [a, invariant, cast].into_iter().map(|a| plan::forward(&a, &device));
                     let forward = forward.chain([plan::forward_split(&a, &device)]).flatten();
                     let backward = [DEFAULT, DETERMINISTIC, SPLIT].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
+                    // false: the call brings no prepared keys and values
                     let fast = plan::fast(&a, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
                     let used: Vec<_> =
                         forward.chain(fast).chain(backward.flat_map(|b| b.kernels().collect::<Vec<_>>())).map(|k| k.variant.name).collect();
@@ -240,11 +241,8 @@ fn orders_long_blocks_first_under_causal_masks() {
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
         let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
-        assert_eq!(
-            (plan.preprocess.unwrap().blocks[1], plan.main.blocks, plan.postprocess.unwrap().blocks[1]),
-            (6, expected, 6),
-            "dq's kernels keep their order"
-        );
+        let [preprocess, main, postprocess] = parts(&plan);
+        assert_eq!((preprocess.blocks[1], main.blocks, postprocess.blocks[1]), (6, expected, 6), "dq's kernels keep their order");
     }
 }
 
@@ -324,6 +322,7 @@ fn splits_huge_batches_into_launches() {
     assert_eq!(plan::batch_chunks(3).collect::<Vec<_>>(), [(0, 3)]);
 }
 
+/// The second argument of `problem_block` is the number of batch entries of a launch.
 #[test]
 fn fills_problem_parameters() {
     let mut a = attention(100, 130, 64, 64);
@@ -455,9 +454,8 @@ fn stream_k_splits_cover_all_iterations_once() {
             assert_eq!(u32::from(at), plan.iterations);
         }
         // each of the `shares` (equal parts of all iterations, one for a resident block) begins with a split: these splits come first
-        let longest_first =
-            schedule.splits.windows(2).take(plan.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
-        assert!(longest_first, "{plan:?}");
+        let mut pairs = schedule.splits.windows(2).take(plan.shares as usize - 1);
+        assert!(pairs.all(|p| p[0].end - p[0].first >= p[1].end - p[1].first), "{plan:?}");
     }
     assert_eq!(plan::StreamKPlan::of(320, 1024, 16, 80, 2), None, "full waves");
 }

@@ -1,6 +1,7 @@
 //! Tests of the sizes of blocks (`sized` in src/plan/choose.rs): where the planner takes smaller ones than the cheapest kernel's.
 //!
-//! A V100 has 80 SMs. Numbers below are blocks that it holds at once (resident blocks), of kernels with rows of a block:
+//! attention(seqlen_q, seqlen_k, headdim, headdim_v) of main.rs is a problem without mask; without_splits() a V100 without stream-K kernels
+//! of the backward pass. A V100 has 80 SMs. Numbers below are resident blocks, those that it holds at once, by kernel and rows of a block:
 //!
 //! | | headdim 64 | headdim 128 |
 //! |---|---|---|
@@ -58,8 +59,7 @@ fn plans_small_blocks_for_short_windows() {
     assert_eq!(of(T4, 128, 128, Some(0), false)[0], small, "Turing's large blocks of headdim 128 have 256 rows");
 }
 
-/// Medium blocks (V100, headdim 64) pay where they compute fewer rows, or fewer keys of a window or up to the diagonal. Small ones of as
-/// many rows pay where all of them are resident.
+/// Medium blocks (V100, headdim 64) pay where they skip rows, or keys outside a window or mask. Small ones pay where all are resident.
 #[test]
 fn plans_medium_blocks_that_skip_rows_or_keys() {
     let of = |nheads, seqlen, headdim, left, right| {
@@ -92,10 +92,8 @@ fn plans_small_blocks_for_small_backward_grids() {
         let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
         let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
         assert_eq!((plan.preprocess.unwrap().reason, plan.postprocess.unwrap().reason), (Reason::Cheapest, Reason::Cheapest));
-        assert_eq!(
-            plan.main.blocks.iter().product::<u32>() as i64,
-            (seqlen as u64).div_ceil(plan.main.variant.block_rows.into()) as i64 * nheads_k
-        );
+        let blocks = (seqlen as u64).div_ceil(plan.main.variant.block_rows.into()) as i64 * nheads_k;
+        assert_eq!(plan.main.blocks.iter().product::<u32>() as i64, blocks);
         (plan.main.variant.block_rows, plan.main.reason)
     };
     for headdim in [64, 128] {

@@ -42,10 +42,8 @@ fn empty_tuning_changes_no_plan() {
 
 #[test]
 fn takes_tuning_choices_for_their_class() {
-    let d = tuned(
-        &[],
-        &[r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000], "variant": "volta_fwd_128x128""#],
-    );
+    let class = r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000]"#;
+    let d = tuned(&[], &[&format!(r#"{class}, "variant": "volta_fwd_128x128""#)]);
     let own = |a: &Attention| assert_eq!(plan::forward(a, &d).unwrap(), plan::forward(a, &V100).unwrap());
     let forced = |a: &Attention| assert_eq!(forward_of(a, &d), ("volta_fwd_128x128", Reason::Tuned));
     // rows = 16 * seqlen: batch 2, 8 heads
@@ -58,10 +56,8 @@ fn takes_tuning_choices_for_their_class() {
     }
     own(&Attention { nheads: 16, ..attention(501, 5, 64, 64) });
     // and a feature that the kernel lacks
-    own(&Attention {
-        features: RequestedFeatures { score_function: Some(ScoreFunction::Softcap(1.0)), ..RequestedFeatures::default() },
-        ..attention(500, 5, 64, 64)
-    });
+    let features = RequestedFeatures { score_function: Some(ScoreFunction::Softcap(1.0)), ..RequestedFeatures::default() };
+    own(&Attention { features, ..attention(500, 5, 64, 64) });
 }
 
 /// `rows` counts actual rows, not max_seqlen times batch.
@@ -125,29 +121,24 @@ fn tuned_kernel_selects_its_family() {
         let plan = plan::backward_among(kernels, &a, DEFAULT, d).unwrap();
         parts(&plan).map(|k| k.variant.name)
     };
-    assert_eq!(backward(&T4), ["prepare", "main", "finish"]);
-    let d = tuned_with(
-        kernels,
-        &[],
-        &[r#""pass": "Backward", "variant": "volta_bwd_96""#, r#""pass": "Forward", "variant": "volta_fwd_128x128""#],
-        H200,
-    );
-    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_96", "volta_bwd_varlen_postprocess"]);
+    let own = ["prepare", "main", "finish"];
+    let volta = |main| ["volta_bwd_varlen_preprocess", main, "volta_bwd_varlen_postprocess"];
+    let tuned = |choices: &[&str], device| tuned_with(kernels, &[], choices, device);
+    assert_eq!(backward(&T4), own);
+    let (main, forward) = (r#""pass": "Backward", "variant": "main""#, r#""pass": "Forward", "variant": "volta_fwd_128x128""#);
+    let d = tuned(&[r#""pass": "Backward", "variant": "volta_bwd_96""#, forward], H200);
+    assert_eq!(backward(&d), volta("volta_bwd_96"));
     assert_eq!(plan::forward_among(kernels, &a, &d).unwrap().variant.name, "volta_fwd_128x128");
     // not if the family is excluded or does not run on the device
-    let only = DeviceLimits { only: kernels.families().find(|f| f.name == MADE_UP.name), ..d };
-    assert_eq!(backward(&only), ["prepare", "main", "finish"]);
-    let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], V100);
-    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
+    assert_eq!(backward(&DeviceLimits { only: kernels.families().find(|f| f.name == MADE_UP.name), ..d }), own);
+    assert_eq!(backward(&tuned(&[main], V100)), volta("volta_bwd_64"));
     // a stream-K kernel takes the others with it, unless the tuning chooses a main kernel too
     let stream_k = r#""pass": "BackwardStreamK", "variant": "volta_bwd_streamk_64""#;
-    let d = tuned_with(kernels, &[], &[stream_k], H200);
-    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_streamk_64", "volta_bwd_varlen_postprocess"]);
-    let d = tuned_with(kernels, &[], &[stream_k, r#""pass": "Backward", "variant": "main""#], H200);
-    assert_eq!(backward(&d), ["prepare", "main", "finish"]);
+    assert_eq!(backward(&tuned(&[stream_k], H200)), volta("volta_bwd_streamk_64"));
+    assert_eq!(backward(&tuned(&[stream_k, main], H200)), own);
     // after one failure, all kernels of the other family
     let d = tuned_with(kernels, &["prepare"], &[], H200);
-    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
+    assert_eq!(backward(&d), volta("volta_bwd_64"));
     let plan = plan::backward_among(kernels, &a, DEFAULT, &d).unwrap();
     assert_eq!(plan.main.reason, Reason::FailedAvoided);
 }
