@@ -31,7 +31,7 @@ _UNQUANTIZED = {"float": torch.float16, "bfloat16": torch.bfloat16}
 
 def _case(lengths: Lengths, headdim: int, headdim_v: int, group: int, cache: str = "float", **options: Any) -> CacheCase:
     """Returns a problem with two KV heads, or with one head of latents. `group`: query heads of each KV head. `cache`: the cache's format,
-    as in a variant's "cache"."""
+    as in a variant's "cache". Unless `options` say otherwise, the mask is causal, and a page has 16 tokens; page=0 is a dense cache."""
     if options.get("rotary"):
         options["rotary_dim"] = headdim // 4 // 8 * 16  # at most half of the columns, a multiple of 16
     nheads_k = 1 if options.get("latents") else 2

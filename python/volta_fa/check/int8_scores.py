@@ -88,7 +88,7 @@ class FastInputs:
 
     def model(self, prepared: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns out and softmax_lse of the CPU backend, for keys and values from a `prepare` if given."""
-        with environment(**{SIMULATE_VARIABLE: None}):
+        with environment(**{SIMULATE_VARIABLE: None}):  # None unsets it: CPU tensors run on the CPU backend
             return torch.ops.volta_fa.fwd_fast(self.q, self.k, self.v, prepared=prepared, **self.options)
 
     def prepare(self, target: Target) -> Tensor:

@@ -64,7 +64,7 @@ def check_isolated(
     most SECOND_TRIALS seconds. A kernel without a second trial is inconclusive, with the first failure as the reason."""
     arguments = (target, seed, quick, check, load)
     suspects = deque[tuple[dict[str, Any], KernelResult]]()
-    for variant, result, lost in _run(variants, arguments, seconds, at_a_time, 1.0):
+    for variant, result, lost in _run(variants, arguments, seconds, at_a_time, patience=1.0):
         if lost:
             suspects.append((variant, result))
         else:
@@ -73,7 +73,7 @@ def check_isolated(
     while suspects and left > 0:
         variant, first = suspects.popleft()
         began, in_vain = time.monotonic(), False
-        for _, result, _ in _run([variant], arguments, float("inf"), 1, SECOND_TRIAL):
+        for _, result, _ in _run([variant], arguments, seconds=float("inf"), at_a_time=1, patience=SECOND_TRIAL):
             if result.passed:
                 result.note = f"lost its process once, and not when it ran alone: {first.failures[0]}"
             in_vain = bool(result.inconclusive)

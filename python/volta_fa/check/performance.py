@@ -230,11 +230,10 @@ def _attempt(speeds: Speeds, what: str, work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else ""
         if lacks_memory(error):
             speeds.missing = f"{what}: {OUT_OF_MEMORY}"
-            return
-        speeds.troubles.append(f"{what}: {type(error).__name__}: {said}")
+        else:
+            speeds.troubles.append(f"{what}: {type(error).__name__}: {first_line(error)}")
 
 
 def card_figures(target: Target) -> dict[str, Any]:
@@ -253,7 +252,7 @@ def card_figures(target: Target) -> dict[str, Any]:
     if on_gpu:  # clocks and power while about 0.7 s of GEMMs are queued
         for _ in range(int(700 / ms)):
             gemm()
-        under_load = machine.query(device)
+        under_load = machine.query(device)  # nvidia-smi's values by name
         torch.cuda.synchronize(device)
         figures["under_load"] = {
             name: under_load.get(name) for name in ("sm_clock_mhz", "memory_clock_mhz", "power_draw_w", "throttle_reasons")
@@ -263,7 +262,7 @@ def card_figures(target: Target) -> dict[str, Any]:
     copy = torch.empty_like(source)
     figures["copy_gb_s"] = 2 * source.numel() / median_ms(lambda: copy.copy_(source), device, 0.3) / 1e6
     if on_gpu:
-        for name, rate in atomics.rates(device, target.sms).items():
+        for name, rate in atomics.rates(device, target.sms).items():  # to whole lines of 128 bytes, and to rows of 32
             figures[f"atomic_adds_{name}_g_s"] = rate
     return figures
 

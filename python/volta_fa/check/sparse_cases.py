@@ -33,7 +33,7 @@ def problems(variant: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str
         for is_fp8 in kinds:
             for dtype in dtypes:
                 arguments, exact = _draw(seed, headdim, is_fp8, dtype, heads)
-                with environment(**{SIMULATE_VARIABLE: None}):
+                with environment(**{SIMULATE_VARIABLE: None}):  # None unsets it: CPU tensors run on the CPU backend
                     expected = torch.ops.volta_fa.fwd_sparse_mla(**exact)
                 kind = "fp8" if is_fp8 else "rows"
                 yield f"sparse latents, {kind}, {heads} heads of {headdim}, {str(dtype).removeprefix('torch.')}", arguments, expected

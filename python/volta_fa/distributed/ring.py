@@ -366,7 +366,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, sinks, out, lse, *states = ctx.saved_tensors
-        # a rank may have ended, or make another call, since the forward pass
+        # a rank may have ended, or make another call, since the forward pass: checks the call alone, no arguments ({}, None)
         check_same_arguments([ctx.problem.group], f"{ctx.problem.op}, backward", lambda: ({}, None), q.device)
         return None, *backward(ctx.problem, dout, q, k, v, out, lse, sinks, states)
 

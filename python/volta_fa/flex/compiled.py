@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..block_mask import BlockMask, kept
+from ..block_mask import BlockMask, kept  # kept: a cache of packed masks
 from ..block_mask.cells import grid_shape
-from ..block_mask.recording import recorded
-from ..block_mask.source import NO_BLOCKS, expanded, is_trivial, made_of
+from ..block_mask.recording import recorded  # a mask function as a list of operations, if possible
+from ..block_mask.source import NO_BLOCKS, expanded, is_trivial, made_of  # made_of: a mask before it is packed, from torch's fields
 from . import attention
 from .attend import attend, check_arguments, check_operands, results
 from .score_mod import Scores, Unrecognized, recognize

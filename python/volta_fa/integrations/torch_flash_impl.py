@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import bad_argument
 from ..operands import with_unit_stride
-from .flash_attn.interface import _lengths
+from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 #: The name for `activate_flash_attention_impl`.
 NAME = "VOLTA"

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..operands import takes_dtype, with_unit_stride
 from .devices import NO_DEVICES, devices_of, max_headdim
-from .flash_attn.interface import _lengths
+from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 _RELEASES = "0.0.29 to 0.0.35"
 #: Module and name of the function that `_attention` replaces, and the fields that it reads of its argument, an `Inputs` of that module.
@@ -175,7 +175,7 @@ def _run(inp: Any) -> Tensor:
         raise _Unsupported("dropout")
     if q.ndim == 5:
         q, (k, v) = q.flatten(2, 3), _grouped(k, v)
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    q, k, v = map(with_unit_stride, (q, k, v))
     options = {"softmax_scale": inp.scale, "dropout_p": inp.p}
     rule = _RULES.get(_bias_name(inp.attn_bias))
     if rule is None:

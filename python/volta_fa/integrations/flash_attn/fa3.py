@@ -17,6 +17,8 @@ from torch import Tensor
 from ...errors import bad_argument, require_tensors
 from ...operands import MAX_HEADDIM, with_unit_stride
 from ...rotary import apply_rotary
+
+# `_fwd` calls volta_fa::fwd; `_lengths` and `_options` return its arguments by name; `_unbind` splits a packed tensor, with checks
 from .interface import _fwd, _lengths, _options, _unbind
 
 __all__ = [
@@ -63,7 +65,7 @@ def flash_attn_func(
 
     Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
-    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}
     return _attention(q, k, v, qv, options, attention_chunk, return_attn_probs)
 
 
@@ -93,7 +95,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.split([num_heads_q, rest // 2, rest // 2], dim=2)
     else:
         q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
-    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}
     return _attention(q, k, v, None, options, attention_chunk, return_attn_probs)
 
 
@@ -143,7 +145,7 @@ def flash_attn_varlen_func(
         "seqused_k": with_unit_stride(seqused_k),
         "queries_before_keys": 0 if cu_seqlens_q is cu_seqlens_k and seqused_q is None and seqused_k is None else None,
     }
-    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}
     return _attention(q, k, v, qv, options, attention_chunk, return_attn_probs, packed)
 
 
@@ -212,7 +214,7 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     cache_seqlens, rotary_seqlens = with_unit_stride(cache_seqlens), with_unit_stride(rotary_seqlens)
-    options = _options(softmax_scale, causal, window_size, softcap, None)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None)
     options |= {"num_splits": max(0, num_splits), "k_descale": None, "v_descale": None}
     if k_cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         options |= {"k_descale": k_descale, "v_descale": v_descale}

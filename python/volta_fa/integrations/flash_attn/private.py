@@ -47,7 +47,7 @@ def _flash_attn_forward(
         q: (batch, seqlen_q, nheads, headdim), k: (batch, seqlen_k, nheads_k, headdim), v: (batch, seqlen_k, nheads_k, headdim_v), of
             `flash_attn_func`'s dtypes.
         window_size_left, window_size_right: the elements of `flash_attn_func`'s window_size.
-        return_softmax: also compute S_dmask, for tests. Only with dropout.
+        return_softmax: also compute S_dmask, the probabilities with a minus where dropout drops them, for tests. Only with dropout.
 
     The other arguments are `flash_attn_func`'s.
 
@@ -264,7 +264,7 @@ def _check_target(name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype
 
 
 def _effective(dropout_p: float) -> float:
-    """Returns 0 for a dropout_p that drops nothing, because dropout's kernels are slower."""
+    """Returns 0 for a dropout_p below _MIN_DROPOUT, which drops nothing: kernels without dropout are faster."""
     return 0.0 if 0.0 <= dropout_p < _MIN_DROPOUT else dropout_p
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
 from . import compiled
-from .interface import _lengths
+from .interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 __all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
 

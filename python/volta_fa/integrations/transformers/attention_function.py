@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...block_mask import BlockMask
 from ...errors import bad_argument
-from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM
+from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM, with_unit_stride
 from . import releases, sharded_sequences
 from .continuous_batching import continuous_batch
 from .mask_function import is_range
-from .mask_rule import MaskRule, sequence_arguments
-from .quantized_cache import QuantizedStates, arguments
+from .mask_rule import MaskRule, sequence_arguments  # a mask as windows, lengths or blocks; cu_seqlens and max_seqlen by name
+from .quantized_cache import QuantizedStates, arguments  # a quantized layer's keys or values; both as arguments of fwd_kvcache
 
 #: Arguments of attention functions that change the result and have no counterpart in the operators.
 _UNSUPPORTED = {
@@ -141,8 +141,7 @@ def attention(
         kv_cache = {"k_cache": k, "v_cache": v}
     if use_kvcache and bias is None and not sequences:
         out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
-            q if q.stride(-1) == 1 else q.contiguous(), kv_cache.pop("k_cache"), kv_cache.pop("v_cache"),
-            **kv_cache, **visible.cache_lengths, **options,
+            with_unit_stride(q), kv_cache.pop("k_cache"), kv_cache.pop("v_cache"), **kv_cache, **visible.cache_lengths, **options,
         )  # fmt: skip
         return out, None
     if sequences:

@@ -68,8 +68,11 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         metadata.num_prefills = common.num_reqs - decodes
         metadata.decode = None
         if decodes:
-            parts = metadata.query_start_loc[: decodes + 1], metadata.seq_lens[:decodes], metadata.block_table[:decodes]
-            metadata.decode = paged.Batch(tokens, int(lengths[:decodes].max()), *parts, causal=metadata.causal)
+            metadata.decode = paged.Batch(
+                num_actual_tokens=tokens, max_query_len=int(lengths[:decodes].max()),
+                query_start_loc=metadata.query_start_loc[: decodes + 1], seq_lens=metadata.seq_lens[:decodes],
+                block_table=metadata.block_table[:decodes], causal=metadata.causal,
+            )  # fmt: skip
         prompt_starts = metadata.query_start_loc[decodes:]
         metadata.prefill = Prompts(
             cu_seqlens_q=prompt_starts - tokens,
