@@ -13,9 +13,9 @@ from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
 from ..operands import MAX_DECODE_ROWS
 from .cache_cases import CacheCase, CacheInputs, has_scales
-from .cases import EVERY, CpuSource, asking
+from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; CpuSource draws tensors; asking: fields for features
 from .kernels import Target
-from .problems import Part, agree
+from .problems import Part, agree  # a result's part with exact values and allowed errors; raises if two references differ
 
 #: Kernels of these passes get the problems here.
 PASSES = ("Decode", "DecodeMla", "Prefill", "PrefillStreamK", "Append", "Dequantize")

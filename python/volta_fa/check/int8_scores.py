@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .kernels import SIMULATE_VARIABLE, Target, environment
-from .problems import Error
-from .tolerance import max_error
+from .problems import Error  # of a result: its kind, the error, and the allowed error
+from .tolerance import max_error  # the largest absolute difference; infinity where one side alone is NaN
 
 #: Kernels of these passes get the problems here: attention, and `prepare_fast`, which quantizes k and v beforehand.
 PASSES = ("FastForward", "FastPrepare")
@@ -45,7 +45,7 @@ class FastCase:
 def problems(variant: dict[str, Any]) -> list[FastCase]:
     """Returns problems that together use packed sequences, masks, causal masks and rotation; `--quick` runs the first."""
     d = variant["headdim"]
-    if "generic" in variant["name"]:
+    if "generic" in variant["name"]:  # these alone have code for packed sequences and masks
         return [FastCase(141, 290, d, packed=True, is_causal=True), FastCase(77, 131, d - 8, torch.bfloat16, masked=True)]
     return [FastCase(141, 290, d), FastCase(77, 131, d - 8, torch.bfloat16, is_causal=True), FastCase(33, 200, d, rotate=True)]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .correctness import DeviceLost, KernelResult, check_kernel, load_kernel
-from .kernels import Target
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
 #: Maximum seconds for a step of a process: import torch and start CUDA, load a kernel, check it. A check takes less than one second.
 TIMEOUTS = {"start": 120.0, "load": 300.0, "check": 30.0}

@@ -15,7 +15,7 @@ import torch
 from .. import diagnostics
 from ..errors import first_line
 from ..inspection import info
-from .kernels import Target
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
 #: nvidia-smi's fields, and their names in the report. Units are MHz, W, degrees Celsius and percent.
 _FIELDS = {

@@ -23,7 +23,7 @@ from rich.table import Table
 from .. import diagnostics, progress
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst  # outcomes; what the check of a kernel found; its largest error
-from .kernels import Target
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
 # names of the implementations; GROUP and PAGE: query heads of a KV head and tokens of a page; Point, CachePoint: times of one shape
 from .performance import DETERMINISTIC, EFFICIENT, GROUP, MATH, PAGE, VOLTA_FA, CachePoint, Point, Speeds

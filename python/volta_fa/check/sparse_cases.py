@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .kernels import SIMULATE_VARIABLE, environment
-from .problems import Error
-from .tolerance import largest, max_error
+from .problems import Error  # of a result: its kind, the error, and the allowed error
+from .tolerance import largest, max_error  # the largest absolute value, and difference; infinity where one side alone is NaN
 
 #: Results of `volta_fa::fwd_sparse_mla`.
 RESULTS = ("out", "softmax_lse", "max_logits")

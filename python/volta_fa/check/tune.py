@@ -20,9 +20,9 @@ import torch
 
 from ..errors import first_line
 from ..inspection import info
-from .correctness import KernelResult
-from .kernels import Target
-from .performance import Work, median_ms
+from .correctness import KernelResult  # what the check of one kernel found
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
+from .performance import Work, median_ms  # a call to time, and its median time in ms
 
 #: An alternative must be this share faster in every round. Repeated medians of one kernel differ by less.
 MARGIN = 0.05

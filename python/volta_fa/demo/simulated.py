@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..check.cases import Case
-from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment, simulate
-from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward
+from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment, simulate  # sets variables; runs and reports
+from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward  # tensors, and results in fp64 as parts
 from ..inspection import info
 
 #: The layer: attention of BERT base, for which figures of PyTorch's kernels in the same simulator exist. (The demo's layers fill no GPU.)

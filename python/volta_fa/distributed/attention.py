@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import bad_argument, require_tensors
-from .argument_check import check_same_arguments
-from .plan import LAYOUTS, Mask, Range, length, shard_ranges
-from .ring import Problem, attend, derived_generator, prepare
+from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
+from .plan import LAYOUTS, Mask, Range, length, shard_ranges  # a mask by positions; the positions that a rank holds, as ranges
+from .ring import Problem, attend, derived_generator, prepare  # `attend` runs the ring; `prepare` sets up a group's messages
 from .ulysses import to_heads, to_sequence
 
 

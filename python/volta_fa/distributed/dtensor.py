@@ -23,9 +23,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import bad_argument
 from . import ring
-from .argument_check import check_same_arguments
-from .attention import generator_for
-from .plan import Mask, shard_ranges
+from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
+from .attention import generator_for  # a generator of dropout for one rank's part
+from .plan import Mask, shard_ranges  # a mask by positions; the positions that a rank holds
 
 _BATCH, _HEADS, _NOTHING = "batch", "heads", "nothing"
 #: The dimensions of batch and heads: (in dense tensors, in packed ones). None: packed tensors have no batch.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import first_line
-from .argument_check import check_same_arguments
+from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
 from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import first_line
-from .plan import shard_ranges
+from .plan import shard_ranges  # the positions that a rank holds, as ranges
 
 #: Number of ranks and layout whose shards, concatenated by rank, must be put in order of their positions; None: they stay as they are.
 Order = tuple[int, str] | None

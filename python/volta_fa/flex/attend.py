@@ -15,7 +15,7 @@ from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of  # Source
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
 from ..operands import takes_dtype, with_unit_stride
-from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values
+from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values  # values: a score function's values for scores of 0
 
 #: Maximum size in bytes (256 MiB) of the bias for score functions whose added terms are not ALiBi's. Larger ones run on torch's function.
 MAX_BIAS_BYTES = 256 << 20

@@ -22,8 +22,8 @@ from ..block_mask.cells import grid_shape
 from ..block_mask.recording import recorded  # a mask function as a list of operations, if possible
 from ..block_mask.source import NO_BLOCKS, expanded, is_trivial, made_of  # made_of: a mask before it is packed, from torch's fields
 from . import attention
-from .attend import attend, check_arguments, check_operands, results
-from .score_mod import Scores, Unrecognized, recognize
+from .attend import attend, check_arguments, check_operands, results  # attend: by volta_fa::fwd; checks; results: as torch returns them
+from .score_mod import Scores, Unrecognized, recognize  # recognize: what a score function does, else raises Unrecognized
 
 #: The kernel option of torch's operator that marks calls of `volta_fa.flex_attention`. Its value is part of keys of torch.compile's caches.
 _MARK = "VOLTA_FA"

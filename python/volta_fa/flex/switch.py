@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..block_mask import kept
+from ..block_mask import kept  # a cache of packed masks
 from ..integrations.devices import NO_DEVICES, Devices, devices_of, forget_compiled_programs
 from . import attention
 from .attention import flex_attention, original

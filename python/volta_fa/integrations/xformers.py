@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..operands import takes_dtype, with_unit_stride
-from .devices import NO_DEVICES, devices_of, max_headdim
+from .devices import NO_DEVICES, devices_of, max_headdim  # devices_of: those that the user names and that have kernels
 from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 _RELEASES = "0.0.29 to 0.0.35"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
 from ...operands import with_unit_stride
-from .interface import _fwd, _lengths, _options, _paged, _s_dmask
+from .interface import _fwd, _lengths, _options, _paged, _s_dmask  # _lengths, _options: arguments of volta_fa's operators by name
 
 __all__ = [
     "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",

@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 from ...block_mask import BlockMask
 from . import sharded_sequences
-from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of
+from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of  # pattern_of: a mask function as a Pattern, or NeedsTensor is raised
 
 #: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
 _CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")

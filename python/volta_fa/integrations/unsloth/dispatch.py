@@ -15,8 +15,8 @@ from torch import Tensor
 from ...errors import bad_argument
 from ..devices import Devices
 from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
-from . import releases
-from .calls import count_fallback, count_run, kernel_dtype, unsupported
+from . import releases  # finds names in unsloth, or raises ImportError
+from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth.utils.attention_dispatch"
 NAME = "_run_attention"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..devices import Devices
-from . import releases
-from .calls import count_fallback, count_run, kernel_dtype, unsupported
+from . import releases  # finds names in unsloth, or raises ImportError
+from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth_zoo.flex_attention"
 NAME = "flex_attention_with_sink"

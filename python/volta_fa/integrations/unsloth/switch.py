@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..devices import Devices, devices_of
+from ..devices import Devices, devices_of  # devices_of: those that the user names and that have kernels
 
 _lock = threading.Lock()
 #: Module, name, unsloth's function, and volta_fa's.

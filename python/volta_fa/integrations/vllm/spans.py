@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .expanded import to_device
+from .expanded import to_device  # copies a CPU tensor without waiting
 from .paged import Batch
 
 
