@@ -137,8 +137,8 @@ def decode(model: PreTrainedModel, guesses: int) -> tuple[list[list[int]], int]:
 def main():
     """Compares tokens and steps with decoding one token per step."""
     model = tiny_model("cuda" if torch.cuda.is_available() else "cpu")
-    plain, plain_steps = decode(model, 0)
-    speculative, steps = decode(model, GUESSES)
+    plain, plain_steps = decode(model, guesses=0)
+    speculative, steps = decode(model, guesses=GUESSES)
     print(f"one token a step: {plain_steps} steps; with {GUESSES} guesses: {steps} steps")
     print("the same tokens" if plain == speculative else "other tokens: rounding decided between two that are as likely")
 

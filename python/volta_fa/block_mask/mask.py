@@ -89,7 +89,7 @@ class BlockMask:
         if not (lengths[0] - size[0] < queries <= lengths[0] and lengths[1] - size[1] < keys <= lengths[1]):
             raise bad_argument("seq_lengths", (queries, keys), f"lengths that end in the last blocks, at most {lengths}", op="BlockMask")
         states = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape).to(torch.int8) * (FULL - ABSENT) + ABSENT
-        forward, transposed = pack_blocks(states, size, None, (queries, keys))
+        forward, transposed = pack_blocks(states, size, mask_mod=None, seq_lengths=(queries, keys))
         return cls((queries, keys), *forward, *transposed)
 
     @classmethod

@@ -114,7 +114,8 @@ class _Kernel:
     def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._check(self._driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None))
+        grid, block, shared_bytes, extra = (blocks, 1, 1), (threads, 1, 1), 0, None
+        self._check(self._driver.cuLaunchKernel(self._function, *grid, *block, shared_bytes, stream, pointers, extra))
 
     def _check(self, status: int) -> None:
         if status != 0:

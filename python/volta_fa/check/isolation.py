@@ -239,7 +239,7 @@ def _work(connection: Connection, threads: int, target: Target, seed: int, quick
     torch.set_num_threads(threads)
     target.make_current()
     target.synchronize()
-    connection.send(None)
+    connection.send(None)  # ends the step "start", and below "load"
     while True:
         try:
             variant = connection.recv()

@@ -247,7 +247,7 @@ def card_figures(target: Target) -> dict[str, Any]:
         torch.mm(a, b, out=into)
 
     figures: dict[str, Any] = {"gemm": f"{size}^3, {str(dtype).removeprefix('torch.')}"}
-    ms = median_ms(gemm, device, 0.5, most=200)
+    ms = median_ms(gemm, device, limit=0.5, most=200)
     figures["gemm_tflops"] = 2 * size**3 / ms / 1e9
     if on_gpu:  # clocks and power while about 0.7 s of GEMMs are queued
         for _ in range(int(700 / ms)):
@@ -260,7 +260,7 @@ def card_figures(target: Target) -> dict[str, Any]:
     # 256 MiB on a GPU, far larger than its caches
     source = torch.empty(2**28 if on_gpu else 2**25, dtype=torch.uint8, device=device).fill_(1)
     copy = torch.empty_like(source)
-    figures["copy_gb_s"] = 2 * source.numel() / median_ms(lambda: copy.copy_(source), device, 0.3) / 1e6
+    figures["copy_gb_s"] = 2 * source.numel() / median_ms(lambda: copy.copy_(source), device, limit=0.3) / 1e6
     if on_gpu:
         for name, rate in atomics.rates(device, target.sms).items():  # to whole lines of 128 bytes, and to rows of 32
             figures[f"atomic_adds_{name}_g_s"] = rate
@@ -353,7 +353,8 @@ def _pytorch(point: Point, target: Target, name: str) -> Work:
 def cached_points(target: Target, quick: bool) -> list[CachePoint]:
     """Returns the shapes, the most important first."""
     if target.kind == "cpu":
-        return [CachePoint(kind, 64, 2, 128, n) for kind, n in (("decode", 1), ("append", 1), ("prefill", 32))]
+        kinds = (("decode", 1), ("append", 1), ("prefill", 32))
+        return [CachePoint(kind, headdim=64, batch=2, seqlen=128, seqlen_q=n) for kind, n in kinds]
     shapes = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
     if not quick:
         shapes += [("decode", 1, 16384, 1), ("decode", 64, 1024, 1)]

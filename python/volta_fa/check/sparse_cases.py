@@ -136,4 +136,4 @@ def _draw_indexer(seed: int, queries: int, heads: int, dtype: torch.dtype) -> tu
 def indexer_error(found: Tensor, exact: Tensor, allowed: Tensor) -> Error:
     """Returns the largest error of a logit, as a share of what is allowed for that logit."""
     difference = (found.cpu().double() - exact).abs().masked_fill(found.cpu() == exact, 0).nan_to_num(nan=torch.inf)
-    return Error("logits", "largest, of what is allowed", (difference / allowed).max().item(), 1.0)
+    return Error("logits", "largest, of what is allowed", (difference / allowed).max().item(), allowed=1.0)

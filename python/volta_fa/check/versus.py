@@ -52,7 +52,8 @@ class Shape:
         return Shape(self.kind, seqlen_q, min(self.seqlen_k, 256), self.page and 16, self.kv_dtype)  # 0, no pages, stays 0
 
 
-# Pages are as vLLM sized them in these runs: 784 tokens, or 1616 with speculation.
+# Pages are as vLLM sized them in these runs: 784 tokens, or 1616 with speculation. By position: kind, seqlen_q, seqlen_k, page, kv_dtype,
+# milliseconds, source.
 _FA2 = "sm70_fa2_d256_prefill_pipeline.md, 1312 MHz"
 _FA2_UNKNOWN_CLOCK = "sm70_fa2_d256_prefill_pipeline.md, clock not stated"
 _DEC = "sm70_tp4_nomtp_long_context_decode.md"

@@ -144,7 +144,7 @@ def ulysses_attention(
     """Computes what `ring_attention` does by exchanging heads for positions.
 
     One all-to-all gives each rank the whole sequence of some heads, and another returns the output's positions. nheads must be a multiple
-    of the group's size, and nheads_k a multiple or a divisor of it. It sends less than a ring of as many ranks, but kernels wait for the
+    of the group's size, and nheads_k a multiple or a divisor of it. It sends less than a ring of as many ranks. But kernels wait for the
     exchange, and a rank's memory is that of the whole sequence for its heads.
 
     Arguments, result and errors are those of `ring_attention`."""

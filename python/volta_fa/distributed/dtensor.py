@@ -119,7 +119,7 @@ class _Sharding:
         self.keys = self._placements(batch, None if one_head else heads)  # of k and v: a single KV head is replicated
         lse = _DIMENSIONS["softmax_lse"][self._packed]
         self.softmax_lse = self._placements(lse[_BATCH], lse[_HEADS])
-        self.sinks = self._placements(None, 0)
+        self.sinks = self._placements(batch=None, heads=0)
         self.replicated: list[Placement] = [Replicate()] * self.mesh.ndim
 
     def _placements(self, batch: int | None, heads: int | None) -> list[Placement]:
@@ -171,7 +171,7 @@ class _Sharding:
             "block_lists_t": self.lists,
             "dlse": lambda t: self.softmax_lse,
             "sinks": lambda t: self.sinks,
-            "seqused_k": lambda t: self._placements(None if self._packed else 0, None),
+            "seqused_k": lambda t: self._placements(batch=None if self._packed else 0, heads=None),
         }
         return {
             name: self.local(value, placements[name](value) if name in placements else self.replicated)

@@ -1,7 +1,7 @@
 """Ring attention (arXiv 2310.01889): queries stay on their rank, keys and values are sent. attention.py and dtensor.py call it.
 
-At step t a rank computes `volta_fa::fwd` with the keys of the rank t places before it, and merges the result with those of earlier steps
-by softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). A probability is exp(score - softmax_lse). So `volta_fa::bwd` with the
+At step t a rank computes `volta_fa::fwd` with the keys of the rank t places before it. It merges the result with those of earlier steps by
+softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). A probability is exp(score - softmax_lse). So `volta_fa::bwd` with the
 softmax_lse and out of all keys computes the exact gradient of each part. Gradients of keys and values return to their rank, which sums
 them in fp32.
 

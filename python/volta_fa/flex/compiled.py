@@ -54,7 +54,7 @@ def traced(
         check_arguments(query, key, value, block_mask, enable_gqa)
         if score_mod is not None or (return_aux is not None and return_aux.max_scores):
             raise NotImplementedError("volta_fa.flex_attention: block_mask: got volta_fa.BlockMask, expected torch's in compiled code")
-        out, lse = attend(query, key, value, None, (), Scores(), block_mask, scale)
+        out, lse = attend(query, key, value, score_mod=None, captured=(), scores=Scores(), mask=block_mask, scale=scale)
         return results(out, lse, return_lse, return_aux)
     if score_mod is None:
         score_mod = _identity
@@ -230,7 +230,7 @@ def _function(program: str) -> Callable[..., Tensor]:
     forward = scope["forward"]
 
     def mask_mod(*args: Any) -> Tensor:
-        result = forward(None, *args)
+        result = forward(None, *args)  # None: the program's parameter self
         return result[0] if isinstance(result, (tuple, list)) else result
 
     return mask_mod

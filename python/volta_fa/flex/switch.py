@@ -46,7 +46,7 @@ def _apply(devices: Devices) -> None:
     """Replaces torch's functions for these devices, or restores them for NO_DEVICES."""
     import torch.nn.attention.flex_attention as module
 
-    from .compiled import INTERFACE  # this also replaces the kernel of torch's operator
+    from .compiled import INTERFACE  # a hash of the operators' signatures; the import also replaces the kernel of torch's operator
 
     with _lock:
         if devices == attention.devices:

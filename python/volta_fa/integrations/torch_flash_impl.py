@@ -158,7 +158,8 @@ def _sdpa_forward(
     """Implements `aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim)."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     max_q, max_k = q.shape[1], k.shape[1]
-    out, softmax_lse, *others = _forward(q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale)
+    dense = (None, None)  # no cum_seq_q, no cum_seq_k
+    out, softmax_lse, *others = _forward(q, k, v, *dense, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale)
     return _heads_first(out, query), softmax_lse, None, None, max_q, max_k, *others
 
 

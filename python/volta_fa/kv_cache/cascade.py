@@ -38,7 +38,7 @@ def cascade_attention(
     """Computes attention over a paged KV cache in which all sequences share their first pages: a system prompt, a document, beams.
 
     `volta_fa::fwd_kvcache` would read the shared tokens once for each sequence. This function reads them once for the queries of all
-    sequences, then each sequence's own tokens for its queries, and merges both results by their softmax_lse (cascade inference, as in
+    sequences, then each sequence's own tokens for its queries. It merges both results by their softmax_lse (cascade inference, as in
     FlashInfer, arXiv 2501.01005).
 
     Args:

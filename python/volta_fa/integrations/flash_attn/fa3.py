@@ -96,7 +96,7 @@ def flash_attn_qkvpacked_func(
     else:
         q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}
-    return _attention(q, k, v, None, options, attention_chunk, return_attn_probs)
+    return _attention(q, k, v, None, options, attention_chunk, return_attn_probs)  # None: no qv
 
 
 def flash_attn_varlen_func(
@@ -235,7 +235,7 @@ def flash_attn_with_kvcache(
         first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
         ordered = causal or attention_chunk > 0 or options["window_left"] != -1 or options["window_right"] != -1
         q = _rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, ordered, rotary_interleaved)
-        k = _rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, True, rotary_interleaved)
+        k = _rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, ordered=True, interleaved=rotary_interleaved)
     else:
         tables = {"rotary_cos": with_unit_stride(rotary_cos), "rotary_sin": with_unit_stride(rotary_sin)}
         appended |= {**tables, "rotary_interleaved": rotary_interleaved}

@@ -93,8 +93,8 @@ def rms_norm_fn(
 ) -> Any:  # fmt: skip
     """Computes `layer_norm_fn` with RMS norm: no mean is subtracted."""
     return layer_norm_fn(
-        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight, True,
-        return_dropout_mask, out_dtype, out, residual_out,
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight,
+        is_rms_norm=True, return_dropout_mask=return_dropout_mask, out_dtype=out_dtype, out=out, residual_out=residual_out,
     )  # fmt: skip
 
 
@@ -215,8 +215,9 @@ def dropout_add_rms_norm(
     if layerscale is not None:
         x0 = x0 * layerscale
     found = rms_norm_fn(
-        x0, weight, bias, residual, None, None, None, epsilon, dropout_p, rowscale, prenorm, residual_in_fp32, False, return_dropout_mask
-    )
+        x0, weight, bias, residual, eps=epsilon, dropout_p=dropout_p, rowscale=rowscale, prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32, return_dropout_mask=return_dropout_mask,
+    )  # fmt: skip
     if not return_dropout_mask:
         return found
     *results, mask, _ = found

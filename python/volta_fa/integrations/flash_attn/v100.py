@@ -207,7 +207,8 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
     """Returns out (batch, nheads, seqlen_q, headdim) and softmax_lse (batch, nheads, seqlen_q).
     1Cat-vLLM calls it for prompts of models with latents."""
+    generator = None
     result, softmax_lse, *_ = fwd(
-        q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap, return_softmax, None
+        q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap, return_softmax, generator
     )
     return result, softmax_lse, None, None

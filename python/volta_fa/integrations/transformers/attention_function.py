@@ -76,7 +76,7 @@ def attention(
     sharded = sharded_sequences.active()
     if sharded is not None:
         unsupported = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
-        _check_supported(module, query, key, value, None, False, kwargs)
+        _check_supported(module, query, key, value, attention_mask=None, packed=False, kwargs=kwargs)
         causal = _is_causal(module, is_causal)
         return sharded.attention(query, key, value, unsupported, options, dropout, sliding_window, causal, bool(deterministic)), None
     packed = cu_seq_lens_q is not None
@@ -190,7 +190,8 @@ def _visible_keys(
         sequences = {}
         if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
             sequences = sequence_arguments(mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_seqlen_q, mask.max_seqlen_k)
-        return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, None, lengths, sequences, mask.blocks)
+        bias = None
+        return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, bias, lengths, sequences, mask.blocks)
     if mask is None or packed:
         window = -1 if sliding_window is None else sliding_window - 1  # transformers counts the query's own key
         return _VisibleKeys(seqlen_k, window, 0 if causal else window)

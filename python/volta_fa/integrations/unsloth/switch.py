@@ -55,7 +55,7 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
 
         _replace(attention_module, dispatch.NAME, dispatch.make(attention_module, attention, _enabled))
         for module, name in flags:  # by which Gemma 2 sends its attention to the function replaced above
-            _replace(module, name, True)
+            _replace(module, name, value=True)
         _replace(gemma_module, gqa_sdpa.NAME, gqa_sdpa.make(make_gqa_sdpa, _enabled))
         if flex_attention_with_sink is not None:  # else gpt-oss runs eager attention of transformers
             _replace(sink_module, sinks.NAME, sinks.make(flex_attention_with_sink, _enabled))

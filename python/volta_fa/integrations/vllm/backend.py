@@ -1,7 +1,7 @@
 """The attention backend that vLLM's `--attention-backend CUSTOM` selects: vLLM's abstract classes, implemented by `paged`.
 
 For a model vLLM asks `VoltaBackend` what it supports. For each step (a forward pass of all scheduled sequences) the model runner calls
-`VoltaMetadataBuilder.build`, and each layer's `VoltaAttentionImpl` then writes the new tokens into the paged cache and attends to it.
+`VoltaMetadataBuilder.build`. Each layer's `VoltaAttentionImpl` then writes the new tokens into the paged cache and attends to it.
 
 An anchored window (VOLTA_FA_VLLM_ANCHORED_WINDOW=ANCHORS:WINDOW) applies to decoder layers without a window of their own: a query sees the
 first ANCHORS tokens of its sequence and the last WINDOW up to its own.
@@ -153,7 +153,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VoltaMetadata:
         """Returns metadata of a graph that serves any step: with ranks, it reads earlier tokens."""
-        metadata = self.build(0, common_attn_metadata)
+        metadata = self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
         if metadata.earlier is not None:
             metadata.earlier.any = True
         return metadata

@@ -85,7 +85,7 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VoltaMLAMetadata:
         """Returns metadata with which all tokens take the absorbed form."""
-        metadata = VoltaMLAMetadata(**vars(super().build(0, common_attn_metadata)))
+        metadata = VoltaMLAMetadata(**vars(super().build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)))
         metadata.num_decodes, metadata.num_decode_tokens = common_attn_metadata.num_reqs, metadata.num_actual_tokens
         metadata.decode = metadata
         return metadata
@@ -115,7 +115,8 @@ class VoltaMLABackend(VoltaBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """(0.26) Returns the shape of a layer's cache of latents, which have one head."""
-        blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, 1, head_size, cache_dtype_str)
+        heads = 1
+        blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, heads, head_size, cache_dtype_str)
         return (blocks, rows, columns)
 
     @staticmethod
