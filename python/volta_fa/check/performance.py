@@ -149,7 +149,7 @@ class Speeds:
 def median_ms(work: Work, device: torch.device, limit: float, most: int = 20, calls: int = 1) -> float:
     """Returns the median time of a call in ms, over at most 1 + `most` runs of `calls` calls each. One call warms up. The runs after the
     first take about `limit` seconds together; if the first takes longer, it alone counts."""
-    _run_ms(work, device, 1)  # loads code, fills the allocator's cache
+    _run_ms(work, device, calls=1)  # loads code, fills the allocator's cache
     first = _run_ms(work, device, calls)
     runs = min(most, int(limit / max(first / 1e3, 1e-6)))
     return median([first, *(_run_ms(work, device, calls) for _ in range(runs))]) / calls
@@ -279,7 +279,7 @@ def _measure_point(speeds: Speeds, target: Target, point: Point | CachePoint, de
             point.missing[name] = OUT_OF_MEMORY
         else:
             _time(speeds, target, point, name)
-        if on_gpu and point.seqlen >= 4096:
+        if on_gpu and point.seqlen >= 4096:  # else large tensors stay in the allocator's cache
             torch.cuda.empty_cache()
 
 
@@ -355,6 +355,7 @@ def cached_points(target: Target, quick: bool) -> list[CachePoint]:
     if target.kind == "cpu":
         kinds = (("decode", 1), ("append", 1), ("prefill", 32))
         return [CachePoint(kind, headdim=64, batch=2, seqlen=128, seqlen_q=n) for kind, n in kinds]
+    # kind, sequences, cached tokens, queries
     shapes = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
     if not quick:
         shapes += [("decode", 1, 16384, 1), ("decode", 64, 1024, 1)]

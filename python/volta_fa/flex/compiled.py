@@ -280,7 +280,7 @@ def _(counts: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = []
     for of_rows, width in ((rows, columns), (columns, rows)):
         made.append(counts.new_empty((batch, heads, -(-of_rows // 2), 4 + width), dtype=torch.int32))
-        made.append(counts.new_empty((torch.library.get_ctx().new_dynamic_size(), 256), dtype=torch.int32))
+        made.append(counts.new_empty((torch.library.get_ctx().new_dynamic_size(), 256), dtype=torch.int32))  # 256 words of a tile
     lists, bits, lists_t, bits_t = made
     return lists, bits, lists_t, bits_t
 

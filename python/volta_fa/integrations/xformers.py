@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import takes_dtype, with_unit_stride
+from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride
 from .devices import NO_DEVICES, devices_of, max_headdim  # devices_of: those that the user names and that have kernels
 from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
@@ -321,8 +321,8 @@ def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) 
         raise _Unsupported("dropout")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise _Unsupported("gradient")
-    size = bias.page_size
-    if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != bias.q_seqinfo.seqstart_py[-1] or size % 16 or k.shape[1] % size:
+    size, queries = bias.page_size, bias.q_seqinfo.seqstart_py[-1]
+    if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != queries or size % PAGE_SIZE_MULTIPLE or k.shape[1] % size:
         raise _Unsupported("arguments")
     return torch.ops.volta_fa.fwd_kvcache(
         q[0], k[0].unflatten(0, (-1, size)), v[0].unflatten(0, (-1, size)), cu_seqlens_q=bias.q_seqinfo.seqstart,
