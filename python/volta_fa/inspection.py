@@ -94,6 +94,7 @@ def families(capability: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def _device(index: int) -> dict[str, Any]:
+    """Returns the entry of a CUDA device in `info()["devices"]`."""
     capability = torch.cuda.get_device_capability(index)
     try:
         preferred = families(capability)[0]

@@ -284,6 +284,7 @@ def _measure_point(speeds: Speeds, target: Target, point: Point | CachePoint, de
 
 
 def _time(speeds: Speeds, target: Target, point: Point | CachePoint, name: str) -> None:
+    """Times an implementation, or records why it has no time. The first call of volta_fa's kernels counts as loading."""
     is_ours = name in (VOLTA_FA, DETERMINISTIC)
     try:
         begin, work = time.monotonic(), _work(point, target, name)
@@ -326,6 +327,7 @@ def _drawn(target: Target, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
 
 
 def _ours(point: Point, target: Target, name: str) -> Work:
+    """Returns a call of volta_fa, forward or backward. Tensors are (batch, seqlen, nheads, headdim)."""
     q, k, v, dout = _drawn(target, *[(1, point.seqlen, point.nheads, point.headdim)] * 4)
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
@@ -338,6 +340,7 @@ def _ours(point: Point, target: Target, name: str) -> Work:
 
 
 def _pytorch(point: Point, target: Target, name: str) -> Work:
+    """Returns a call of PyTorch's implementation, forward or backward. Tensors are (batch, nheads, seqlen, headdim)."""
     q, k, v, dout = _drawn(target, *[(1, point.nheads, point.seqlen, point.headdim)] * 4)
     forward = _attention(name, q, k, v, point.causal)
     if point.direction == "forward":

@@ -361,6 +361,7 @@ def _show_speeds(speeds: Speeds) -> None:
 
 
 def _show_cached(points: Sequence[CachePoint]) -> None:
+    """Prints a row for each shape with a KV cache."""
     if not points:
         return
     _console.print(
@@ -381,6 +382,7 @@ def _pairs(points: Sequence[Point]) -> dict[tuple[int, int, bool], dict[str, Poi
 
 
 def _number(found: float | None, missing: str | None) -> str:
+    """Returns a speed in three digits; without one "memory" if it was used up, else "-"."""
     if found is not None:
         return f"{found:.0f}" if found >= 100 else f"{found:.1f}" if found >= 1 else f"{found:.2g}"
     return "memory" if missing == performance.OUT_OF_MEMORY else "-"

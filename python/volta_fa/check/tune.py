@@ -223,6 +223,7 @@ def _own(target: Target, class_: Class, alternatives: Sequence[Alternative], fai
 
 
 def _work(target: Target, class_: Class, alternative: Alternative) -> Work:
+    """Returns a call of a class's shape in fp16: the forward pass, or the backward pass alone."""
     shape = (1, class_.seqlen, class_.nheads, class_.headdim)
     q, k, v, dout = (torch.randn(shape, device=target.device, dtype=torch.float16) for _ in range(4))
     if class_.pass_ == "Forward":

@@ -197,6 +197,7 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
 
 
 def _measured(shape: Shape, call: Callable[[Inputs], Work], target: Target) -> Outcome:
+    """Returns time and error of an implementation; `call` makes its call from the tensors of a shape."""
     try:
         inputs = Inputs(shape, target.device)
         work = call(inputs)
@@ -232,6 +233,7 @@ def error_share(inputs: Inputs, out: Tensor) -> float:
 
 
 def _simulated(shape: Shape) -> Outcome:
+    """Returns volta_fa's simulated time, or why there is none."""
     if shape.seqlen_q * shape.seqlen_k > _SIMULATED_PRODUCTS:
         return Outcome(missing=_TOO_LONG)
     try:

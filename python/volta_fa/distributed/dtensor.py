@@ -257,6 +257,7 @@ def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Prob
 
 
 def _ring_fwd(q: Any, k: Any, v: Any, generator: torch.Generator | None = None, **options: Any) -> Any:
+    """Computes `volta_fa::fwd` of q, k and v that are sharded along the sequence, as a ring."""
     problem = _ring_problem("forward", q, k, options)
     out, lse, _ = ring.forward(problem, q._local_tensor, k._local_tensor, v._local_tensor, None)  # None: no sinks
     mesh, rng_state = q.device_mesh, out.new_empty(0, dtype=torch.int64)
@@ -270,6 +271,7 @@ def _ring_fwd(q: Any, k: Any, v: Any, generator: torch.Generator | None = None, 
 def _ring_bwd(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng_state: Any = None, attn_bias_requires_grad: bool = False, **options: Any
 ) -> Any:
+    """Computes `volta_fa::bwd` of tensors that are sharded along the sequence, as a ring."""
     problem = _ring_problem("backward", q, k, options)
     mesh = q.device_mesh
     call = _Sharding(q, ())

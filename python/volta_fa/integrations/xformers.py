@@ -256,6 +256,7 @@ def _top_left(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
 
 
 def _top_left_with_tensor(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """LowerTriangularMaskWithTensorBias: `_top_left` with a tensor that is added to the scores."""
     added = getattr(bias, "_bias", None)
     if added is None:  # up to 0.0.31 the bias is a tensor subclass, which alone receives the gradient
         if bias.requires_grad:
