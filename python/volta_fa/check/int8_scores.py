@@ -43,7 +43,8 @@ class FastCase:
 
 
 def problems(variant: dict[str, Any]) -> list[FastCase]:
-    """Returns problems that together use packed sequences, masks, causal masks and rotation; `--quick` runs the first."""
+    """Returns problems that together use packed sequences, masks, causal masks and rotation; `--quick` runs the first. `variant`: a
+    kernel's entry in `info()["variants"]`, whose headdim is the largest that it takes."""
     d = variant["headdim"]
     if "generic" in variant["name"]:  # these alone have code for packed sequences and masks
         return [FastCase(141, 290, d, packed=True, is_causal=True), FastCase(77, 131, d - 8, torch.bfloat16, masked=True)]

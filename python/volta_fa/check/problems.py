@@ -37,7 +37,7 @@ class Inputs:
     v: Tensor
     dout: Tensor
     options: dict[str, Any]  # keyword arguments of the operators
-    scratch_bytes: int = 0  # scratch memory that correctness.poison cannot derive from the tensors' sizes
+    scratch_bytes: int = 0  # of kernels, besides results; `correctness.poison` fills memory of that size with NaN before a call
 
     @classmethod
     def draw(cls, problem: Case, seed: int, device: torch.device) -> Inputs:

@@ -22,8 +22,9 @@ _SCORE_LIMIT = 1e-4
 
 
 def problems(variant: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any], tuple[Tensor, ...]]]:
-    """Yields name, arguments of `volta_fa::fwd_sparse_mla`, and results of the fp64 CPU backend. The pass SparseSelect, which lists the
-    tokens that queries chose, takes any headdim, cache and dtype; a SparseMla kernel has its own."""
+    """Yields name, arguments of `volta_fa::fwd_sparse_mla`, and results of the fp64 CPU backend. `variant`: a kernel's entry in
+    `info()["variants"]`. The pass SparseSelect, which lists the tokens that queries chose, takes any headdim, cache and dtype; a SparseMla
+    kernel has its own."""
     is_any = variant["pass"] == "SparseSelect"
     headdims = (576, 512) if is_any else (variant["headdim"],)
     kinds = (True, False) if is_any else ("e4m3" in variant["name"],)  # whether the cache has fp8 rows, or q's dtype

@@ -29,8 +29,8 @@ def enable_flex(device: str | torch.device | int | None = None, *, force: bool =
     first.
 
     Args:
-        device: one CUDA device, or "cpu". Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family.
+        device: one CUDA device, or "cpu". Default: all Volta and Turing GPUs.
+        force: also use newer GPUs.
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
     """

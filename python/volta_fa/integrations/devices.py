@@ -41,8 +41,8 @@ def devices_of(op: str, device: str | torch.device | int | None, force: bool) ->
 
     Args:
         op: the public function that asks, for error messages.
-        device: one CUDA device, or "cpu". Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family.
+        device: one CUDA device, or "cpu". Default: all Volta and Turing GPUs.
+        force: also use newer GPUs.
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
     """

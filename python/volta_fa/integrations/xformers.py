@@ -49,8 +49,8 @@ def enable_xformers(device: str | torch.device | int | None = None, *, force: bo
     the first.
 
     Args:
-        device: one CUDA device, or "cpu", to test the routing without a GPU. Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family. The kernels are correct there, but slower than xformers'.
+        device: one CUDA device, or "cpu", to test the routing without a GPU. Default: all Volta and Turing GPUs.
+        force: also use newer GPUs. The kernels are correct there, but slower than xformers'.
 
     Raises ImportError without xformers, RuntimeError if no device qualifies or this xformers has another structure, ValueError for a
     device that does not exist.

@@ -65,8 +65,8 @@ def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[
         given = config.flash_varlen_kwargs if packed else config.flash_dense_kwargs
         arguments = {name: value for name, value in (given or {}).items() if value is not None}
         softcap = arguments.get("softcap", 0.0) != 0.0
-        # Why `original` runs: a key of `unsloth_stats`, or "". A softcap runs here on any device: switch.py sets the flag that sends Gemma 2
-        # here, so it has no other implementation.
+        # Why `original` runs: a key of `unsloth_stats`, or "". A softcap runs here on any device: switch.py sets the flag that sends
+        # Gemma 2 here, so it has no other implementation.
         reason = "device" if Q.device not in devices and not softcap else ""
         if context.prefix_seg_info is not None:  # GRPO's shared prefixes
             reason = "prefix"

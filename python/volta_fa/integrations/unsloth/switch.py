@@ -29,8 +29,8 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
     first, also for loaded models.
 
     Args:
-        device: one CUDA device, or "cpu" for tests. Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family. The kernels are correct there, but slower than unsloth's.
+        device: one CUDA device, or "cpu" for tests. Default: all Volta and Turing GPUs.
+        force: also use newer GPUs. The kernels are correct there, but slower than unsloth's.
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist, and ImportError if unsloth is not imported or
     has changed what this replaces. Nothing is replaced then. Warns if the release is untested.
