@@ -60,8 +60,8 @@ def check_isolated(
     load: Load = load_kernel,
 ) -> Iterator[KernelResult]:
     """Yields results of `variants`, kernels as `info()` describes them, in the order in which they finish; none for kernels for which time
-    or processes did not suffice. `seconds` limits the time that each of `at_a_time` processes spends on checks. `quick`: one problem of
-    each kernel. Then kernels that lost their process get a second trial, all in at most SECOND_TRIALS seconds. A kernel without a second
+    or processes did not suffice. `quick`: one problem of each kernel. `seconds` limits the time that each of `at_a_time` processes spends
+    on checks. Then kernels that lost their process get a second trial, all in at most SECOND_TRIALS seconds. A kernel without a second
     trial is inconclusive, with the first failure as the reason."""
     arguments = (target, seed, quick, check, load)
     suspects = deque[tuple[dict[str, Any], KernelResult]]()

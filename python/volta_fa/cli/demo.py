@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_rich("matplotlib")
+    require_rich("matplotlib")  # raises CommandError unless rich and matplotlib are installed
     from ..demo import run_demo, run_simulated, settings_for
 
     device = _choose_device(arguments.device)
