@@ -1,5 +1,6 @@
 """Describes this build and this machine: versions, devices, kernels, tuning. `info` is public (`python -m volta_fa info` prints it). The
-native library has the tables of kernels, limits and cache formats, and returns them as JSON (the operator `volta_fa::_info`)."""
+native library has the tables of kernels, limits and cache formats, and returns them as JSON (the operator `volta_fa::_info`). A kernel
+family is the kernels for one generation of GPUs: volta or turing."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
     # |dP| and |delta| by Cauchy-Schwarz; dk and dv add up independent roundings of every query row that sees a key.
     dp = largest_row(dout) * largest_row(v) * factor
     rows = math.sqrt(q.shape[1] * q.shape[2] / max(k.shape[2], 1))
-    sums = [eps * dp * largest(k) * scale, eps * dp * largest(q) * scale * rows, eps * largest(dout) * rows * factor]
+    sums = [eps * dp * largest(k) * scale, eps * dp * largest(q) * scale * rows, eps * largest(dout) * rows * factor]  # of dq, dk, dv
     attn_bias, sinks = options.get("attn_bias"), options.get("sinks")
     noise = delta_noise(ref, out, dout)
     from_delta = noise * ref.probabilities
@@ -322,7 +322,7 @@ def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
     of_heads = torch.einsum("bhij,bhid->bhjd", from_delta**2, heads[0] ** 2)
     sums[1] += largest(sum_groups(of_heads, k.shape[2]).sqrt()) * scale
     if attn_bias is not None and attn_bias.dtype != torch.bool:
-        shared = ref.probabilities.numel() / max(attn_bias.numel(), 1)
+        shared = ref.probabilities.numel() / max(attn_bias.numel(), 1)  # scores that share an element of the bias
         along_keys = ref.probabilities.sum(-1, keepdim=True) if attn_bias.shape[-1] == 1 else ref.probabilities
         of_delta = (along_keys * noise).square().sum_to_size(attn_bias.shape).sqrt()
         sums.append(eps * dp * math.sqrt(shared) + largest(of_delta))
