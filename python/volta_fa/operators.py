@@ -39,7 +39,7 @@ def prepare_fast(
     rotate: bool = False,
     check_lengths: bool = False,
 ) -> Tensor:
-    """Returns the int8 codes of K and the range of V, as the option `prepared` of any number of calls of `volta_fa::fwd_fast`.
+    """Returns the int8 codes of K and the range of V, in one uint8 tensor: the option `prepared` of calls of `volta_fa::fwd_fast`.
 
     The calls still take k and v, and the same lengths and `rotate`; of these only the sizes of tensors and `rotate` are compared.
     A call's own `smooth_k` has no effect. Results are bitwise identical to those without `prepared`.

@@ -13,7 +13,7 @@ from .kernels import SIMULATE_VARIABLE, environment
 from .problems import Error  # of a result: its kind, the error, and the allowed error
 from .tolerance import largest, max_error  # the largest absolute value, and difference; infinity where one side alone is NaN
 
-#: Results of `volta_fa::fwd_sparse_mla`.
+#: Results of `volta_fa::fwd_sparse_mla`; max_logits: the largest scaled score of each query and head.
 RESULTS = ("out", "softmax_lse", "max_logits")
 #: Allowed error of out relative to 1 + its largest value, by dtype of q: rounding of out, and of fp16 products.
 _OUT_LIMITS = {torch.float16: 3e-3, torch.bfloat16: 8e-3}
