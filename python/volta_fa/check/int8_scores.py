@@ -70,7 +70,7 @@ class FastInputs:
         q, k, v = (torch.randn(shape, generator=generator).to(p.dtype) for shape in shapes)
         options: dict[str, Any] = {"is_causal": p.is_causal, "rotate": p.rotate}
         if p.packed:
-            for name, rows in (("q", p.seqlen_q), ("k", p.seqlen_k)):
+            for name, rows in (("q", p.seqlen_q), ("k", p.seqlen_k)):  # three sequences, the second empty
                 options[f"cu_seqlens_{name}"] = torch.tensor([0, rows // 2, rows // 2, rows], dtype=torch.int32)
                 options[f"max_seqlen_{name}"] = rows - rows // 2
         if p.masked:
