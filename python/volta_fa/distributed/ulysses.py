@@ -113,7 +113,7 @@ def to_heads(
     op: str, group: dist.ProcessGroup, tensors: Sequence[Tensor], lengths: Sequence[list[int]], heads: list[tuple[int, int]], order: Order
 ) -> list[Tensor]:
     """Returns q, k and v with all positions in `group`, in order, and this rank's heads. Differentiable. `op`: the public function, for
-    messages. `lengths`: numbers of queries of each rank, and of keys. `heads`: (first, end) of the KV heads that a rank's query heads use."""
+    messages. `lengths`: numbers of queries of each rank, and of keys. `heads`: (first, end) of the KV heads for each rank's query heads."""
     q, k, v = tensors
     each = q.shape[2] // group.size()
     of_queries = [(u * each, (u + 1) * each) for u in range(group.size())]
