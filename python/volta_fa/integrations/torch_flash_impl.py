@@ -155,7 +155,8 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Implements `aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim)."""
+    """Implements `aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim). Returns out, softmax_lse, None for
+    cum_seq_q and cum_seq_k, max_q, max_k, rng_state, unused and an empty debug mask."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     max_q, max_k = q.shape[1], k.shape[1]
     dense = (None, None)  # no cum_seq_q, no cum_seq_k
