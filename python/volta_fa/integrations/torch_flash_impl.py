@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from ..operands import with_unit_stride
+from ..operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 #: The name for `activate_flash_attention_impl`.

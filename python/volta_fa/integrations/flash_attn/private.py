@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import with_unit_stride
+from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 from .interface import _fwd, _lengths, _options, _paged, _s_dmask  # _lengths, _options: arguments of volta_fa's operators by name
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument
-from ...operands import with_unit_stride
+from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = [
     "sageattn", "sageattn_qk_int8_pv_fp8_cuda", "sageattn_qk_int8_pv_fp8_cuda_sm90", "sageattn_qk_int8_pv_fp16_cuda",

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import bad_argument
 from ...kv_cache.formats import QuantizedKV, hadamard, parts_of, quantize_kv  # parts_of: the formats of keys and of values
-from ...operands import with_unit_stride
+from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 #: Full storage grows to 1 + 1 / _GROWTH times the needed size. So a token is copied about _GROWTH times, however long the sequence becomes.
 _GROWTH = 4
