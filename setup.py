@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "tools"))
 
-import check_build_env  # noqa: E402
+import check_build_env  # noqa: E402  # in tools/, as build_shims and portable_linker
 
 RELEASES = os.environ.get("VOLTA_FA_TORCH_RELEASES", "")
 PORTABLE = os.environ.get("VOLTA_FA_PORTABLE", "0") not in ("", "0")
@@ -34,6 +34,7 @@ import build_shims  # noqa: E402
 import portable_linker  # noqa: E402
 
 CORE = "volta_fa.libvolta_fa_core"
+#: A linker program for rustc and for the shims, written into cargo's target folder; None: the system's linker.
 LINKER = portable_linker.script(build_shims.target_folder()) if PORTABLE else None
 
 
@@ -78,7 +79,7 @@ def cargo_environment() -> dict[str, str]:
     return environ
 
 
-CLI = check_build_env.requirements("cli")
+CLI = check_build_env.requirements("cli")  # the pinned packages in a section of tools/requirements.txt
 setup(
     # `demo` is the old name of `cli`
     extras_require={"cli": CLI, "demo": CLI, "test": [*CLI, *check_build_env.requirements("numpy"), *check_build_env.requirements("test")]},

@@ -32,7 +32,7 @@ def score_mod(score, b, h, q, kv):
     return 30.0 * torch.tanh(score / 30.0)
 
 
-block_mask = create_block_mask(mask_mod, None, None, seqlen, seqlen, device=device)
+block_mask = create_block_mask(mask_mod, B=None, H=None, Q_LEN=seqlen, KV_LEN=seqlen, device=device)
 out = volta_fa.flex_attention(query, key, value, score_mod, block_mask)
 out.sum().backward()
 

@@ -44,7 +44,7 @@ def absorbed(layer: DeepseekV2Attention, hidden_states: Tensor, freqs_cis: Tenso
     # (nheads, nope + v, rank): a head's keys and values are linear in the latent. b: batch, t: token, h: head, d, r, v: columns
     of_keys, of_values = layer.kv_b_proj.weight.view(layer.num_heads, -1, rank).split([nope, layer.v_head_dim], 1)
     q = torch.cat((torch.einsum("bthd,hdr->bthr", q[..., :nope], of_keys), q_pe.transpose(1, 2)), -1)
-    metadata, num_splits = flash_mla.get_mla_metadata(cache.lengths, tokens * layer.num_heads, 1)
+    metadata, num_splits = flash_mla.get_mla_metadata(cache.lengths, tokens * layer.num_heads, num_heads_k=1)
     out, _ = flash_mla.flash_mla_with_kvcache(
         q, cache.latents, cache.table, cache.lengths, rank, metadata, num_splits, softmax_scale=layer.scaling, causal=True
     )

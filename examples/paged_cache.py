@@ -26,7 +26,8 @@ class PagedCache:
         self.storage = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         self.free = list(range(pages))  # numbers of pages
         self.page_size = page_size  # tokens
-        self.table = torch.full((batch, pages), -1, dtype=torch.int32, device=weight.device)  # the pages of each sequence, in order
+        # the pages of each sequence, in order, then -1
+        self.table = torch.full((batch, pages), -1, dtype=torch.int32, device=weight.device)
         self.taken = [0] * batch  # number of pages of each sequence: the first columns of its row in `table`
         self.lengths = [0] * batch  # valid tokens of each sequence; the cache may hold others after them, which attention ignores
         model.set_attn_implementation(NAME)
@@ -136,8 +137,8 @@ def decode(model: PreTrainedModel, guesses: int) -> tuple[list[list[int]], int]:
 def main():
     """Compares tokens and steps with decoding one token per step."""
     model = tiny_model("cuda" if torch.cuda.is_available() else "cpu")
-    plain, plain_steps = decode(model, 0)
-    speculative, steps = decode(model, GUESSES)
+    plain, plain_steps = decode(model, guesses=0)
+    speculative, steps = decode(model, guesses=GUESSES)
     print(f"one token a step: {plain_steps} steps; with {GUESSES} guesses: {steps} steps")
     print("the same tokens" if plain == speculative else "other tokens: rounding decided between two that are as likely")
 

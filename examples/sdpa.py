@@ -39,13 +39,13 @@ def main():
     torch.manual_seed(0)
     block = Block().to(device, dtype)
     encoder = torch.nn.TransformerEncoderLayer(128, 4, batch_first=True).to(device, dtype)  # with its dropout
-    x = torch.randn(2, 50, 128, device=device, dtype=dtype)
+    x = torch.randn(2, 50, 128, device=device, dtype=dtype)  # (batch, seqlen, width)
 
     (block(x) + encoder(x)).float().square().mean().backward()
     print("two layers, forward and backward:", volta_fa.sdpa_stats(reset=True))
 
     mask = torch.ones(50, 50, device=device, dtype=torch.bool).tril(4)
-    q = torch.randn(2, 4, 50, 30, device=device, dtype=dtype)
+    q = torch.randn(2, 4, 50, 30, device=device, dtype=dtype)  # (batch, nheads, seqlen, headdim), PyTorch's order
     F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.1)
     print("a mask, dropout and a headdim to pad:", volta_fa.sdpa_stats(reset=True))
 

@@ -47,7 +47,7 @@ def main():
     eager.to(device)  # in fp32, because its tokens are the expected ones
     model.to(device, dtype)
 
-    prompts = torch.randint(3, 256, (3, 20), device=device)
+    prompts = torch.randint(3, 256, (3, 20), device=device)  # three of 20 tokens; ids 0 to 2 are special
     attention_mask = torch.ones_like(prompts)
     attention_mask[0, :7] = attention_mask[1, :2] = 0  # padding on the left
     inputs = {"input_ids": prompts, "attention_mask": attention_mask}

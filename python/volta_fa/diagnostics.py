@@ -80,7 +80,7 @@ def driver_cuda() -> tuple[int, int] | None:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return None
-    return version.value // 1000, version.value % 1000 // 10
+    return version.value // 1000, version.value % 1000 // 10  # 12090 is CUDA 12.9
 
 
 def loads_machine_code() -> bool:

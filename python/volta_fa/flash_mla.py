@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import bad_argument, require_tensors
-from .operands import with_unit_stride
+from .operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 

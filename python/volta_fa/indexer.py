@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import bad_argument, require_tensors
-from .operands import with_unit_stride
+from .operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = ["fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "topk_indices"]
 

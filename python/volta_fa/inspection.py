@@ -1,5 +1,6 @@
 """Describes this build and this machine: versions, devices, kernels, tuning. `info` is public (`python -m volta_fa info` prints it). The
-native library has the tables of kernels, limits and cache formats, and returns them as JSON (the operator `volta_fa::_info`)."""
+native library has the tables of kernels, limits and cache formats, and returns them as JSON (the operator `volta_fa::_info`). A kernel
+family is the kernels for one generation of GPUs: volta or turing."""
 
 from __future__ import annotations
 
@@ -94,6 +95,7 @@ def families(capability: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def _device(index: int) -> dict[str, Any]:
+    """Returns the entry of a CUDA device in `info()["devices"]`."""
     capability = torch.cuda.get_device_capability(index)
     try:
         preferred = families(capability)[0]
@@ -111,7 +113,7 @@ def _device(index: int) -> dict[str, Any]:
 def _tunings(has_simulator: bool) -> list[dict[str, Any]]:
     devices = [(f"cuda:{index}", index) for index in range(torch.cuda.device_count())]
     if has_simulator and os.environ.get("VOLTA_FA_SIMULATE", "0") not in ("", "0"):
-        devices.append(("simulator", -1))
+        devices.append(("simulator", -1))  # its device number in `_tuning`
     return [{"of": name, **_tuning(index)} for name, index in devices]
 
 

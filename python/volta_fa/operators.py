@@ -39,13 +39,15 @@ def prepare_fast(
     rotate: bool = False,
     check_lengths: bool = False,
 ) -> Tensor:
-    """Returns the int8 codes of K and the range of V, as the option `prepared` of any number of calls of `volta_fa::fwd_fast`.
+    """Returns the int8 codes of K and the range of V, in one uint8 tensor: the option `prepared` of calls of `volta_fa::fwd_fast`.
 
     The calls still take k and v, and the same lengths and `rotate`; of these only the sizes of tensors and `rotate` are compared.
     A call's own `smooth_k` has no effect. Results are bitwise identical to those without `prepared`.
 
     Args:
-        k, v, cu_seqlens_k, max_seqlen_k, check_lengths: as for `volta_fa::fwd_fast`.
+        k, v: float16 or bfloat16, (batch, seqlen_k, nheads_k, headdim or headdim_v), or packed (total_k, nheads_k, ...).
+        cu_seqlens_k, max_seqlen_k: of packed sequences, int32 (batch + 1) where each begins and the total, and the longest one's length.
+        check_lengths: check the values of cu_seqlens_k on a GPU too, which synchronizes.
         smooth_k: quantizes K less its mean over keys, which lowers the error.
         rotate: multiplies K by a Hadamard matrix before it is quantized, which lowers the error where few channels are wide.
     """

@@ -208,7 +208,7 @@ def apply_rotary_emb_qkv_(
         expected = "(batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 nheads_k, headdim)"
         raise bad_argument("qkv", f"shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}", expected)
     parts = [(q, cos, sin), (k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)]
-    return _rotate(qkv, parts, True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+    return _rotate(qkv, parts, inplace=True, options={"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
 
 
 def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0) -> Tensor:
@@ -217,7 +217,7 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise bad_argument("kv", f"shape {tuple(kv.shape)}", "(batch, seqlen, 2, nheads_k, headdim)")
     k = (slice(None), slice(None), 0)
-    return _rotate(kv, [(k, cos, sin)], True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+    return _rotate(kv, [(k, cos, sin)], inplace=True, options={"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
 
 
 #: gamma of xPos (arXiv 2212.10554): pair i has the base scale (2 i / dim + gamma) / (1 + gamma).

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import bad_argument
 from .mask import BlockMask
-from .recording import Recording, has_plain_values
+from .recording import Recording, has_plain_values  # a mask function as operations; whether a tensor's bytes are its values
 from .source import Source
 
 #: Maximum number of cached masks: models have one for each kind of layer, rarely more than two.

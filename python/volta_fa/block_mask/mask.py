@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import bad_argument
 from .cells import ABSENT, CELL, FULL
-from .recording import MaskMod, recorded
-from .source import Source, pack_blocks, source_of
+from .recording import MaskMod, recorded  # recorded: a mask function as a list of operations, if possible
+from .source import Source, pack_blocks, source_of  # a mask before packing; packs blocks; reads torch's BlockMask
 
 _NAMES = ("block_lists", "block_bits", "block_lists_t", "block_bits_t")
 
@@ -89,7 +89,7 @@ class BlockMask:
         if not (lengths[0] - size[0] < queries <= lengths[0] and lengths[1] - size[1] < keys <= lengths[1]):
             raise bad_argument("seq_lengths", (queries, keys), f"lengths that end in the last blocks, at most {lengths}", op="BlockMask")
         states = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape).to(torch.int8) * (FULL - ABSENT) + ABSENT
-        forward, transposed = pack_blocks(states, size, None, (queries, keys))
+        forward, transposed = pack_blocks(states, size, mask_mod=None, seq_lengths=(queries, keys))
         return cls((queries, keys), *forward, *transposed)
 
     @classmethod

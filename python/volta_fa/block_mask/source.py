@@ -123,7 +123,7 @@ def source_of(block_mask: Any, batch: int, heads: int, seq_lengths: tuple[int, i
     counts, device = block_mask.kv_num_blocks, block_mask.kv_num_blocks.device
     lists = (counts, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     mask_mod = None if is_trivial(block_mask.mask_mod) else recorded(block_mask.mask_mod, device)
-    batch, heads = expanded(counts.shape, batch, heads, (may_use(mask_mod, 0), may_use(mask_mod, 1)))
+    batch, heads = expanded(counts.shape, batch, heads, (may_use(mask_mod, argument=0), may_use(mask_mod, argument=1)))
     return made_of(lists, mask_mod, block_mask.BLOCK_SIZE, seq_lengths, batch, heads)
 
 

@@ -15,6 +15,8 @@ _BLOCKS_PER_SM = 8  # with _THREADS each, the 2048 threads that an SM of Volta h
 #: Iterations ("rounds") of a thread's loop in one launch, and additions in an iteration.
 _ROUNDS = 64
 _ADDS_PER_ROUND = 8
+#: Launches: two warm up, and the median time of the others counts.
+_LAUNCHES = 12
 #: Floats in the target buffer: 1 MiB, which fits every GPU's L2 and covers all its slices.
 _FLOATS = 2**18
 
@@ -88,7 +90,7 @@ def _rate(device: torch.device, sms: int, row: int) -> float:
         arguments = (ctypes.c_uint64(memory.data_ptr()), *(ctypes.c_uint32(n) for n in (row, hop, 4 * _FLOATS - 1, _ROUNDS)))
         adds = blocks * _THREADS * _ROUNDS * _ADDS_PER_ROUND
         times = []
-        for run in range(12):  # each adds to the sums of all before
+        for run in range(_LAUNCHES):  # each adds to the sums of all before
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             launch(blocks, _THREADS, arguments)
@@ -96,7 +98,7 @@ def _rate(device: torch.device, sms: int, row: int) -> float:
             end.synchronize()
             if run >= 2:  # the first two warm up: compile, fill caches
                 times.append(start.elapsed_time(end))
-        if memory.double().sum().item() != 12.0 * adds:
+        if memory.double().sum().item() != _LAUNCHES * adds:
             raise RuntimeError("atomic adds were lost")
         return adds / median(times) / 1e6
 
@@ -114,7 +116,8 @@ class _Kernel:
     def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._check(self._driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None))
+        grid, block, shared_bytes, extra = (blocks, 1, 1), (threads, 1, 1), 0, None
+        self._check(self._driver.cuLaunchKernel(self._function, *grid, *block, shared_bytes, stream, pointers, extra))
 
     def _check(self, status: int) -> None:
         if status != 0:

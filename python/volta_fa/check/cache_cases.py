@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..inspection import cache_formats
-from ..kv_cache.formats import cache_dtype, dequantize_kv, parts_of, quantize_kv
+from ..kv_cache.formats import cache_dtype, dequantize_kv, parts_of, quantize_kv  # parts_of: the formats of keys and values
 from . import tolerance
-from .cases import OF_REFERENCE, ScoreOptions, Source
-from .problems import Part, forward_parts
+from .cases import OF_REFERENCE, ScoreOptions, Source  # options of `tolerance.attend`; windows, softcap, ALiBi, sinks; draws tensors
+from .problems import Part, forward_parts  # parts of out and softmax_lse with exact values and allowed errors
 
 #: Block-table entries after a sequence's last page. They name no page, and kernels must not use them.
 NO_PAGE = (-1, 2**31 - 1, -(2**31))

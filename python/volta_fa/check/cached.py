@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
-from ..operands import MAX_DECODE_ROWS
-from .cache_cases import CacheCase, CacheInputs, has_scales
-from .cases import EVERY, CpuSource, asking
-from .kernels import Target
-from .problems import Part, agree
+from ..operands import MAX_DECODE_ROWS  # 64: the most rows (queries times heads of a group) that decode kernels take
+from .cache_cases import CacheCase, CacheInputs, has_scales  # a problem; its tensors; whether each token and head has a scale
+from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; CpuSource draws tensors; asking: fields for features
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
+from .problems import Part, agree  # a result's part with exact values and allowed errors; raises if two references differ
 
 #: Kernels of these passes get the problems here.
 PASSES = ("Decode", "DecodeMla", "Prefill", "PrefillStreamK", "Append", "Dequantize")
@@ -31,7 +31,7 @@ _UNQUANTIZED = {"float": torch.float16, "bfloat16": torch.bfloat16}
 
 def _case(lengths: Lengths, headdim: int, headdim_v: int, group: int, cache: str = "float", **options: Any) -> CacheCase:
     """Returns a problem with two KV heads, or with one head of latents. `group`: query heads of each KV head. `cache`: the cache's format,
-    as in a variant's "cache"."""
+    as in a variant's "cache". Unless `options` say otherwise, the mask is causal, and a page has 16 tokens; page=0 is a dense cache."""
     if options.get("rotary"):
         options["rotary_dim"] = headdim // 4 // 8 * 16  # at most half of the columns, a multiple of 16
     nheads_k = 1 if options.get("latents") else 2

@@ -72,10 +72,10 @@ def asking(features: list[str]) -> dict[str, Any]:
 class ScoreOptions:
     """Options of a problem that change scores, as the operators define them."""
 
-    window_left: int = -1
+    window_left: int = -1  # keys that a query sees before its own position, and after it; -1: no limit
     window_right: int = -1
-    softmax_scale: float | None = None
-    softcap: float = 0.0
+    softmax_scale: float | None = None  # None: headdim ** -0.5
+    softcap: float = 0.0  # 0: off
     alibi: str = ""  # shape of the slopes: "h" (nheads), "bh" (batch, nheads); "": none
     sinks: str = ""  # dtype: "own" (q's) or "fp32"; "": none
 
@@ -107,10 +107,10 @@ class Case(ScoreOptions):
     seqlen_q: int = 0
     seqlen_k: int = 0
     headdim: int = 64
-    headdim_v: int | None = None
+    headdim_v: int | None = None  # None: headdim
     batch: int = 2
     nheads: int = 2
-    nheads_k: int | None = None
+    nheads_k: int | None = None  # None: nheads
     is_causal: bool = False
     spread: float = 1.0  # standard deviation of q, k and v
     dropout_p: float = 0.0
@@ -234,7 +234,7 @@ class Case(ScoreOptions):
             o["attn_bias"] = bias > -0.8 if dtype == "bool" else bias.float() if dtype == "fp32" else bias
         if self.blocks:
             batch, nheads = self.batch if "b" in self.blocks else 1, self.nheads if "h" in self.blocks else 1
-            mask = block_masks.random_mask(batch, nheads, self.seqlen_q, self.seqlen_k, source.seed)
+            mask = block_masks.random_mask(batch, nheads, self.seqlen_q, self.seqlen_k, source.seed, density=0.4)
             o |= block_masks.options_of(mask, source.device, source.seed)
         if self.sinks:
             sinks = source.randn(self.nheads) * 2

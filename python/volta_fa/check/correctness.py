@@ -363,8 +363,8 @@ def _check_indexer(record: _Record, target: Target, variant: dict[str, Any]) -> 
 
 
 def _check_merge(record: _Record, target: Target, variant: dict[str, Any]) -> None:
-    """Checks the merge kernel, which combines attention over two parts of the keys. Its fp64 CPU backend is the reference. Eager attention
-    has no such operation, so out may be off by two units in the last place, and softmax_lse by 2^-21, relative to 1 plus the largest
+    """Checks the merge kernel, which combines attention over two parts of the keys. Its fp64 CPU backend is the reference, because eager
+    attention has no such operation. out may be off by two units in the last place, softmax_lse by 2^-21, relative to 1 plus the largest
     value."""
     generator = torch.Generator().manual_seed(record.seed)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -431,7 +431,7 @@ def _check_cast(record: _Record, target: Target, magnitudes: tuple[int, int]) ->
 def share_blame(results: Sequence[KernelResult]) -> None:
     """Decides whether a helper (preprocess or postprocess kernel) or a main kernel caused the wrong gradients of a backward pass. Both run
     in the same calls, so a wrong one makes the other fail too. A helper that passes with one main kernel is correct, so its failures with
-    others are removed. If several main kernels fail with a helper and none passes, the helper is wrong, and the main kernels' failures
+    others are removed. If several main kernels fail with a helper and none passes, the helper is wrong. Then the main kernels' failures
     about the gradients that depend on it are removed."""
     for helper in results:
         if helper.pass_ not in _HELPERS or not helper.failures:

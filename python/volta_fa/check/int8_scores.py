@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .kernels import SIMULATE_VARIABLE, Target, environment
-from .problems import Error
-from .tolerance import max_error
+from .problems import Error  # of a result: its kind, the error, and the allowed error
+from .tolerance import max_error  # the largest absolute difference; infinity where one side alone is NaN
 
 #: Kernels of these passes get the problems here: attention, and `prepare_fast`, which quantizes k and v beforehand.
 PASSES = ("FastForward", "FastPrepare")
@@ -43,9 +43,10 @@ class FastCase:
 
 
 def problems(variant: dict[str, Any]) -> list[FastCase]:
-    """Returns problems that together use packed sequences, masks, causal masks and rotation; `--quick` runs the first."""
+    """Returns problems that together use packed sequences, masks, causal masks and rotation; `--quick` runs the first. `variant`: a
+    kernel's entry in `info()["variants"]`, whose headdim is the largest that it takes."""
     d = variant["headdim"]
-    if "generic" in variant["name"]:
+    if "generic" in variant["name"]:  # these alone have code for packed sequences and masks
         return [FastCase(141, 290, d, packed=True, is_causal=True), FastCase(77, 131, d - 8, torch.bfloat16, masked=True)]
     return [FastCase(141, 290, d), FastCase(77, 131, d - 8, torch.bfloat16, is_causal=True), FastCase(33, 200, d, rotate=True)]
 
@@ -69,7 +70,7 @@ class FastInputs:
         q, k, v = (torch.randn(shape, generator=generator).to(p.dtype) for shape in shapes)
         options: dict[str, Any] = {"is_causal": p.is_causal, "rotate": p.rotate}
         if p.packed:
-            for name, rows in (("q", p.seqlen_q), ("k", p.seqlen_k)):
+            for name, rows in (("q", p.seqlen_q), ("k", p.seqlen_k)):  # three sequences, the second empty
                 options[f"cu_seqlens_{name}"] = torch.tensor([0, rows // 2, rows // 2, rows], dtype=torch.int32)
                 options[f"max_seqlen_{name}"] = rows - rows // 2
         if p.masked:
@@ -88,7 +89,7 @@ class FastInputs:
 
     def model(self, prepared: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns out and softmax_lse of the CPU backend, for keys and values from a `prepare` if given."""
-        with environment(**{SIMULATE_VARIABLE: None}):
+        with environment(**{SIMULATE_VARIABLE: None}):  # None unsets it: CPU tensors run on the CPU backend
             return torch.ops.volta_fa.fwd_fast(self.q, self.k, self.v, prepared=prepared, **self.options)
 
     def prepare(self, target: Target) -> Tensor:

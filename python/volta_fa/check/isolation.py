@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .correctness import DeviceLost, KernelResult, check_kernel, load_kernel
-from .kernels import Target
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
 #: Maximum seconds for a step of a process: import torch and start CUDA, load a kernel, check it. A check takes less than one second.
 TIMEOUTS = {"start": 120.0, "load": 300.0, "check": 30.0}
@@ -59,12 +59,13 @@ def check_isolated(
     check: Check = check_kernel,
     load: Load = load_kernel,
 ) -> Iterator[KernelResult]:
-    """Yields kernels' results in the order in which they finish; none for kernels for which time or processes did not suffice. `seconds`
-    limits the time that each of `at_a_time` processes spends on checks. Then kernels that lost their process get a second trial, all in at
-    most SECOND_TRIALS seconds. A kernel without a second trial is inconclusive, with the first failure as the reason."""
+    """Yields results of `variants`, kernels as `info()` describes them, in the order in which they finish; none for kernels for which time
+    or processes did not suffice. `quick`: one problem of each kernel. `seconds` limits the time that each of `at_a_time` processes spends
+    on checks. Then kernels that lost their process get a second trial, all in at most SECOND_TRIALS seconds. A kernel without a second
+    trial is inconclusive, with the first failure as the reason."""
     arguments = (target, seed, quick, check, load)
     suspects = deque[tuple[dict[str, Any], KernelResult]]()
-    for variant, result, lost in _run(variants, arguments, seconds, at_a_time, 1.0):
+    for variant, result, lost in _run(variants, arguments, seconds, at_a_time, patience=1.0):
         if lost:
             suspects.append((variant, result))
         else:
@@ -73,7 +74,7 @@ def check_isolated(
     while suspects and left > 0:
         variant, first = suspects.popleft()
         began, in_vain = time.monotonic(), False
-        for _, result, _ in _run([variant], arguments, float("inf"), 1, SECOND_TRIAL):
+        for _, result, _ in _run([variant], arguments, seconds=float("inf"), at_a_time=1, patience=SECOND_TRIAL):
             if result.passed:
                 result.note = f"lost its process once, and not when it ran alone: {first.failures[0]}"
             in_vain = bool(result.inconclusive)
@@ -239,7 +240,7 @@ def _work(connection: Connection, threads: int, target: Target, seed: int, quick
     torch.set_num_threads(threads)
     target.make_current()
     target.synchronize()
-    connection.send(None)
+    connection.send(None)  # ends the step "start", and below "load"
     while True:
         try:
             variant = connection.recv()

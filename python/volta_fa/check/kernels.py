@@ -185,7 +185,8 @@ def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict
 def problems(variant: dict[str, Any]) -> list[Case]:
     """Returns problems of `fwd` and `bwd` that together use every feature of a kernel; `--quick` runs the first. `cached.problems` has
     those of kernels with a KV cache. Most sizes are odd, so that tiles have partial rows and columns. Optional features of a variant are in
-    "features"; it only runs for problems with all "required_features"."""
+    "features"; it only runs for problems with all "required_features". The letters in a Case's alibi, bias and blocks are the dimensions
+    of that tensor that are not 1 (b, h, q, k); sinks="own" has q's dtype. EVERY is softcap, ALiBi and sinks together."""
     if variant["family"] == "cpu":
         d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:

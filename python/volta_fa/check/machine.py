@@ -15,7 +15,7 @@ import torch
 from .. import diagnostics
 from ..errors import first_line
 from ..inspection import info
-from .kernels import Target
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
 #: nvidia-smi's fields, and their names in the report. Units are MHz, W, degrees Celsius and percent.
 _FIELDS = {
@@ -66,6 +66,7 @@ def describe(target: Target) -> dict[str, Any]:
 
 
 def _why_no_gpu() -> str:
+    """Returns why torch finds no GPU, in one line."""
     if problems := diagnostics.problems():
         return "; ".join(problems)
     try:
@@ -97,6 +98,7 @@ def ask(which: str) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | str | None:
+    """Returns a value of nvidia-smi: a number, other text, or None where the GPU has none."""
     if text.startswith("["):  # [N/A] or [Not Supported]
         return None
     try:

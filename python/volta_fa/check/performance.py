@@ -149,7 +149,7 @@ class Speeds:
 def median_ms(work: Work, device: torch.device, limit: float, most: int = 20, calls: int = 1) -> float:
     """Returns the median time of a call in ms, over at most 1 + `most` runs of `calls` calls each. One call warms up. The runs after the
     first take about `limit` seconds together; if the first takes longer, it alone counts."""
-    _run_ms(work, device, 1)  # loads code, fills the allocator's cache
+    _run_ms(work, device, calls=1)  # loads code, fills the allocator's cache
     first = _run_ms(work, device, calls)
     runs = min(most, int(limit / max(first / 1e3, 1e-6)))
     return median([first, *(_run_ms(work, device, calls) for _ in range(runs))]) / calls
@@ -230,11 +230,10 @@ def _attempt(speeds: Speeds, what: str, work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else ""
         if lacks_memory(error):
             speeds.missing = f"{what}: {OUT_OF_MEMORY}"
-            return
-        speeds.troubles.append(f"{what}: {type(error).__name__}: {said}")
+        else:
+            speeds.troubles.append(f"{what}: {type(error).__name__}: {first_line(error)}")
 
 
 def card_figures(target: Target) -> dict[str, Any]:
@@ -248,12 +247,12 @@ def card_figures(target: Target) -> dict[str, Any]:
         torch.mm(a, b, out=into)
 
     figures: dict[str, Any] = {"gemm": f"{size}^3, {str(dtype).removeprefix('torch.')}"}
-    ms = median_ms(gemm, device, 0.5, most=200)
+    ms = median_ms(gemm, device, limit=0.5, most=200)
     figures["gemm_tflops"] = 2 * size**3 / ms / 1e9
     if on_gpu:  # clocks and power while about 0.7 s of GEMMs are queued
         for _ in range(int(700 / ms)):
             gemm()
-        under_load = machine.query(device)
+        under_load = machine.query(device)  # nvidia-smi's values by name
         torch.cuda.synchronize(device)
         figures["under_load"] = {
             name: under_load.get(name) for name in ("sm_clock_mhz", "memory_clock_mhz", "power_draw_w", "throttle_reasons")
@@ -261,9 +260,9 @@ def card_figures(target: Target) -> dict[str, Any]:
     # 256 MiB on a GPU, far larger than its caches
     source = torch.empty(2**28 if on_gpu else 2**25, dtype=torch.uint8, device=device).fill_(1)
     copy = torch.empty_like(source)
-    figures["copy_gb_s"] = 2 * source.numel() / median_ms(lambda: copy.copy_(source), device, 0.3) / 1e6
+    figures["copy_gb_s"] = 2 * source.numel() / median_ms(lambda: copy.copy_(source), device, limit=0.3) / 1e6
     if on_gpu:
-        for name, rate in atomics.rates(device, target.sms).items():
+        for name, rate in atomics.rates(device, target.sms).items():  # to whole lines of 128 bytes, and to rows of 32
             figures[f"atomic_adds_{name}_g_s"] = rate
     return figures
 
@@ -280,11 +279,12 @@ def _measure_point(speeds: Speeds, target: Target, point: Point | CachePoint, de
             point.missing[name] = OUT_OF_MEMORY
         else:
             _time(speeds, target, point, name)
-        if on_gpu and point.seqlen >= 4096:
+        if on_gpu and point.seqlen >= 4096:  # else large tensors stay in the allocator's cache
             torch.cuda.empty_cache()
 
 
 def _time(speeds: Speeds, target: Target, point: Point | CachePoint, name: str) -> None:
+    """Times an implementation, or records why it has no time. The first call of volta_fa's kernels counts as loading."""
     is_ours = name in (VOLTA_FA, DETERMINISTIC)
     try:
         begin, work = time.monotonic(), _work(point, target, name)
@@ -327,6 +327,7 @@ def _drawn(target: Target, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
 
 
 def _ours(point: Point, target: Target, name: str) -> Work:
+    """Returns a call of volta_fa, forward or backward. Tensors are (batch, seqlen, nheads, headdim)."""
     q, k, v, dout = _drawn(target, *[(1, point.seqlen, point.nheads, point.headdim)] * 4)
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
@@ -339,6 +340,7 @@ def _ours(point: Point, target: Target, name: str) -> Work:
 
 
 def _pytorch(point: Point, target: Target, name: str) -> Work:
+    """Returns a call of PyTorch's implementation, forward or backward. Tensors are (batch, nheads, seqlen, headdim)."""
     q, k, v, dout = _drawn(target, *[(1, point.nheads, point.seqlen, point.headdim)] * 4)
     forward = _attention(name, q, k, v, point.causal)
     if point.direction == "forward":
@@ -354,7 +356,9 @@ def _pytorch(point: Point, target: Target, name: str) -> Work:
 def cached_points(target: Target, quick: bool) -> list[CachePoint]:
     """Returns the shapes, the most important first."""
     if target.kind == "cpu":
-        return [CachePoint(kind, 64, 2, 128, n) for kind, n in (("decode", 1), ("append", 1), ("prefill", 32))]
+        kinds = (("decode", 1), ("append", 1), ("prefill", 32))
+        return [CachePoint(kind, headdim=64, batch=2, seqlen=128, seqlen_q=n) for kind, n in kinds]
+    # kind, sequences, cached tokens, queries
     shapes = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
     if not quick:
         shapes += [("decode", 1, 16384, 1), ("decode", 64, 1024, 1)]

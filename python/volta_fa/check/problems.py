@@ -37,7 +37,7 @@ class Inputs:
     v: Tensor
     dout: Tensor
     options: dict[str, Any]  # keyword arguments of the operators
-    scratch_bytes: int = 0  # scratch memory that correctness.poison cannot derive from the tensors' sizes
+    scratch_bytes: int = 0  # of kernels, besides results; `correctness.poison` fills memory of that size with NaN before a call
 
     @classmethod
     def draw(cls, problem: Case, seed: int, device: torch.device) -> Inputs:
@@ -134,7 +134,7 @@ class Part:
 
 def zeros(result: str, select: Select, chosen: Tensor, where: str) -> Part:
     """Returns a Part that must be exactly 0: the elements of `select` where the bool `chosen` is True."""
-    return Part(result, lambda t: select(t)[chosen], torch.zeros((), device=chosen.device), 0.0, where)
+    return Part(result, lambda t: select(t)[chosen], exact=torch.zeros((), device=chosen.device), allowed=0.0, where=where)
 
 
 def forward_parts(
@@ -285,7 +285,7 @@ class Exact:
         """Returns the parts of out and softmax_lse."""
         found = []
         for group, ref in zip(self.groups, self.refs):
-            found += forward_parts(ref, *group.inputs(*self.tensors), group.queries, group.lse, 0.0, **group.options)
+            found += forward_parts(ref, *group.inputs(*self.tensors), group.queries, group.lse, more=0.0, **group.options)
         return found
 
     def out(self) -> Tensor:

@@ -22,8 +22,10 @@ from rich.table import Table
 
 from .. import diagnostics, progress
 from . import performance
-from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
-from .kernels import Target
+from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst  # outcomes; what the check of a kernel found; its largest error
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
+
+# names of the implementations; GROUP and PAGE: query heads of a KV head and tokens of a page; Point, CachePoint: times of one shape
 from .performance import DETERMINISTIC, EFFICIENT, GROUP, MATH, PAGE, VOLTA_FA, CachePoint, Point, Speeds
 from .tune import Tuned
 
@@ -359,6 +361,7 @@ def _show_speeds(speeds: Speeds) -> None:
 
 
 def _show_cached(points: Sequence[CachePoint]) -> None:
+    """Prints a row for each shape with a KV cache."""
     if not points:
         return
     _console.print(
@@ -379,6 +382,7 @@ def _pairs(points: Sequence[Point]) -> dict[tuple[int, int, bool], dict[str, Poi
 
 
 def _number(found: float | None, missing: str | None) -> str:
+    """Returns a speed in three digits; without one "memory" if it was used up, else "-"."""
     if found is not None:
         return f"{found:.0f}" if found >= 100 else f"{found:.1f}" if found >= 1 else f"{found:.2g}"
     return "memory" if missing == performance.OUT_OF_MEMORY else "-"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .kernels import SIMULATE_VARIABLE, environment
-from .problems import Error
-from .tolerance import largest, max_error
+from .problems import Error  # of a result: its kind, the error, and the allowed error
+from .tolerance import largest, max_error  # the largest absolute value, and difference; infinity where one side alone is NaN
 
-#: Results of `volta_fa::fwd_sparse_mla`.
+#: Results of `volta_fa::fwd_sparse_mla`; max_logits: the largest scaled score of each query and head.
 RESULTS = ("out", "softmax_lse", "max_logits")
 #: Allowed error of out relative to 1 + its largest value, by dtype of q: rounding of out, and of fp16 products.
 _OUT_LIMITS = {torch.float16: 3e-3, torch.bfloat16: 8e-3}
@@ -22,8 +22,9 @@ _SCORE_LIMIT = 1e-4
 
 
 def problems(variant: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any], tuple[Tensor, ...]]]:
-    """Yields name, arguments of `volta_fa::fwd_sparse_mla`, and results of the fp64 CPU backend. The pass SparseSelect, which lists the
-    tokens that queries chose, takes any headdim, cache and dtype; a SparseMla kernel has its own."""
+    """Yields name, arguments of `volta_fa::fwd_sparse_mla`, and results of the fp64 CPU backend. `variant`: a kernel's entry in
+    `info()["variants"]`. The pass SparseSelect, which lists the tokens that queries chose, takes any headdim, cache and dtype; a SparseMla
+    kernel has its own."""
     is_any = variant["pass"] == "SparseSelect"
     headdims = (576, 512) if is_any else (variant["headdim"],)
     kinds = (True, False) if is_any else ("e4m3" in variant["name"],)  # whether the cache has fp8 rows, or q's dtype
@@ -33,7 +34,7 @@ def problems(variant: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str
         for is_fp8 in kinds:
             for dtype in dtypes:
                 arguments, exact = _draw(seed, headdim, is_fp8, dtype, heads)
-                with environment(**{SIMULATE_VARIABLE: None}):
+                with environment(**{SIMULATE_VARIABLE: None}):  # None unsets it: CPU tensors run on the CPU backend
                     expected = torch.ops.volta_fa.fwd_sparse_mla(**exact)
                 kind = "fp8" if is_fp8 else "rows"
                 yield f"sparse latents, {kind}, {heads} heads of {headdim}, {str(dtype).removeprefix('torch.')}", arguments, expected
@@ -136,4 +137,4 @@ def _draw_indexer(seed: int, queries: int, heads: int, dtype: torch.dtype) -> tu
 def indexer_error(found: Tensor, exact: Tensor, allowed: Tensor) -> Error:
     """Returns the largest error of a logit, as a share of what is allowed for that logit."""
     difference = (found.cpu().double() - exact).abs().masked_fill(found.cpu() == exact, 0).nan_to_num(nan=torch.inf)
-    return Error("logits", "largest, of what is allowed", (difference / allowed).max().item(), 1.0)
+    return Error("logits", "largest, of what is allowed", (difference / allowed).max().item(), allowed=1.0)

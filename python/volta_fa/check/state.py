@@ -13,8 +13,8 @@ import torch
 from .. import diagnostics
 from ..errors import CommandError
 from ..library import library_path
-from .correctness import KernelResult
-from .kernels import Target
+from .correctness import KernelResult  # what the check of one kernel found
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
 #: Name of the file in the report's folder.
 FILE = "volta_fa-check.unfinished"

@@ -214,10 +214,10 @@ class Rounded:
 class Budget:
     """How far one result may be from the fp64 reference: `factor` times the error of eager attention in the same dtype on the same inputs.
 
-    Both the largest error and the root mean square must be inside. (If one key of a thousand were left out, that would be less than the
-    largest rounding error of the first rows, but not less than the mean.) Eager's error may be nearly zero by luck: with one key, every
-    probability is exactly 1. So at least the unavoidable error is allowed, which a perfect implementation has too: rounding of the result
-    by half a unit in the last place, of the sums that lead to it (`sums`), and of the probabilities in them (`rounded`).
+    Both the largest error and the root mean square must be inside. (One key of a thousand left out changes less than the largest rounding
+    error of the first rows, but more than the mean.) Eager's error may be nearly zero: with one key, every probability is exactly 1. So at
+    least the unavoidable error is allowed, which a perfect implementation has too: rounding of the result by half a unit in the last
+    place, of the sums that lead to it (`sums`), and of the probabilities in them (`rounded`).
 
     `largest` and `rms` are the magnitudes of the reference."""
 
@@ -311,7 +311,7 @@ def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
     # |dP| and |delta| by Cauchy-Schwarz; dk and dv add up independent roundings of every query row that sees a key.
     dp = largest_row(dout) * largest_row(v) * factor
     rows = math.sqrt(q.shape[1] * q.shape[2] / max(k.shape[2], 1))
-    sums = [eps * dp * largest(k) * scale, eps * dp * largest(q) * scale * rows, eps * largest(dout) * rows * factor]
+    sums = [eps * dp * largest(k) * scale, eps * dp * largest(q) * scale * rows, eps * largest(dout) * rows * factor]  # of dq, dk, dv
     attn_bias, sinks = options.get("attn_bias"), options.get("sinks")
     noise = delta_noise(ref, out, dout)
     from_delta = noise * ref.probabilities
@@ -322,7 +322,7 @@ def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
     of_heads = torch.einsum("bhij,bhid->bhjd", from_delta**2, heads[0] ** 2)
     sums[1] += largest(sum_groups(of_heads, k.shape[2]).sqrt()) * scale
     if attn_bias is not None and attn_bias.dtype != torch.bool:
-        shared = ref.probabilities.numel() / max(attn_bias.numel(), 1)
+        shared = ref.probabilities.numel() / max(attn_bias.numel(), 1)  # scores that share an element of the bias
         along_keys = ref.probabilities.sum(-1, keepdim=True) if attn_bias.shape[-1] == 1 else ref.probabilities
         of_delta = (along_keys * noise).square().sum_to_size(attn_bias.shape).sqrt()
         sums.append(eps * dp * math.sqrt(shared) + largest(of_delta))
@@ -337,7 +337,7 @@ def delta_noise(ref: Eager, out: Tensor, dout: Tensor) -> Tensor:
     """Returns the allowed error of each row's delta, (batch, nheads, seqlen_q, 1), from errors of `out`.
 
     That is `_DEVIATIONS` standard deviations of the error from rounding the exact out, or the error that the given `out` does cause, if it
-    is larger: out's errors have a budget of their own. Eager attention computes gradients from probabilities, without delta, and so is
+    is larger: out's errors have a budget of their own. Eager attention computes gradients from probabilities, without delta. So it is
     exact where one key has all the attention, or a bias has one element for all keys of a row."""
     dout64 = dout.double()
     rounding = _DEVIATIONS * (dout64 * (ref.out.to(dout.dtype).double() - ref.out)).norm(dim=-1)

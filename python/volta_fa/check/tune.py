@@ -20,9 +20,9 @@ import torch
 
 from ..errors import first_line
 from ..inspection import info
-from .correctness import KernelResult
-from .kernels import Target
-from .performance import Work, median_ms
+from .correctness import KernelResult  # what the check of one kernel found
+from .kernels import Target  # the device: a GPU, the simulator or the CPU
+from .performance import Work, median_ms  # a call to time, and its median time in ms
 
 #: An alternative must be this share faster in every round. Repeated medians of one kernel differ by less.
 MARGIN = 0.05
@@ -223,6 +223,7 @@ def _own(target: Target, class_: Class, alternatives: Sequence[Alternative], fai
 
 
 def _work(target: Target, class_: Class, alternative: Alternative) -> Work:
+    """Returns a call of a class's shape in fp16: the forward pass, or the backward pass alone."""
     shape = (1, class_.seqlen, class_.nheads, class_.headdim)
     q, k, v, dout = (torch.randn(shape, device=target.device, dtype=torch.float16) for _ in range(4))
     if class_.pass_ == "Forward":

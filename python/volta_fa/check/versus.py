@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..demo.simulated import aligned, microseconds
+from ..demo.simulated import aligned, microseconds  # a tensor on a boundary of 256 bytes; the time of all simulated kernels
 from ..integrations.flash_attn import v100
 from . import tolerance
 from .kernels import SIMULATED_GPU_VARIABLE, Target, lacks_memory, simulate
@@ -52,7 +52,8 @@ class Shape:
         return Shape(self.kind, seqlen_q, min(self.seqlen_k, 256), self.page and 16, self.kv_dtype)  # 0, no pages, stays 0
 
 
-# Pages are as vLLM sized them in these runs: 784 tokens, or 1616 with speculation.
+# Pages are as vLLM sized them in these runs: 784 tokens, or 1616 with speculation. By position: kind, seqlen_q, seqlen_k, page, kv_dtype,
+# milliseconds, source.
 _FA2 = "sm70_fa2_d256_prefill_pipeline.md, 1312 MHz"
 _FA2_UNKNOWN_CLOCK = "sm70_fa2_d256_prefill_pipeline.md, clock not stated"
 _DEC = "sm70_tp4_nomtp_long_context_decode.md"
@@ -196,6 +197,7 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
 
 
 def _measured(shape: Shape, call: Callable[[Inputs], Work], target: Target) -> Outcome:
+    """Returns time and error of an implementation; `call` makes its call from the tensors of a shape."""
     try:
         inputs = Inputs(shape, target.device)
         work = call(inputs)
@@ -231,11 +233,12 @@ def error_share(inputs: Inputs, out: Tensor) -> float:
 
 
 def _simulated(shape: Shape) -> Outcome:
+    """Returns volta_fa's simulated time, or why there is none."""
     if shape.seqlen_q * shape.seqlen_k > _SIMULATED_PRODUCTS:
         return Outcome(missing=_TOO_LONG)
     try:
         work = ours(Inputs(shape, torch.device("cpu")))
-        reports = simulate(work, **{SIMULATED_GPU_VARIABLE: SIMULATED_GPU})
+        reports = simulate(work, mode="timing", **{SIMULATED_GPU_VARIABLE: SIMULATED_GPU})  # one for each kernel launch
     except Exception as error:
         return _missing(error)
     return Outcome(microseconds(reports) / 1e3, kernels=[report["kernel"] for report in reports])

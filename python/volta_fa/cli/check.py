@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_rich("matplotlib")
+    require_rich("matplotlib")  # raises CommandError unless rich and matplotlib are installed
     name = choose_device(arguments.device)
     from ..check import run_check
     from ..check.correctness import INCOMPLETE, RIGHT, WRONG

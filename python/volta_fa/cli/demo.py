@@ -10,7 +10,7 @@ import torch
 from .. import diagnostics
 from ..errors import CommandError, first_line, require_rich
 from ..inspection import kernel_family
-from .check import choose_device
+from .check import choose_device  # cuda:N or cpu for --device, or CommandError
 
 SUMMARY = "train a small GPT with volta_fa and with PyTorch's attention, and compare losses, time and memory"
 DESCRIPTION = """\
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_rich("matplotlib")
+    require_rich("matplotlib")  # raises CommandError unless rich and matplotlib are installed
     from ..demo import run_demo, run_simulated, settings_for
 
     device = _choose_device(arguments.device)

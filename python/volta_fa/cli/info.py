@@ -1,4 +1,5 @@
-"""`python -m volta_fa info`: prints `volta_fa.info()`, which describes this build and this machine, as tables or JSON."""
+"""`python -m volta_fa info`: prints `volta_fa.info()`, which describes this build and this machine, as tables or JSON. A kernel family is
+the kernels for one generation of GPUs: volta or turing."""
 
 from __future__ import annotations
 

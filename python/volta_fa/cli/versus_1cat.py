@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..diagnostics import send
-from ..progress import Lines
-from .check import choose_device
+from ..diagnostics import send  # a sentence on where to send a file
+from ..progress import Lines  # prints a line every 8 s
+from .check import choose_device  # cuda:N, cpu or simulator for --device
 
 if TYPE_CHECKING:
     from ..check.versus import Outcome, Row

@@ -1,13 +1,13 @@
 """Decides whether two trainings differ by more than rounding. The demo calls `compare` with the losses and gradients of its runs.
 
-How far two correct implementations of attention differ depends on the data type, the device, the model and the number of steps, so no fixed
-tolerance is right for all. The demo measures it. Control runs are PyTorch's attention again, with every output element moved by one unit in
-the last place (`RoundedAttention`); their largest distance from the plain PyTorch run is what rounding alone does. volta_fa has to stay
-within a multiple of it, in the losses of every step, and in the gradients of one batch at the weights that the PyTorch run ends with.
-Training does not amplify these, so they show errors that are too small, or too late, to show in the losses.
+The distance of two correct implementations depends on the data type, the device, the model and the number of steps. So the demo measures
+it instead of fixing a tolerance. Control runs are PyTorch's attention with every output element moved by one unit in the last place
+(`RoundedAttention`). Their largest distance from the plain PyTorch run is what rounding alone does. volta_fa must stay within a multiple
+of it in the losses of every step, and in the gradients of one batch at the PyTorch run's last weights. Training does not amplify the
+gradients' distance, so it shows errors that are too small, or too late, to show in the losses.
 
-The constants come from trainings of such a model on a CPU (4 layers, 4 heads of 32, 128 characters); the
-figures are distances from PyTorch's attention, "|g|" the relative distance of the gradients after training:
+The constants come from trainings of such a model on a CPU (4 layers, 4 heads of 32, 128 characters). The figures are distances from
+PyTorch's attention; "|g|" is the relative distance of the gradients after training:
 
                                           fp32, 150 steps             fp16 autocast, 60 to 80 steps
                                           loss            |g|         loss            |g|
@@ -24,17 +24,17 @@ from dataclasses import dataclass
 
 import torch
 
-#: At a high learning rate rounding grows by itself. In 20 steps of a model of two layers (fp16, 3e-3) eight controls strayed by 3e-4 to
-#: 5e-3, so one alone may stay seventeen times nearer than another, by luck.
+#: Number of control runs. One is not enough, because rounding grows at a high learning rate: after 20 steps of a model of two layers (fp16,
+#: learning rate 3e-3) eight controls had distances of 3e-4 to 5e-3, a factor of seventeen.
 CONTROLS = 3
-#: The largest loss difference above varies by a factor of up to 2 from control to control, and a correct implementation may err by more
-#: than one unit in the last place, because attention sums over the keys.
+#: Allowed loss difference over the controls' largest. That varies by a factor of up to 2 above. Also, a correct implementation may err by
+#: more than one unit in the last place, because attention sums over the keys.
 LOSS_MARGIN = 16
-#: A loss is itself a rounded fp32 mean over a thousand characters, and in fp32 the control often has the very same number. So at least this
-#: number of units in the last place of the loss is allowed.
+#: Units in the last place of a loss that are allowed in any case: it is an fp32 mean over a thousand characters, and an fp32 control often
+#: has the same number.
 LOSS_ULPS = 8
-#: Controls agree within a few per cent. check/tolerance.py allows gradients three times the error of PyTorch's; this is twice that. The
-#: error of 2% above is 22 times the control's distance in fp16, and 10^5 times in fp32.
+#: Allowed gradient distance over the controls' largest, which varies by a few percent. check/tolerance.py allows gradients three times the
+#: error of PyTorch's; this is twice that. The error of 2% above is 22 times the control's distance in fp16, and 10^5 times in fp32.
 GRADIENT_MARGIN = 6
 
 

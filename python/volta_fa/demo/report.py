@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ..inspection import families, kernel_family
+from ..inspection import families, kernel_family  # the kernels for a GPU generation, preferred first; the preferred one's name
 from ..version import __version__
 from . import simulated
-from .agreement import CONTROLS, Comparison
-from .simulated import Simulated
-from .train import Run, Settings
+from .agreement import CONTROLS, Comparison  # number of control runs; differences of losses and gradients, and what is allowed
+from .simulated import Simulated  # times of one GPU, and errors; the share of an error is error / allowed error
+from .train import Run, Settings  # one model in training; sizes of model and training
 
 #: Names of the runs: PyTorch's attention, volta_fa's, and those that show what rounding alone does.
 REFERENCE, CANDIDATE, CONTROL = "PyTorch", "volta_fa", "PyTorch, rounded differently"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..check.cases import Case
-from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment, simulate
-from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward
+from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment, simulate  # sets variables; runs and reports
+from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward  # tensors, and results in fp64 as parts
 from ..inspection import info
 
 #: The layer: attention of BERT base, for which figures of PyTorch's kernels in the same simulator exist. (The demo's layers fill no GPU.)
@@ -85,12 +85,12 @@ def _time(gpu: Gpu) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     # variance 1, log(SEQLEN * exp(1 / 2)).
     lse = aligned((BATCH, NHEADS, SEQLEN), torch.float32).fill_(math.log(SEQLEN) + 0.5)
     on_gpu = {SIMULATED_GPU_VARIABLE: gpu.name}
-    forward = simulate(lambda: torch.ops.volta_fa.fwd(q, k, v), **on_gpu)
-    return forward, simulate(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse), **on_gpu)
+    forward = simulate(lambda: torch.ops.volta_fa.fwd(q, k, v), mode="timing", **on_gpu)
+    return forward, simulate(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse), mode="timing", **on_gpu)
 
 
 def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
-    """Runs one sequence in full with the kernels that were timed, and compares it with fp64."""
+    """Runs one sequence in full with the kernels that were timed, which a tuning chooses, and compares it with fp64."""
     inputs, parts = _expected()
     names = {report["kernel"] for report in timed}
     choices = [{"pass": v["pass"], "variant": v["name"]} for v in info()["variants"] if v["name"] in names]
@@ -102,7 +102,7 @@ def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
             out, lse, rng_state = inputs.forward()
             found = {"out": out, **inputs.gradients(out, lse, rng_state)}
     finally:
-        torch.ops.volta_fa._set_tuning("")
+        torch.ops.volta_fa._set_tuning("")  # removes the tuning
     errors = (error for part in parts for error in part.errors(found))
     # others have another `kind`, such as "rms", or are of some elements only, which `where` describes (check/problems.py)
     return {error.result: error for error in errors if error.kind == "largest" and not error.where}
@@ -112,7 +112,7 @@ def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
 def _expected() -> tuple[Inputs, list[Part]]:
     """Returns one sequence with its results in fp64."""
     case = Case(SEQLEN, SEQLEN, HEADDIM, batch=1, nheads=NHEADS, dtype=torch.float16)
-    inputs = Inputs.draw(case, 0, torch.device("cpu"))
+    inputs = Inputs.draw(case, seed=0, device=torch.device("cpu"))
     no_dropout = torch.zeros(2, dtype=torch.int64)
     exact, forward, out, lse = exact_forward(inputs, no_dropout)
     return inputs, [*forward, *exact_backward(exact, inputs, out, lse, no_dropout)]

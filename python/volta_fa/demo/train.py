@@ -95,6 +95,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)  # of each step
 
     def step(self, tokens: torch.Tensor, target: torch.Tensor, learning_rate: float) -> None:
+        """Takes one training step, and adds its loss and its time in seconds to the lists."""
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate

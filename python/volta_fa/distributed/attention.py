@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import bad_argument, require_tensors
-from .argument_check import check_same_arguments
-from .plan import LAYOUTS, Mask, Range, length, shard_ranges
-from .ring import Problem, attend, derived_generator, prepare
+from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
+from .plan import LAYOUTS, Mask, Range, length, shard_ranges  # a mask by positions; the positions that a rank holds, as ranges
+from .ring import Problem, attend, derived_generator, prepare  # `attend` runs the ring; `prepare` sets up a group's messages
 from .ulysses import to_heads, to_sequence
 
 
@@ -144,7 +144,7 @@ def ulysses_attention(
     """Computes what `ring_attention` does by exchanging heads for positions.
 
     One all-to-all gives each rank the whole sequence of some heads, and another returns the output's positions. nheads must be a multiple
-    of the group's size, and nheads_k a multiple or a divisor of it. It sends less than a ring of as many ranks, but kernels wait for the
+    of the group's size, and nheads_k a multiple or a divisor of it. It sends less than a ring of as many ranks. But kernels wait for the
     exchange, and a rank's memory is that of the whole sequence for its heads.
 
     Arguments, result and errors are those of `ring_attention`."""
@@ -196,33 +196,21 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float | None,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    dropout_p: float,
     cu_seqlens: Tensor | Sequence[int] | None,
     layout: str,
-    deterministic: bool,
     generator: torch.Generator | None,
+    **options: Any,
 ) -> Tensor:
-    """Computes the public function `op`, whose arguments these are, on the ranks of `grid`. Returns this rank's shard of the output."""
+    """Computes the public function `op`, whose arguments these are, on the ranks of `grid`. Returns this rank's shard of the output.
+    `options`: softmax_scale, is_causal, window_left, window_right, softcap, dropout_p and deterministic, as of `volta_fa::fwd`."""
     require_tensors(q=q, k=k, v=v)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) for t in (q, k, v))
-    options = {
-        "softmax_scale": softmax_scale,
-        "is_causal": is_causal,
-        "window_left": window_left,
-        "window_right": window_right,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
-    }
+    options["deterministic"] = options["deterministic"] or torch.are_deterministic_algorithms_enabled()
+    dropout_p, window_left, window_right = (options[name] for name in ("dropout_p", "window_left", "window_right"))
     # The ranks compare their arguments, then the lengths of their shards.
     starts: list[int] | None = None  # cu_seqlens on the host; None: not packed
 
@@ -290,7 +278,7 @@ def _attention(
         queries=sequences or ((0, seqlen_q),),
         keys=sequences or ((0, seqlen_k),),
         left=window_left if window_left >= 0 else None,
-        right=0 if is_causal else window_right if window_right >= 0 else None,
+        right=0 if options["is_causal"] else window_right if window_right >= 0 else None,
         alibi=alibi_slopes is not None,
     )
     ring_ranks = range(grid.ring_size)
@@ -301,7 +289,7 @@ def _attention(
         q_ranges=[shard_ranges(seqlen_q, grid.ring_size, rank, layout) for rank in ring_ranks],
         k_ranges=[shard_ranges(seqlen_k, grid.ring_size, rank, layout) for rank in ring_ranks],
         mask=mask,
-        scores={"softmax_scale": softmax_scale, "softcap": softcap},
+        scores={name: options[name] for name in ("softmax_scale", "softcap")},
         dropout_p=dropout_p,
         seed=seed,
         deterministic=bool(options["deterministic"]),

@@ -23,9 +23,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import bad_argument
 from . import ring
-from .argument_check import check_same_arguments
-from .attention import generator_for
-from .plan import Mask, shard_ranges
+from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
+from .attention import generator_for  # a generator of dropout for one rank's part
+from .plan import Mask, shard_ranges  # a mask by positions; the positions that a rank holds
 
 _BATCH, _HEADS, _NOTHING = "batch", "heads", "nothing"
 #: The dimensions of batch and heads: (in dense tensors, in packed ones). None: packed tensors have no batch.
@@ -119,7 +119,7 @@ class _Sharding:
         self.keys = self._placements(batch, None if one_head else heads)  # of k and v: a single KV head is replicated
         lse = _DIMENSIONS["softmax_lse"][self._packed]
         self.softmax_lse = self._placements(lse[_BATCH], lse[_HEADS])
-        self.sinks = self._placements(None, 0)
+        self.sinks = self._placements(batch=None, heads=0)
         self.replicated: list[Placement] = [Replicate()] * self.mesh.ndim
 
     def _placements(self, batch: int | None, heads: int | None) -> list[Placement]:
@@ -171,7 +171,7 @@ class _Sharding:
             "block_lists_t": self.lists,
             "dlse": lambda t: self.softmax_lse,
             "sinks": lambda t: self.sinks,
-            "seqused_k": lambda t: self._placements(None if self._packed else 0, None),
+            "seqused_k": lambda t: self._placements(batch=None if self._packed else 0, heads=None),
         }
         return {
             name: self.local(value, placements[name](value) if name in placements else self.replicated)
@@ -257,6 +257,7 @@ def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Prob
 
 
 def _ring_fwd(q: Any, k: Any, v: Any, generator: torch.Generator | None = None, **options: Any) -> Any:
+    """Computes `volta_fa::fwd` of q, k and v that are sharded along the sequence, as a ring."""
     problem = _ring_problem("forward", q, k, options)
     out, lse, _ = ring.forward(problem, q._local_tensor, k._local_tensor, v._local_tensor, None)  # None: no sinks
     mesh, rng_state = q.device_mesh, out.new_empty(0, dtype=torch.int64)
@@ -270,6 +271,7 @@ def _ring_fwd(q: Any, k: Any, v: Any, generator: torch.Generator | None = None, 
 def _ring_bwd(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng_state: Any = None, attn_bias_requires_grad: bool = False, **options: Any
 ) -> Any:
+    """Computes `volta_fa::bwd` of tensors that are sharded along the sequence, as a ring."""
     problem = _ring_problem("backward", q, k, options)
     mesh = q.device_mesh
     call = _Sharding(q, ())

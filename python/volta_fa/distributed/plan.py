@@ -1,5 +1,5 @@
-"""Computes which positions of a sequence each rank holds, and plans the calls of `volta_fa::fwd` between one rank's queries and
-another rank's keys, from positions and a mask alone. ring.py runs the plan; nothing here touches a tensor.
+"""Computes which positions of a sequence each rank holds. Plans the calls of `volta_fa::fwd` between one rank's queries and another
+rank's keys, from positions and a mask alone. ring.py runs the plan; nothing here touches a tensor.
 
 A shard is one or two ranges of positions (`shard_ranges`). Rows are its queries. A call covers a rectangle of rows and keys whose positions
 have no gaps. There the mask is a window (window_left, window_right) of the op, fwd, aligned to the last row and the last key.

@@ -1,7 +1,7 @@
 """Ring attention (arXiv 2310.01889): queries stay on their rank, keys and values are sent. attention.py and dtensor.py call it.
 
-At step t a rank computes `volta_fa::fwd` with the keys of the rank t places before it, and merges the result with those of earlier steps
-by softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). A probability is exp(score - softmax_lse). So `volta_fa::bwd` with the
+At step t a rank computes `volta_fa::fwd` with the keys of the rank t places before it. It merges the result with those of earlier steps by
+softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). A probability is exp(score - softmax_lse). So `volta_fa::bwd` with the
 softmax_lse and out of all keys computes the exact gradient of each part. Gradients of keys and values return to their rank, which sums
 them in fp32.
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import first_line
-from .argument_check import check_same_arguments
+from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
 from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan
 
 
@@ -366,7 +366,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, sinks, out, lse, *states = ctx.saved_tensors
-        # a rank may have ended, or make another call, since the forward pass
+        # a rank may have ended, or make another call, since the forward pass: checks the call alone, no arguments ({}, None)
         check_same_arguments([ctx.problem.group], f"{ctx.problem.op}, backward", lambda: ({}, None), q.device)
         return None, *backward(ctx.problem, dout, q, k, v, out, lse, sinks, states)
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import first_line
-from .plan import shard_ranges
+from .plan import shard_ranges  # the positions that a rank holds, as ranges
 
-#: Number of ranks and layout whose shards, concatenated by rank, must be put in order of their positions; None: they stay as they are.
+#: Number of ranks and layout ("zigzag" or "contiguous") whose shards, concatenated by rank, must be put in the order of their positions;
+#: None: they stay as they are, because the ring handles the layout.
 Order = tuple[int, str] | None
 
 
@@ -40,7 +41,7 @@ def _positions(order: Order, seqlen: int, device: torch.device) -> Tensor | None
     """Returns the position of each row of the concatenated shards; None if they are in order."""
     if order is None:
         return None
-    ranges = [r for rank in range(order[0]) for r in shard_ranges(seqlen, order[0], rank, order[1])]
+    ranges = [r for rank in range(order[0]) for r in shard_ranges(seqlen, size=order[0], rank=rank, layout=order[1])]
     if all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])):
         return None
     return torch.cat([torch.arange(*r) for r in ranges]).to(device, non_blocking=True)
@@ -80,7 +81,7 @@ class _ToHeads(torch.autograd.Function):
         parts = _all_to_all(op, group, _by_shard(gradient, order).split(lengths, 1), sizes)
         if sum(last - first for first, last in heads) == nheads:
             return None, None, torch.cat(parts, 2), None, None, None
-        # several ranks read the same KV heads
+        # several ranks read the same KV heads: their gradients are summed in fp32
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         total = torch.zeros(gradient.shape[0], rows, nheads, gradient.shape[3], dtype=wide, device=gradient.device)
         for (first, last), part in zip(heads, parts):
@@ -111,8 +112,8 @@ class _ToSequence(torch.autograd.Function):
 def to_heads(
     op: str, group: dist.ProcessGroup, tensors: Sequence[Tensor], lengths: Sequence[list[int]], heads: list[tuple[int, int]], order: Order
 ) -> list[Tensor]:
-    """Returns q, k and v with all positions in `group`, in order, and this rank's heads. Differentiable.
-    `lengths`: numbers of queries of each rank, and of keys. `heads`: the range of KV heads that each rank's query heads use."""
+    """Returns q, k and v with all positions in `group`, in order, and this rank's heads. Differentiable. `op`: the public function, for
+    messages. `lengths`: numbers of queries of each rank, and of keys. `heads`: (first, end) of the KV heads for each rank's query heads."""
     q, k, v = tensors
     each = q.shape[2] // group.size()
     of_queries = [(u * each, (u + 1) * each) for u in range(group.size())]

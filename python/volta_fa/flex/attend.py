@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..block_mask import BlockMask, kept
-from ..block_mask.recording import recorded
-from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of
+from ..block_mask import BlockMask, kept  # kept: a cache of packed masks
+from ..block_mask.recording import recorded  # a mask function as a list of operations, if possible
+from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of  # Source: a mask before it is packed, also of torch's BlockMask
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
-from ..operands import takes_dtype
-from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values
+from ..operands import takes_dtype, with_unit_stride
+from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values  # values: a score function's values for scores of 0
 
 #: Maximum size in bytes (256 MiB) of the bias for score functions whose added terms are not ALiBi's. Larger ones run on torch's function.
 MAX_BIAS_BYTES = 256 << 20
@@ -65,7 +65,7 @@ def attend(
     batch = query.shape[0]
     if key.shape[0] != batch:
         key, value = (t.expand(batch, *t.shape[1:]) for t in (key, value))
-    operands = ((t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in (query, key, value))
+    operands = (with_unit_stride(t).transpose(1, 2) for t in (query, key, value))
     try:
         out, lse, _rng_state = torch.ops.volta_fa.fwd(*operands, **options)
     except NotImplementedError as error:

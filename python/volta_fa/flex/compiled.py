@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..block_mask import BlockMask, kept
+from ..block_mask import BlockMask, kept  # kept: a cache of packed masks
 from ..block_mask.cells import grid_shape
-from ..block_mask.recording import recorded
-from ..block_mask.source import NO_BLOCKS, expanded, is_trivial, made_of
+from ..block_mask.recording import recorded  # a mask function as a list of operations, if possible
+from ..block_mask.source import NO_BLOCKS, expanded, is_trivial, made_of  # made_of: a mask before it is packed, from torch's fields
 from . import attention
-from .attend import attend, check_arguments, check_operands, results
-from .score_mod import Scores, Unrecognized, recognize
+from .attend import attend, check_arguments, check_operands, results  # attend: by volta_fa::fwd; checks; results: as torch returns them
+from .score_mod import Scores, Unrecognized, recognize  # recognize: what a score function does, else raises Unrecognized
 
 #: The kernel option of torch's operator that marks calls of `volta_fa.flex_attention`. Its value is part of keys of torch.compile's caches.
 _MARK = "VOLTA_FA"
@@ -54,7 +54,7 @@ def traced(
         check_arguments(query, key, value, block_mask, enable_gqa)
         if score_mod is not None or (return_aux is not None and return_aux.max_scores):
             raise NotImplementedError("volta_fa.flex_attention: block_mask: got volta_fa.BlockMask, expected torch's in compiled code")
-        out, lse = attend(query, key, value, None, (), Scores(), block_mask, scale)
+        out, lse = attend(query, key, value, score_mod=None, captured=(), scores=Scores(), mask=block_mask, scale=scale)
         return results(out, lse, return_lse, return_aux)
     if score_mod is None:
         score_mod = _identity
@@ -230,7 +230,7 @@ def _function(program: str) -> Callable[..., Tensor]:
     forward = scope["forward"]
 
     def mask_mod(*args: Any) -> Tensor:
-        result = forward(None, *args)
+        result = forward(None, *args)  # None: the program's parameter self
         return result[0] if isinstance(result, (tuple, list)) else result
 
     return mask_mod
@@ -280,7 +280,7 @@ def _(counts: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = []
     for of_rows, width in ((rows, columns), (columns, rows)):
         made.append(counts.new_empty((batch, heads, -(-of_rows // 2), 4 + width), dtype=torch.int32))
-        made.append(counts.new_empty((torch.library.get_ctx().new_dynamic_size(), 256), dtype=torch.int32))
+        made.append(counts.new_empty((torch.library.get_ctx().new_dynamic_size(), 256), dtype=torch.int32))  # 256 words of a tile
     lists, bits, lists_t, bits_t = made
     return lists, bits, lists_t, bits_t
 

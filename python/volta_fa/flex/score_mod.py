@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..block_mask.elements import indexable_scalars
+from ..block_mask.elements import indexable_scalars  # lets functions index tensors with scalar tensors
 from .tracing import Trace, trace
 
 #: Of scalar tensors: score, batch entry, query head, query, key. Returns the new score.
@@ -43,6 +43,7 @@ class Scores:
         """Returns softmax_scale and softcap of the operators for a scale of the products."""
         if self.softcap == 0.0:
             return {"softmax_scale": scale * self.factor}
+        # the operators compute softcap * tanh(softmax_scale * q.k / softcap)
         return {"softmax_scale": scale * self.factor * self.softcap, "softcap": self.softcap}
 
 
@@ -109,6 +110,10 @@ _CONVERSIONS = {"to", "float", "double", "type", "type_as", "_to_copy", "clone",
 _CONSTANTS = {"full_like": 1, "full": 1, "new_full": 2, "tensor": 0, "new_tensor": 1, "scalar_tensor": 0, "as_tensor": 0}
 
 
+#: What `_Reader._needs` returns for the score itself, beside 0 to 3 for the indices.
+_SCORE = -1
+
+
 class _Reader:
     """Reads what a traced score function does to its score."""
 
@@ -134,12 +139,12 @@ class _Reader:
         return 0 in used, 1 in used, 2 in used, 3 in used
 
     def _needs(self, value: Any) -> frozenset[int]:
-        """Returns what a value depends on: 0 to 3 for batch entry, head, query and key, and -1 for the score."""
+        """Returns what a value depends on: 0 to 3 for batch entry, head, query and key, and _SCORE."""
         if not isinstance(value, fx.Node):
             return frozenset()
         if value not in self._depends:
             if value is self.score:
-                self._depends[value] = frozenset((-1,))
+                self._depends[value] = frozenset((_SCORE,))
             elif value in self.indices:
                 self._depends[value] = frozenset((self.indices.index(value),))
             elif _name(value) in _CONSTANTS:
@@ -155,13 +160,7 @@ class _Reader:
         if isinstance(value, fx.Node) and _name(value) in _CONSTANTS:
             return self._constant(_content(value))
         tensor = self.traced.captured.get(value) if isinstance(value, fx.Node) else None
-        if (
-            tensor is not None
-            and type(tensor) is Tensor
-            and tensor.device.type == "cpu"
-            and tensor.numel() == 1
-            and not tensor.requires_grad
-        ):
+        if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() == 1 and not tensor.requires_grad:
             return float(tensor)
         return None
 
@@ -169,7 +168,7 @@ class _Reader:
         """Reads the operations from the score to `node`, and returns factor and cap so far. Adds to `biases` and `conditions`."""
         if node is self.score:
             return Scores()
-        if not isinstance(node, fx.Node) or -1 not in self._needs(node):
+        if not isinstance(node, fx.Node) or _SCORE not in self._needs(node):
             raise Unrecognized("a result that is not made of the score")
         name, args = _name(node), node.args
         if not args:
@@ -188,9 +187,9 @@ class _Reader:
         if name not in _MULTIPLY | _DIVIDE | _ADD | _SUBTRACT or len(args) != 2 or node.kwargs:
             raise Unrecognized(name)
         left, right = args
-        if -1 in self._needs(right):
-            if name in _DIVIDE | _SUBTRACT or -1 in self._needs(left):
-                raise Unrecognized(f"{name} of two scores" if -1 in self._needs(left) else f"{name} by the score")
+        if _SCORE in self._needs(right):
+            if name in _DIVIDE | _SUBTRACT or _SCORE in self._needs(left):
+                raise Unrecognized(f"{name} of two scores" if _SCORE in self._needs(left) else f"{name} by the score")
             left, right = right, left
         found = self._chain(left)
         if name in _ADD | _SUBTRACT:
@@ -207,9 +206,9 @@ class _Reader:
     def _hidden(self, name: str, args: tuple[Any, ...]) -> Scores:
         """Reads where(condition, score, -inf), or with its branches exchanged, or masked_fill(score, condition, -inf)."""
         chosen, other, condition = (args[1], args[2], args[0]) if name == "where" else (args[0], args[2], args[1])
-        if -1 in self._needs(other):
+        if _SCORE in self._needs(other):
             chosen, other = other, chosen
-        if -1 in self._needs(condition) or -1 in self._needs(other) or self._constant(other) != -math.inf:
+        if _SCORE in self._needs(condition) or _SCORE in self._needs(other) or self._constant(other) != -math.inf:
             raise Unrecognized(f"{name} with anything but the score and -inf")
         found = self._chain(chosen)
         self.conditions.append(condition)  # `_chain` rejects a tanh of it: tanh(-inf) hides nothing

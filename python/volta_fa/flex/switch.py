@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..block_mask import kept
+from ..block_mask import kept  # a cache of packed masks
 from ..integrations.devices import NO_DEVICES, Devices, devices_of, forget_compiled_programs
 from . import attention
 from .attention import flex_attention, original
@@ -29,8 +29,8 @@ def enable_flex(device: str | torch.device | int | None = None, *, force: bool =
     first.
 
     Args:
-        device: one CUDA device, or "cpu". Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family.
+        device: one CUDA device, or "cpu". Default: all Volta and Turing GPUs.
+        force: also use newer GPUs.
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
     """
@@ -46,7 +46,7 @@ def _apply(devices: Devices) -> None:
     """Replaces torch's functions for these devices, or restores them for NO_DEVICES."""
     import torch.nn.attention.flex_attention as module
 
-    from .compiled import INTERFACE  # this also replaces the kernel of torch's operator
+    from .compiled import INTERFACE  # a hash of the operators' signatures; the import also replaces the kernel of torch's operator
 
     with _lock:
         if devices == attention.devices:

@@ -33,7 +33,7 @@ class Devices:
         return self.cpu if device.type == "cpu" else device.type == "cuda" and device.index in self.cuda
 
 
-NO_DEVICES = Devices(False, frozenset())
+NO_DEVICES = Devices(cpu=False, cuda=frozenset())
 
 
 def devices_of(op: str, device: str | torch.device | int | None, force: bool) -> Devices:
@@ -41,22 +41,22 @@ def devices_of(op: str, device: str | torch.device | int | None, force: bool) ->
 
     Args:
         op: the public function that asks, for error messages.
-        device: one CUDA device, or "cpu". Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family.
+        device: one CUDA device, or "cpu". Default: all Volta and Turing GPUs.
+        force: also use newer GPUs.
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
     """
     if device is None:
-        return Devices(False, frozenset(_usable(op, range(torch.cuda.device_count()), force)))
+        return Devices(cpu=False, cuda=frozenset(_usable(op, range(torch.cuda.device_count()), force)))
     device = torch.device(device)
     if device.type == "cpu":
-        return Devices(True, frozenset())
+        return Devices(cpu=True, cuda=frozenset())
     if device.type != "cuda":
         raise bad_argument("device", device, "a CUDA device, or cpu for tests", op=op)
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
         raise bad_argument("device", device, f"one of this machine's {count} CUDA devices{'' if count else _why_no_gpu()}", op=op)
-    return Devices(False, frozenset(_usable(op, range(count) if device.index is None else [device.index], force)))
+    return Devices(cpu=False, cuda=frozenset(_usable(op, range(count) if device.index is None else [device.index], force)))
 
 
 def serves(index: int, force: bool = False) -> bool:

@@ -54,8 +54,8 @@ def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool =
     call replaces the devices of the first, with a warning. torch.compile compiles its programs again.
 
     Args:
-        device: one CUDA device, or "cpu", to test the routing without a GPU. Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family. The kernels are correct there, but slower than PyTorch's.
+        device: one CUDA device, or "cpu", to test the routing without a GPU. Default: all Volta and Turing GPUs.
+        force: also use newer GPUs. The kernels are correct there, but slower than PyTorch's.
         precision: "fast" runs `volta_fa::fwd_fast`, with an error of about 1%, for fp16 and bf16 calls that need no gradient and have no
             added mask and no dropout. Other calls, and all with "exact", run `volta_fa::fwd`.
 

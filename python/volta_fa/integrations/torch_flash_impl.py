@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from ..operands import with_unit_stride
-from .flash_attn.interface import _lengths
+from ..operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
+from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 #: The name for `activate_flash_attention_impl`.
 NAME = "VOLTA"
@@ -66,25 +66,11 @@ def _unused(q: Tensor) -> Tensor:
 
 
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, return_debug_mask: bool, *, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None, seqused_k: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None, num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Implements `aten::_flash_attention_forward`, (batch, seqlen, heads, headdim), or packed sequences with cum_seq_q and cum_seq_k.
     Returns out, softmax_lse, rng_state, unused and an empty debug mask."""
     if return_debug_mask:
@@ -130,25 +116,10 @@ def _forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 
 def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *,
+    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Implements `aten::_flash_attention_backward`."""
     options: dict[str, Any] = {}
     # the schema requires both tensors, so a dense call gives None or empty ones
@@ -184,10 +155,12 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Implements `aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim)."""
+    """Implements `aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim). Returns out, softmax_lse, None for
+    cum_seq_q and cum_seq_k, max_q, max_k, rng_state, unused and an empty debug mask."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     max_q, max_k = q.shape[1], k.shape[1]
-    out, softmax_lse, *others = _forward(q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale)
+    dense = (None, None)  # no cum_seq_q, no cum_seq_k
+    out, softmax_lse, *others = _forward(q, k, v, *dense, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale)
     return _heads_first(out, query), softmax_lse, None, None, max_q, max_k, *others
 
 

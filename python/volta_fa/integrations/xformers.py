@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import takes_dtype, with_unit_stride
-from .devices import NO_DEVICES, devices_of, max_headdim
-from .flash_attn.interface import _lengths
+from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride  # 16 tokens; of fwd on q's device; copies if needed
+from .devices import NO_DEVICES, devices_of, max_headdim  # devices_of: those that the user names and that have kernels
+from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 _RELEASES = "0.0.29 to 0.0.35"
 #: Module and name of the function that `_attention` replaces, and the fields that it reads of its argument, an `Inputs` of that module.
@@ -49,8 +49,8 @@ def enable_xformers(device: str | torch.device | int | None = None, *, force: bo
     the first.
 
     Args:
-        device: one CUDA device, or "cpu", to test the routing without a GPU. Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family. The kernels are correct there, but slower than xformers'.
+        device: one CUDA device, or "cpu", to test the routing without a GPU. Default: all Volta and Turing GPUs.
+        force: also use newer GPUs. The kernels are correct there, but slower than xformers'.
 
     Raises ImportError without xformers, RuntimeError if no device qualifies or this xformers has another structure, ValueError for a
     device that does not exist.
@@ -175,7 +175,7 @@ def _run(inp: Any) -> Tensor:
         raise _Unsupported("dropout")
     if q.ndim == 5:
         q, (k, v) = q.flatten(2, 3), _grouped(k, v)
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    q, k, v = map(with_unit_stride, (q, k, v))
     options = {"softmax_scale": inp.scale, "dropout_p": inp.p}
     rule = _RULES.get(_bias_name(inp.attn_bias))
     if rule is None:
@@ -256,6 +256,7 @@ def _top_left(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
 
 
 def _top_left_with_tensor(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """LowerTriangularMaskWithTensorBias: `_top_left` with a tensor that is added to the scores."""
     added = getattr(bias, "_bias", None)
     if added is None:  # up to 0.0.31 the bias is a tensor subclass, which alone receives the gradient
         if bias.requires_grad:
@@ -321,8 +322,8 @@ def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) 
         raise _Unsupported("dropout")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise _Unsupported("gradient")
-    size = bias.page_size
-    if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != bias.q_seqinfo.seqstart_py[-1] or size % 16 or k.shape[1] % size:
+    size, queries = bias.page_size, bias.q_seqinfo.seqstart_py[-1]
+    if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != queries or size % PAGE_SIZE_MULTIPLE or k.shape[1] % size:
         raise _Unsupported("arguments")
     return torch.ops.volta_fa.fwd_kvcache(
         q[0], k[0].unflatten(0, (-1, size)), v[0].unflatten(0, (-1, size)), cu_seqlens_q=bias.q_seqinfo.seqstart,

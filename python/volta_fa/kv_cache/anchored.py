@@ -36,8 +36,11 @@ def anchored_window_attention(
         q: (batch, seqlen_q, nheads, headdim). k, v: (batch, seqlen_k, nheads_k, headdim or headdim_v). Packed, all without the batch.
         anchor_tokens: keys from the first on that every query after them sees, 0 or more.
         window_left: keys before a query's own position that it sees, 0 or more.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, as for `volta_fa::fwd`.
-        softmax_scale, softcap, sinks, batch_invariant: as for `volta_fa::fwd`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences: int32 (batch + 1), where each begins and the total,
+            and the longest one's length.
+        softmax_scale: headdim ** -0.5 unless given. softcap: scores x become softcap * tanh(x / softcap); 0: off.
+        sinks: (nheads), q's dtype or float32: a logit of each head's softmax without a value.
+        batch_invariant: a row's result has the same bits in any batch.
 
     Returns (out, softmax_lse) as `volta_fa::fwd`, with gradients of q, k, v and sinks. Packed sequences have no gradient: each of their
     queries is a sequence of its own for the anchors, because the mask of one call has one offset for all sequences. On a GPU they are
@@ -110,9 +113,10 @@ def anchored_window_attention_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q and max_seqlen_q.
-        k_cache, v_cache, cache_seqlens, block_table, cu_seqlens_q, max_seqlen_q: as for `volta_fa::fwd_kvcache`.
+        k_cache, v_cache: (entries, seqlen, nheads_k, headdim or headdim_v), with block_table pages (pages, page_size, nheads_k, ...).
+        cache_seqlens: int32 (batch), tokens of each sequence. block_table: int32 (batch, max_pages), its pages in order.
         anchor_tokens, window_left, softmax_scale, softcap, sinks, batch_invariant: as for `anchored_window_attention`.
-        k_scale, v_scale, k_zero_point, v_zero_point: of int8 and int4 caches, as for `volta_fa::fwd_kvcache`.
+        k_scale, v_scale, k_zero_point, v_zero_point: of int8 and int4 caches, float32, the cache's shape without the headdim.
         k_descale, v_descale: of fp8 caches, float32 (1) or (nheads_k).
 
     Returns (out, softmax_lse) as `volta_fa::fwd_kvcache`. No gradient.

@@ -38,7 +38,7 @@ def cascade_attention(
     """Computes attention over a paged KV cache in which all sequences share their first pages: a system prompt, a document, beams.
 
     `volta_fa::fwd_kvcache` would read the shared tokens once for each sequence. This function reads them once for the queries of all
-    sequences, then each sequence's own tokens for its queries, and merges both results by their softmax_lse (cascade inference, as in
+    sequences, then each sequence's own tokens for its queries. It merges both results by their softmax_lse (cascade inference, as in
     FlashInfer, arXiv 2501.01005).
 
     Args:
@@ -49,9 +49,11 @@ def cascade_attention(
         block_table: int32 (batch, max_pages): each sequence's own pages, without the shared ones.
         cache_seqlens: int32 (batch): each sequence's own tokens before this call appends, without the shared ones.
         k, v: appended after those, in place, as by `volta_fa::fwd_kvcache`.
-        sinks, softmax_scale, softcap, num_splits: as in `volta_fa::fwd_kvcache`.
-        k_scale, v_scale, k_zero_point, v_zero_point: of int8 and int4 caches, float32 (num_pages, page_size, nheads_k), as there.
-        k_descale, v_descale: of fp8 caches, float32 (1) or (nheads_k), as there.
+        sinks: (nheads), q's dtype or float32: a logit of each head's softmax without a value.
+        softmax_scale: headdim ** -0.5 unless given. softcap: scores x become softcap * tanh(x / softcap); 0: off.
+        num_splits: maximum number of parts into which a sequence's keys are split; 0: the scheduler decides.
+        k_scale, v_scale, k_zero_point, v_zero_point: of int8 and int4 caches, float32 (num_pages, page_size, nheads_k).
+        k_descale, v_descale: of fp8 caches, float32 (1) or (nheads_k); 1 unless given.
         is_causal: the last query of a sequence sees all its tokens, the one before it all but the last, and so on. All queries see all
             shared tokens.
 

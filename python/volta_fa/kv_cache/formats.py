@@ -80,8 +80,8 @@ def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
 def hadamard(n: int) -> Tensor:
     """Returns Sylvester's Hadamard matrix, (n, n) of 1 and -1 in float64, symmetric, for n a power of two.
 
-    Multiplied by n**-0.5 it is orthogonal. So scores stay the same if keys and queries are both multiplied by it, and a channel of keys
-    with outliers spreads over all channels before it is quantized.
+    Multiplied by n**-0.5 it is orthogonal. So scores stay the same if keys and queries are both multiplied by it. A channel of keys with
+    outliers then spreads over all channels before they are quantized.
 
     Raises ValueError for another n."""
     if n < 1 or n & (n - 1):

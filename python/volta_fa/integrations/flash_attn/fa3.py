@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import MAX_HEADDIM, with_unit_stride
+from ...operands import MAX_HEADDIM, with_unit_stride  # 512; a copy of tensors whose last dimension is not contiguous
 from ...rotary import apply_rotary
+
+# `_fwd` calls volta_fa::fwd; `_lengths` and `_options` return its arguments by name; `_unbind` splits a packed tensor, with checks
 from .interface import _fwd, _lengths, _options, _unbind
 
 __all__ = [
@@ -63,7 +65,7 @@ def flash_attn_func(
 
     Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
-    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}
     return _attention(q, k, v, qv, options, attention_chunk, return_attn_probs)
 
 
@@ -93,8 +95,8 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.split([num_heads_q, rest // 2, rest // 2], dim=2)
     else:
         q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
-    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
-    return _attention(q, k, v, None, options, attention_chunk, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}
+    return _attention(q, k, v, None, options, attention_chunk, return_attn_probs)  # None: no qv
 
 
 def flash_attn_varlen_func(
@@ -143,7 +145,7 @@ def flash_attn_varlen_func(
         "seqused_k": with_unit_stride(seqused_k),
         "queries_before_keys": 0 if cu_seqlens_q is cu_seqlens_k and seqused_q is None and seqused_k is None else None,
     }
-    options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}
     return _attention(q, k, v, qv, options, attention_chunk, return_attn_probs, packed)
 
 
@@ -212,7 +214,7 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     cache_seqlens, rotary_seqlens = with_unit_stride(cache_seqlens), with_unit_stride(rotary_seqlens)
-    options = _options(softmax_scale, causal, window_size, softcap, None)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None)
     options |= {"num_splits": max(0, num_splits), "k_descale": None, "v_descale": None}
     if k_cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         options |= {"k_descale": k_descale, "v_descale": v_descale}
@@ -233,7 +235,7 @@ def flash_attn_with_kvcache(
         first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
         ordered = causal or attention_chunk > 0 or options["window_left"] != -1 or options["window_right"] != -1
         q = _rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, ordered, rotary_interleaved)
-        k = _rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, True, rotary_interleaved)
+        k = _rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, ordered=True, interleaved=rotary_interleaved)
     else:
         tables = {"rotary_cos": with_unit_stride(rotary_cos), "rotary_sin": with_unit_stride(rotary_sin)}
         appended |= {**tables, "rotary_interleaved": rotary_interleaved}
@@ -265,28 +267,12 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int, cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None, page_size: int | None = None, max_seqlen_k_new: int = 0,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, has_softcap: bool = False, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> Tensor:  # fmt: skip
     """Returns an empty tensor: `flash_attn_with_kvcache` plans each call itself."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 

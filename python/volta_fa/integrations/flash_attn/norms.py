@@ -86,28 +86,15 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    zero_centered_weight: bool = False,
-    return_dropout_mask: bool = False,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-) -> Any:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None, weight1: Tensor | None = None,
+    bias1: Tensor | None = None, eps: float = 1e-6, dropout_p: float = 0.0, rowscale: Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False, return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None, out: Tensor | None = None, residual_out: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Computes `layer_norm_fn` with RMS norm: no mean is subtracted."""
     return layer_norm_fn(
-        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight, True,
-        return_dropout_mask, out_dtype, out, residual_out,
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight,
+        is_rms_norm=True, return_dropout_mask=return_dropout_mask, out_dtype=out_dtype, out=out, residual_out=residual_out,
     )  # fmt: skip
 
 
@@ -189,22 +176,10 @@ def layer_norm_ref(
 
 
 def rms_norm_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    zero_centered_weight: bool = False,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
-) -> Any:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None, weight1: Tensor | None = None,
+    bias1: Tensor | None = None, eps: float = 1e-6, dropout_p: float = 0.0, rowscale: Tensor | None = None, prenorm: bool = False,
+    zero_centered_weight: bool = False, dropout_mask: Tensor | None = None, dropout_mask1: Tensor | None = None, upcast: bool = False,
+) -> Any:  # fmt: skip
     """Computes `layer_norm_ref` with RMS norm: no mean is subtracted."""
     return layer_norm_ref(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, zero_centered_weight, dropout_mask,
@@ -240,8 +215,9 @@ def dropout_add_rms_norm(
     if layerscale is not None:
         x0 = x0 * layerscale
     found = rms_norm_fn(
-        x0, weight, bias, residual, None, None, None, epsilon, dropout_p, rowscale, prenorm, residual_in_fp32, False, return_dropout_mask
-    )
+        x0, weight, bias, residual, eps=epsilon, dropout_p=dropout_p, rowscale=rowscale, prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32, return_dropout_mask=return_dropout_mask,
+    )  # fmt: skip
     if not return_dropout_mask:
         return found
     *results, mask, _ = found

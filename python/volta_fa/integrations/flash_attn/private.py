@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import with_unit_stride
-from .interface import _fwd, _lengths, _options, _paged, _s_dmask
+from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
+from .interface import _fwd, _lengths, _options, _paged, _s_dmask  # _lengths, _options: arguments of volta_fa's operators by name
 
 __all__ = [
     "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",
@@ -29,25 +29,16 @@ _MIN_DROPOUT = 2**-17
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes attention of a batch of sequences of one length.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), k: (batch, seqlen_k, nheads_k, headdim), v: (batch, seqlen_k, nheads_k, headdim_v), of
             `flash_attn_func`'s dtypes.
         window_size_left, window_size_right: the elements of `flash_attn_func`'s window_size.
-        return_softmax: also compute S_dmask, for tests. Only with dropout.
+        return_softmax: also compute S_dmask, the probabilities with a minus where dropout drops them, for tests. Only with dropout.
 
     The other arguments are `flash_attn_func`'s.
 
@@ -60,27 +51,11 @@ def _flash_attn_forward(
 
 
 def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    num_splits: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes attention of sequences of different lengths, packed one after the other.
 
     Args:
@@ -120,25 +95,10 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
+    dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Computes the gradients of `_flash_attn_forward` into dq, dk and dv.
 
     Args:
@@ -156,30 +116,11 @@ def _flash_attn_backward(
 
 
 def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
+    dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+    deterministic: bool, rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
     """Computes the gradients of `_flash_attn_varlen_forward` into dq, dk and dv.
 
     Args:
@@ -264,7 +205,7 @@ def _check_target(name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype
 
 
 def _effective(dropout_p: float) -> float:
-    """Returns 0 for a dropout_p that drops nothing, because dropout's kernels are slower."""
+    """Returns 0 for a dropout_p below _MIN_DROPOUT, which drops nothing: kernels without dropout are faster."""
     return 0.0 if 0.0 <= dropout_p < _MIN_DROPOUT else dropout_p
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...block_mask import BlockMask
 from ...errors import bad_argument
-from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM
+from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM, with_unit_stride  # 64 query rows per KV head; headdim 512
 from . import releases, sharded_sequences
 from .continuous_batching import continuous_batch
 from .mask_function import is_range
-from .mask_rule import MaskRule, sequence_arguments
-from .quantized_cache import QuantizedStates, arguments
+from .mask_rule import MaskRule, sequence_arguments  # a mask as windows, lengths or blocks; cu_seqlens and max_seqlen by name
+from .quantized_cache import QuantizedStates, arguments  # a quantized layer's keys or values; both as arguments of fwd_kvcache
 
 #: Arguments of attention functions that change the result and have no counterpart in the operators.
 _UNSUPPORTED = {
@@ -76,7 +76,7 @@ def attention(
     sharded = sharded_sequences.active()
     if sharded is not None:
         unsupported = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
-        _check_supported(module, query, key, value, None, False, kwargs)
+        _check_supported(module, query, key, value, attention_mask=None, packed=False, kwargs=kwargs)
         causal = _is_causal(module, is_causal)
         return sharded.attention(query, key, value, unsupported, options, dropout, sliding_window, causal, bool(deterministic)), None
     packed = cu_seq_lens_q is not None
@@ -141,8 +141,7 @@ def attention(
         kv_cache = {"k_cache": k, "v_cache": v}
     if use_kvcache and bias is None and not sequences:
         out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
-            q if q.stride(-1) == 1 else q.contiguous(), kv_cache.pop("k_cache"), kv_cache.pop("v_cache"),
-            **kv_cache, **visible.cache_lengths, **options,
+            with_unit_stride(q), kv_cache.pop("k_cache"), kv_cache.pop("v_cache"), **kv_cache, **visible.cache_lengths, **options,
         )  # fmt: skip
         return out, None
     if sequences:
@@ -191,7 +190,8 @@ def _visible_keys(
         sequences = {}
         if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
             sequences = sequence_arguments(mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_seqlen_q, mask.max_seqlen_k)
-        return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, None, lengths, sequences, mask.blocks)
+        bias = None
+        return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, bias, lengths, sequences, mask.blocks)
     if mask is None or packed:
         window = -1 if sliding_window is None else sliding_window - 1  # transformers counts the query's own key
         return _VisibleKeys(seqlen_k, window, 0 if causal else window)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import bad_argument
 from . import releases
-from .mask_rule import sequence_arguments
+from .mask_rule import sequence_arguments  # cu_seqlens and max_seqlen of `volta_fa::fwd` by name
 from .releases import NAME, PAGED_NAME
 
 #: The first supported transformers. In 5.13 the cache of sliding layers gives wrong tokens, with its own attention too; the releases

@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 from ...block_mask import BlockMask
 from . import sharded_sequences
-from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of
+from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of  # pattern_of: a mask function as a Pattern, or NeedsTensor is raised
 
 #: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
 _CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")
@@ -246,7 +246,7 @@ def _block_rule(
         mask_function = masking_utils.and_masks(mask_function, masking_utils.padding_mask_function(padding_mask))
     mask_function = masking_utils.add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     try:
-        blocks = BlockMask.from_mask_mod(mask_function, batch, None, seqlen_q, kv_length, device)
+        blocks = BlockMask.from_mask_mod(mask_function, batch, H=None, Q_LEN=seqlen_q, KV_LEN=kv_length, device=device)  # None: 1 head
     except (RuntimeError, TypeError):  # of torch.vmap: the function works on tensors of positions only
         return None
     return MaskRule((batch, 1, seqlen_q, kv_length), device, blocks=blocks)

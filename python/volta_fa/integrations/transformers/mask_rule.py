@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
 from ...block_mask import BlockMask
-from ..flash_attn.interface import _lengths
+from ..flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 
 class MaskRule(Tensor):

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import bad_argument
-from ...kv_cache.formats import QuantizedKV, hadamard, parts_of, quantize_kv
+from ...kv_cache.formats import QuantizedKV, hadamard, parts_of, quantize_kv  # parts_of: the formats of keys and of values
+from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 #: Full storage grows to 1 + 1 / _GROWTH times the needed size. So a token is copied about _GROWTH times, however long the sequence becomes.
 _GROWTH = 4
@@ -101,8 +102,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
             self.lazy_initialization(key_states, value_states)
         new, at = key_states.shape[2], self._make_room(key_states.shape[2])
         keys = key_states @ self.turns[0] if self.turns else key_states
-        k, v = (t.detach().transpose(1, 2) for t in (keys, value_states))
-        k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
+        k, v = (with_unit_stride(t.detach().transpose(1, 2)) for t in (keys, value_states))
         cache = arguments(*(_rows(stored, at, new) for stored in self.stored))
         # Only appends: k[:, :0] are no queries, because attention runs later, with the mask. The cache argument is the rows of the new
         # tokens alone, so its length before is 0.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...errors import bad_argument
-from .mask_rule import NeedsTensor, pattern_of
+from .mask_rule import NeedsTensor, pattern_of  # raises NeedsTensor for masks that are more than windows and packed sequences
 
 if TYPE_CHECKING:
     from ...distributed.attention import Group

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...errors import bad_argument
 from ..devices import Devices
 from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
-from . import releases
-from .calls import count_fallback, count_run, kernel_dtype, unsupported
+from . import releases  # finds names in unsloth, or raises ImportError
+from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth.utils.attention_dispatch"
 NAME = "_run_attention"
@@ -65,8 +65,8 @@ def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[
         given = config.flash_varlen_kwargs if packed else config.flash_dense_kwargs
         arguments = {name: value for name, value in (given or {}).items() if value is not None}
         softcap = arguments.get("softcap", 0.0) != 0.0
-        # switch.py sets the flag that sends Gemma 2 here, so its softcap has no other implementation on any device
-        # why `original` runs: a key of `unsloth_stats`, or ""
+        # Why `original` runs: a key of `unsloth_stats`, or "". A softcap runs here on any device: switch.py sets the flag that sends
+        # Gemma 2 here, so it has no other implementation.
         reason = "device" if Q.device not in devices and not softcap else ""
         if context.prefix_seg_info is not None:  # GRPO's shared prefixes
             reason = "prefix"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..devices import Devices
-from . import releases
-from .calls import count_fallback, count_run, kernel_dtype, unsupported
+from . import releases  # finds names in unsloth, or raises ImportError
+from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
 NAME = "make_gqa_sdpa"
@@ -44,7 +44,8 @@ def check() -> tuple[ModuleType, Any]:
 
 def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) -> Callable[..., Any]:
     """Returns the function that takes the place of `original`. unsloth calls it when it loads a model, and the model's layers keep the
-    function that it returns. So that function asks `enabled` for the devices at each call; None: off."""
+    function that it returns, of tensors (batch, nheads, seqlen, headdim) with `groups` query heads for each KV head. So that function
+    asks `enabled` for the devices at each call; None: off."""
 
     def make_gqa_sdpa(scaled_dot_product_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         theirs = original(scaled_dot_product_attention)
@@ -63,6 +64,7 @@ def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) ->
             devices = enabled()
             if devices is None:
                 return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, groups)
+            # why unsloth's function runs: a key of `unsloth_stats`, or ""
             reason = "device" if query.device not in devices else "float32" if needs_float32 else unsupported(query, key, value)
             if not reason and ((is_causal and query.shape[2] != key.shape[2]) or query.shape[1] != groups * key.shape[1]):
                 reason = "shape"

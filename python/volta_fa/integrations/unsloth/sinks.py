@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..devices import Devices
-from . import releases
-from .calls import count_fallback, count_run, kernel_dtype, unsupported
+from . import releases  # finds names in unsloth, or raises ImportError
+from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth_zoo.flex_attention"
 NAME = "flex_attention_with_sink"
@@ -29,8 +29,8 @@ def check() -> tuple[ModuleType, Any]:
 
 
 def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None]) -> Callable[..., Tensor]:
-    """Returns the function that takes the place of `original`. The layers of loaded models keep it, so it asks `enabled` for the devices at
-    each call; None: off."""
+    """Returns the function that takes the place of `original`: of query, key and value (batch, nheads, seqlen, headdim), with a result
+    (batch, seqlen, nheads, headdim). Loaded models keep it, so it asks `enabled` for the devices at each call; None: off."""
 
     def flex_attention_with_sink(
         self_attn: Any,
@@ -46,7 +46,8 @@ def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None])
         devices = enabled()
         if devices is None:
             return original(self_attn, query, key, value, attention_mask, scale, sliding_window, compile, has_static_cache)
-        sinks = getattr(self_attn, "sinks", None)
+        sinks: Any = getattr(self_attn, "sinks", None)
+        # why unsloth's function runs: a key of `unsloth_stats`, or ""
         reason = "device" if query.device not in devices else unsupported(query, key, value)
         if not reason and query.shape[2] != key.shape[2]:
             reason = "shape"
@@ -54,7 +55,7 @@ def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None])
             reason = "attention_mask"
         if not reason and sinks is None:
             reason = "arguments"
-        if reason or sinks is None:
+        if reason:
             count_fallback(reason)
             return original(self_attn, query, key, value, attention_mask, scale, sliding_window, compile, has_static_cache)
         count_run()

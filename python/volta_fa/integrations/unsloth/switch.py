@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..devices import Devices, devices_of
+from ..devices import Devices, devices_of  # devices_of: those that the user names and that have kernels
 
 _lock = threading.Lock()
 #: Module, name, unsloth's function, and volta_fa's.
@@ -29,8 +29,8 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
     first, also for loaded models.
 
     Args:
-        device: one CUDA device, or "cpu" for tests. Default: every CUDA device with a kernel family of its own.
-        force: also use CUDA devices that are newer than every family. The kernels are correct there, but slower than unsloth's.
+        device: one CUDA device, or "cpu" for tests. Default: all Volta and Turing GPUs.
+        force: also use newer GPUs. The kernels are correct there, but slower than unsloth's.
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist, and ImportError if unsloth is not imported or
     has changed what this replaces. Nothing is replaced then. Warns if the release is untested.
@@ -55,7 +55,7 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
 
         _replace(attention_module, dispatch.NAME, dispatch.make(attention_module, attention, _enabled))
         for module, name in flags:  # by which Gemma 2 sends its attention to the function replaced above
-            _replace(module, name, True)
+            _replace(module, name, value=True)
         _replace(gemma_module, gqa_sdpa.NAME, gqa_sdpa.make(make_gqa_sdpa, _enabled))
         if flex_attention_with_sink is not None:  # else gpt-oss runs eager attention of transformers
             _replace(sink_module, sinks.NAME, sinks.make(flex_attention_with_sink, _enabled))

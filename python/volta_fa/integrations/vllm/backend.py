@@ -1,7 +1,7 @@
 """The attention backend that vLLM's `--attention-backend CUSTOM` selects: vLLM's abstract classes, implemented by `paged`.
 
 For a model vLLM asks `VoltaBackend` what it supports. For each step (a forward pass of all scheduled sequences) the model runner calls
-`VoltaMetadataBuilder.build`, and each layer's `VoltaAttentionImpl` then writes the new tokens into the paged cache and attends to it.
+`VoltaMetadataBuilder.build`. Each layer's `VoltaAttentionImpl` then writes the new tokens into the paged cache and attends to it.
 
 An anchored window (VOLTA_FA_VLLM_ANCHORED_WINDOW=ANCHORS:WINDOW) applies to decoder layers without a window of their own: a query sees the
 first ANCHORS tokens of its sequence and the last WINDOW up to its own.
@@ -30,7 +30,7 @@ from vllm.v1.attention.backend import (
 )
 
 from ...errors import bad_argument
-from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
+from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE  # 512 columns; 16 tokens
 from . import paged
 from .paged import anchored_window
 from .ranks import Earlier, Ranks
@@ -153,7 +153,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VoltaMetadata:
         """Returns metadata of a graph that serves any step: with ranks, it reads earlier tokens."""
-        metadata = self.build(0, common_attn_metadata)
+        metadata = self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
         if metadata.earlier is not None:
             metadata.earlier.any = True
         return metadata
@@ -162,17 +162,9 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         """Does nothing, because the tensors are the runner's own."""
 
     def use_cascade_attention(
-        self,
-        common_prefix_len: int,
-        query_lens: Any,
-        num_query_heads: int,
-        num_kv_heads: int,
-        use_alibi: bool,
-        use_sliding_window: bool,
-        use_local_attention: bool,
-        num_sms: int,
-        dcp_world_size: int,
-    ) -> bool:
+        self, common_prefix_len: int, query_lens: Any, num_query_heads: int, num_kv_heads: int, use_alibi: bool, use_sliding_window: bool,
+        use_local_attention: bool, num_sms: int, dcp_world_size: int,
+    ) -> bool:  # fmt: skip
         """(0.26, with --no-disable-cascade-attn) Returns whether to read the first common_prefix_len tokens once for all sequences."""
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1 or paged.is_batch_invariant() or anchored_window():
             return False

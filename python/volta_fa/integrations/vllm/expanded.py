@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...operators import merge_attention_states
-from .paged import attend_packed, split_latents
+from .paged import attend_packed, split_latents  # attention of packed sequences; a layer's latents and their scales
 
 #: Maximum number of new tokens of a sequence for which the absorbed form costs less, with the sizes above: 170.
 MOST_ABSORBED_QUERIES = 2 * 512 * (128 + 128) // (2 * (576 + 512) - 2 * (192 + 128))

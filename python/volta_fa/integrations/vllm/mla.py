@@ -68,8 +68,11 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         metadata.num_prefills = common.num_reqs - decodes
         metadata.decode = None
         if decodes:
-            parts = metadata.query_start_loc[: decodes + 1], metadata.seq_lens[:decodes], metadata.block_table[:decodes]
-            metadata.decode = paged.Batch(tokens, int(lengths[:decodes].max()), *parts, causal=metadata.causal)
+            metadata.decode = paged.Batch(
+                num_actual_tokens=tokens, max_query_len=int(lengths[:decodes].max()),
+                query_start_loc=metadata.query_start_loc[: decodes + 1], seq_lens=metadata.seq_lens[:decodes],
+                block_table=metadata.block_table[:decodes], causal=metadata.causal,
+            )  # fmt: skip
         prompt_starts = metadata.query_start_loc[decodes:]
         metadata.prefill = Prompts(
             cu_seqlens_q=prompt_starts - tokens,
@@ -82,7 +85,7 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VoltaMLAMetadata:
         """Returns metadata with which all tokens take the absorbed form."""
-        metadata = VoltaMLAMetadata(**vars(super().build(0, common_attn_metadata)))
+        metadata = VoltaMLAMetadata(**vars(super().build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)))
         metadata.num_decodes, metadata.num_decode_tokens = common_attn_metadata.num_reqs, metadata.num_actual_tokens
         metadata.decode = metadata
         return metadata
@@ -112,7 +115,8 @@ class VoltaMLABackend(VoltaBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """(0.26) Returns the shape of a layer's cache of latents, which have one head."""
-        blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, 1, head_size, cache_dtype_str)
+        heads = 1
+        blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, heads, head_size, cache_dtype_str)
         return (blocks, rows, columns)
 
     @staticmethod
@@ -156,27 +160,11 @@ class VoltaMLAImpl(MLAAttentionImpl):
     """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mha` for prompts and `forward_mqa` for the other tokens."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: Any,
-        indexer: object | None = None,
-        q_pad_num_heads: int | None = None,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None, sliding_window: int | None,
+        kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str, kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None, kv_lora_rank: int, qk_nope_head_dim: int, qk_rope_head_dim: int, qk_head_dim: int, v_head_dim: int,
+        kv_b_proj: Any, indexer: object | None = None, q_pad_num_heads: int | None = None,
+    ) -> None:  # fmt: skip
         options = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,

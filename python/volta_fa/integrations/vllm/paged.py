@@ -16,8 +16,8 @@ from torch import Tensor
 from ...errors import bad_argument
 from ...kv_cache.anchored import anchored_window_attention_with_kvcache
 from ...kv_cache.cascade import cascade_attention
-from ...kv_cache.formats import cache_dtype, parts_of, quantize_kv
-from ...operands import LATENT_HEADDIMS, PAGE_SIZE_MULTIPLE
+from ...kv_cache.formats import cache_dtype, parts_of, quantize_kv  # of volta_fa's formats: torch's dtype; the formats of keys and values
+from ...operands import LATENT_HEADDIMS, PAGE_SIZE_MULTIPLE  # (512, 64) columns: values, and rotary part; 16 tokens
 from ...operators import merge_attention_states
 
 if TYPE_CHECKING:
@@ -406,8 +406,9 @@ def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
         torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_SIZE_MULTIPLE, head_size))
     )
     ints = torch.empty(2, dtype=torch.int32, device="meta")
+    batch = Batch(num_actual_tokens=1, max_query_len=1, query_start_loc=ints, seq_lens=ints[:1], block_table=ints[:1, None])
     try:
-        out = attend_to_latents(query, cache, kv_lora_rank, 1.0, Batch(1, 1, ints, ints[:1], ints[:1, None]))
+        out = attend_to_latents(query, cache, kv_lora_rank, softmax_scale=1.0, batch=batch)
     except (AttributeError, ValueError, NotImplementedError):  # AttributeError: a build without fwd_mla
         return False
     return out.shape[-1] == kv_lora_rank

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .expanded import to_device
+from .expanded import to_device  # copies a CPU tensor without waiting
 from .paged import Batch
 
 
@@ -60,5 +60,8 @@ def find_spans(
     index, cu_seqlens_q, of, seq_lens_k = (
         to_device(t, device) for t in (torch.cat(rows), cu_seqlens_q, torch.tensor(sequences), torch.tensor(ends, dtype=torch.int32))
     )
-    batch = Batch(sum(lengths), max(lengths), cu_seqlens_q, seq_lens_k, block_table.index_select(0, of), causal=False)
+    batch = Batch(
+        num_actual_tokens=sum(lengths), max_query_len=max(lengths), query_start_loc=cu_seqlens_q, seq_lens=seq_lens_k,
+        block_table=block_table.index_select(0, of), causal=False,
+    )  # fmt: skip
     return Spans(index, batch, max(ends), longest)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-from .paged import attend_packed, is_batch_invariant
+from .paged import attend_packed, is_batch_invariant  # attention of packed sequences; whether VLLM_BATCH_INVARIANT is set
 
 
 class VoltaMMEncoderAttention(MMEncoderAttention):
