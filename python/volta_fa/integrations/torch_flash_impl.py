@@ -66,11 +66,25 @@ def _unused(q: Tensor) -> Tensor:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float,
-    is_causal: bool, return_debug_mask: bool, *, scale: float | None = None, window_size_left: int | None = None,
-    window_size_right: int | None = None, seqused_k: Tensor | None = None, alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None, num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Implements `aten::_flash_attention_forward`, (batch, seqlen, heads, headdim), or packed sequences with cum_seq_q and cum_seq_k.
     Returns out, softmax_lse, rng_state, unused and an empty debug mask."""
     if return_debug_mask:
@@ -116,10 +130,25 @@ def _forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 
 def _backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *,
-    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Implements `aten::_flash_attention_backward`."""
     options: dict[str, Any] = {}
     # the schema requires both tensors, so a dense call gives None or empty ones

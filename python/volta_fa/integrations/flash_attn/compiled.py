@@ -21,9 +21,20 @@ __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
 
 def fwd(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, alibi_slopes: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool,
-    window_size_left: int, window_size_right: int, softcap: float, return_softmax: bool, generator: None,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    generator: None,
+) -> list[Tensor]:
     """Computes `_flash_attn_forward`. Returns out, softmax_lse, S_dmask and rng_state. Raises what that raises."""
     _check_generator(generator)
     _check_out(out, q, v)
@@ -34,11 +45,29 @@ def fwd(
 
 
 def varlen_fwd(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None,
-    leftpad_k: Tensor | None, block_table: Tensor | None, alibi_slopes: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float, softmax_scale: float, zero_tensors: bool, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
-    return_softmax: bool, generator: None, num_splits: int = 0,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    generator: None,
+    num_splits: int = 0,
+) -> list[Tensor]:
     """Computes `_flash_attn_varlen_forward`, where zero_tensors has no effect. Returns out, softmax_lse, S_dmask and rng_state. Raises
     what that raises."""
     _check_generator(generator)
@@ -51,10 +80,26 @@ def varlen_fwd(
 
 
 def bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
-    dv: Tensor | None, alibi_slopes: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
-    window_size_right: int, softcap: float, deterministic: bool, generator: None, rng_state: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    generator: None,
+    rng_state: Tensor | None,
+) -> list[Tensor]:
     """Computes `_flash_attn_backward`. Returns dq, dk, dv and softmax_d. Raises what that raises."""
     _check_generator(generator)
     options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
@@ -62,11 +107,31 @@ def bwd(
 
 
 def varlen_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
-    dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, alibi_slopes: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float, softmax_scale: float, zero_tensors: bool, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
-    deterministic: bool, generator: None, rng_state: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    generator: None,
+    rng_state: Tensor | None,
+) -> list[Tensor]:
     """Computes `_flash_attn_varlen_backward`. Returns dq, dk, dv and softmax_d. Raises what that raises."""
     _check_generator(generator)
     options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
@@ -75,11 +140,27 @@ def varlen_bwd(
 
 
 def fwd_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cache_seqlens: Tensor | None,
-    rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
-    block_table: Tensor | None, alibi_slopes: Tensor | None, out: Tensor | None, softmax_scale: float, causal: bool, window_size_left: int,
-    window_size_right: int, softcap: float, rotary_interleaved: bool, num_splits: int,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    rotary_interleaved: bool,
+    num_splits: int,
+) -> list[Tensor]:
     """Computes `flash_attn_with_kvcache`. Returns out and softmax_lse. Raises what that raises."""
     _check_out(out, q, v_cache)
     result, softmax_lse = flash_attn_with_kvcache(

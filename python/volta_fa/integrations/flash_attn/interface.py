@@ -70,10 +70,17 @@ def flash_attn_func(
 
 
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
     `kv`: (batch, seqlen_k, 2, nheads_k, headdim)."""
     k, v = _unbind("kv", kv, "batch, seqlen_k", 2)
@@ -82,9 +89,16 @@ def flash_attn_kvpacked_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor too.
     `qkv`: (batch, seqlen, 3, nheads, headdim)."""
     q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
@@ -172,10 +186,21 @@ def _paged(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_varlen_func` of k and v in one tensor. Its gradient is one tensor too. `kv`: (total_k, 2, nheads_k, headdim)."""
     k, v = _unbind("kv", kv, "total_k", 2)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -184,10 +209,18 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor too. `qkv`: (total, 3, nheads, headdim)."""
     require_tensors(cu_seqlens=cu_seqlens)
     q, k, v = _unbind("qkv", qkv, "total", 3)

@@ -86,11 +86,24 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None, weight1: Tensor | None = None,
-    bias1: Tensor | None = None, eps: float = 1e-6, dropout_p: float = 0.0, rowscale: Tensor | None = None, prenorm: bool = False,
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False, return_dropout_mask: bool = False,
-    out_dtype: torch.dtype | None = None, out: Tensor | None = None, residual_out: Tensor | None = None,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Any:
     """Computes `layer_norm_fn` with RMS norm: no mean is subtracted."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight,
@@ -176,10 +189,22 @@ def layer_norm_ref(
 
 
 def rms_norm_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None, weight1: Tensor | None = None,
-    bias1: Tensor | None = None, eps: float = 1e-6, dropout_p: float = 0.0, rowscale: Tensor | None = None, prenorm: bool = False,
-    zero_centered_weight: bool = False, dropout_mask: Tensor | None = None, dropout_mask1: Tensor | None = None, upcast: bool = False,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+) -> Any:
     """Computes `layer_norm_ref` with RMS norm: no mean is subtracted."""
     return layer_norm_ref(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, zero_centered_weight, dropout_mask,

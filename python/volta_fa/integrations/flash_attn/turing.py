@@ -46,9 +46,19 @@ def varlen_fwd(
 
 
 def varlen_bwd(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, causal: bool, /,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    /,
+) -> list[Tensor]:
     """Returns dq, dk and dv. out, lse: what `varlen_fwd` returned."""
     require_tensors(q=q, lse=lse, cu_seqlens_q=cu_seqlens_q)
     if lse.shape != (shape := (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q)):

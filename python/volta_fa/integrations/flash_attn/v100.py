@@ -75,9 +75,17 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *options: Any) -> l
 
 
 def bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
-    dv: Tensor | None, *options: Any,
-) -> list[Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    *options: Any,
+) -> list[Tensor]:
     """Computes `compiled.bwd` of (batch, nheads, seqlen, headdim)."""
     require_tensors(dout=dout, q=q, k=k, v=v, out=out)
     arguments = [*_swapped(dout, q, k, v, out), softmax_lse, *_swapped(dq, dk, dv), *options]
@@ -138,11 +146,22 @@ def flash_attn_prefill_paged(
 
 
 def flash_attn_decode_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float | None = None,
-    out: Tensor | None = None, kv_cache_dtype: str = "auto", k_scale: float = 1.0, v_scale: float = 1.0,
-    window_size: tuple[int, int] = (-1, -1), max_seq_len_hint: int | None = None, workspace_seq_capacity_hint: int | None = None,
-    active_num_partitions: Tensor | None = None, partition_size_hint: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float | None = None,
+    out: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window_size: tuple[int, int] = (-1, -1),
+    max_seq_len_hint: int | None = None,
+    workspace_seq_capacity_hint: int | None = None,
+    active_num_partitions: Tensor | None = None,
+    partition_size_hint: int | None = None,
+) -> Tensor:
     """Computes `flash_attn_prefill_paged` of one token of each sequence: q and out are (batch, nheads, headdim).
     The hints have no effect: the kernels read lengths on the GPU, and divide their work there."""
     require_tensors(q=q, v_cache=v_cache)
@@ -164,9 +183,16 @@ def flash_attn_decode_paged_xqa_available() -> bool:
 
 
 def flash_attn_prefill_paged_bhmd(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float | None = None,
-    out: Tensor | None = None, *arguments: Any, **options: Any,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float | None = None,
+    out: Tensor | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> Tensor:
     """Computes `flash_attn_prefill_paged` of q and out (batch, nheads, seqlen_q, headdim)."""
     require_tensors(q=q)
     swapped_q, swapped_out = _swapped(q, out)
@@ -202,9 +228,19 @@ def flash_attn_lse(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None 
 
 
 def _flash_attn_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool, window_left: int,
-    window_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
-) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, None, None]:
     """Returns out (batch, nheads, seqlen_q, headdim) and softmax_lse (batch, nheads, seqlen_q).
     1Cat-vLLM calls it for prompts of models with latents."""
     generator = None

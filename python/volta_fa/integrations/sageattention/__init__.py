@@ -71,9 +71,18 @@ def sageattn(
 
 
 def sageattn_qk_int8_pv_fp16_triton(
-    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", quantization_backend: str = "triton", is_causal: bool = False,
-    attn_mask: Tensor | None = None, sm_scale: float | None = None, smooth_k: bool = True, return_lse: bool = False, **kwargs: Any,
-) -> Attention:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    quantization_backend: str = "triton",
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Attention:
     """Computes `sageattn`. `smooth_k=False` quantizes K without subtracting its mean."""
     op = "sageattention.sageattn_qk_int8_pv_fp16_triton"
     _check_choices(op, {"quantization_backend": quantization_backend, **kwargs})
@@ -81,10 +90,19 @@ def sageattn_qk_int8_pv_fp16_triton(
 
 
 def sageattn_qk_int8_pv_fp16_cuda(
-    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False, qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None, pv_accum_dtype: str = "fp32", smooth_k: bool = True, smooth_v: bool = False, return_lse: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
     **kwargs: Any,
-) -> Attention:  # fmt: skip
+) -> Attention:
     """Computes `sageattn`. `smooth_k=False` quantizes K without subtracting its mean."""
     op = "sageattention.sageattn_qk_int8_pv_fp16_cuda"
     mask = kwargs.pop("attn_mask", None)
@@ -134,18 +152,36 @@ def sageattn_varlen(
 
 
 def sageattn_qk_int8_pv_fp8_cuda(
-    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False, qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None, pv_accum_dtype: str = "fp32+fp16", smooth_k: bool = True, smooth_v: bool = False,
-    return_lse: bool = False, **kwargs: Any,
-) -> Attention:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Attention:
     """Raises NotImplementedError: Volta and Turing have no products in fp8."""
     _refuse_fp8("sageattn_qk_int8_pv_fp8_cuda")
 
 
 def sageattn_qk_int8_pv_fp8_cuda_sm90(
-    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False, qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None, pv_accum_dtype: str = "fp32+fp32", smooth_k: bool = True, return_lse: bool = False, **kwargs: Any,
-) -> Attention:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32",
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Attention:
     """Raises NotImplementedError: Volta and Turing have no products in fp8."""
     _refuse_fp8("sageattn_qk_int8_pv_fp8_cuda_sm90")
 

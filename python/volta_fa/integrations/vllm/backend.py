@@ -162,9 +162,17 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         """Does nothing, because the tensors are the runner's own."""
 
     def use_cascade_attention(
-        self, common_prefix_len: int, query_lens: Any, num_query_heads: int, num_kv_heads: int, use_alibi: bool, use_sliding_window: bool,
-        use_local_attention: bool, num_sms: int, dcp_world_size: int,
-    ) -> bool:  # fmt: skip
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
         """(0.26, with --no-disable-cascade-attn) Returns whether to read the first common_prefix_len tokens once for all sequences."""
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1 or paged.is_batch_invariant() or anchored_window():
             return False

@@ -160,11 +160,27 @@ class VoltaMLAImpl(MLAAttentionImpl):
     """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mha` for prompts and `forward_mqa` for the other tokens."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None, sliding_window: int | None,
-        kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str, kv_sharing_target_layer_name: str | None,
-        q_lora_rank: int | None, kv_lora_rank: int, qk_nope_head_dim: int, qk_rope_head_dim: int, qk_head_dim: int, v_head_dim: int,
-        kv_b_proj: Any, indexer: object | None = None, q_pad_num_heads: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+    ) -> None:
         options = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,
