@@ -3,7 +3,7 @@
 //! tuning has choices of kernels that were measured on the GPU.
 
 use super::choose::{choose, is_uneven, sized}; // choose: tuned or cheapest kernels; sized: with smaller blocks where faster
-use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if its key and device are the same
+use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same
 use super::features::{features, BackwardMode};
 use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;

@@ -3,7 +3,7 @@
 //! from the preferred family of kernels, and `on_grid` gives it a block for every `block_rows` rows of each head.
 
 use super::choose::choose;
-use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if its key and device are the same
+use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same
 use super::kernel::{on_grid, PlannedKernel};
 use crate::error::Result;
 use crate::kernels::{CacheFormat, FeatureSet, Pass, COMPILED};

@@ -30,18 +30,26 @@ fn launch<T>(blocks: u32, threads: u32, inputs: Inputs, out: &mut [u32], f: impl
     f(&Launch { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_smem: 0, params: &params, extents: &extents })
 }
 
-/// Runs a kernel on one thread of the host. Returns `out` words, which start as zeros, or the simulator's error. `quantum`: instructions of a
+/// Runs a kernel on one thread of the host. Returns the output, which starts as `out`, or the simulator's error. `quantum`: instructions of a
 /// warp before the next one runs; with 20,000 each runs up to its barrier.
-fn try_run(quantum: u32, module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: usize) -> Result<Vec<u32>, String> {
-    let mut found = vec![0; out];
+fn try_run(
+    quantum: u32,
+    module: &Module,
+    kernel: &str,
+    blocks: u32,
+    threads: u32,
+    inputs: Inputs,
+    out: &[u32],
+) -> Result<Vec<u32>, String> {
+    let mut found = out.to_vec();
     // SAFETY: the extents live here.
     launch(blocks, threads, inputs, &mut found, |l| unsafe { module.run(kernel, l, &Schedule { quantum, threads: 1 }) })
         .map_err(|e| e.to_string())?;
     Ok(found)
 }
 
-/// Runs a kernel of one architecture in both warp orders. Returns what both compute.
-fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: usize) -> Vec<u32> {
+/// Runs a kernel of one architecture in both warp orders. Returns what both compute. `out`: what the output holds before.
+fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: &[u32]) -> Vec<u32> {
     let [first, second] = [1, 20_000].map(|quantum| try_run(quantum, module, kernel, blocks, threads, inputs, out).unwrap());
     assert_eq!(first, second, "{kernel}: the result depends on the warp order");
     first
@@ -49,7 +57,7 @@ fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: Inpu
 
 /// Runs a kernel on both architectures. Returns what both compute.
 fn run(kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: usize) -> Vec<u32> {
-    let [volta, turing] = MODULES.each_ref().map(|m| run_on(m, kernel, blocks, threads, inputs, out));
+    let [volta, turing] = MODULES.each_ref().map(|m| run_on(m, kernel, blocks, threads, inputs, &vec![0; out]));
     assert_eq!(volta, turing, "{kernel}: sm_70 and sm_75 differ");
     volta
 }
@@ -261,11 +269,11 @@ fn hmma_884_multiplies_all_layouts() {
             let sums = fragment(8, &of_f32, &|q, m, n| (c(q, m, n) as f32).to_bits());
             let expected = fragment(8, &of_f32, &|q, m, n| (product(q, m, n) as f32).to_bits());
             let kernel = format!("mma_f32_{a_layout}_{b_layout}");
-            assert_eq!(run_on(&MODULES[0], &kernel, 1, 32, [&left, &right, &sums], 256), expected, "{kernel}");
+            assert_eq!(run_on(&MODULES[0], &kernel, 1, 32, [&left, &right, &sums], &[0; 256]), expected, "{kernel}");
             let sums = packed(&fragment(8, &own, &|q, m, n| half(c(q, m, n))));
             let expected = packed(&fragment(8, &own, &|q, m, n| half(product(q, m, n))));
             let kernel = format!("mma_f16_{a_layout}_{b_layout}");
-            assert_eq!(run_on(&MODULES[0], &kernel, 1, 32, [&left, &right, &sums], 128), expected, "{kernel}");
+            assert_eq!(run_on(&MODULES[0], &kernel, 1, 32, [&left, &right, &sums], &[0; 128]), expected, "{kernel}");
         }
     }
 }
@@ -288,7 +296,7 @@ fn dependent_ffmas_take_four_cycles() {
 
 /// Runs a kernel of sm_75 with one warp.
 fn run_warp(kernel: &str, inputs: Inputs, out: usize) -> Vec<u32> {
-    run_on(&TURING, kernel, 1, 32, inputs, out)
+    run_on(&TURING, kernel, 1, 32, inputs, &vec![u32::MAX; out]) // so that a zero that is not stored is seen
 }
 
 /// Returns register `which` of a fragment: lane 4g+t has elements 2t and 2t+1 of row g, in the next register of row g+8.
@@ -350,7 +358,7 @@ fn ldsm_loads_and_transposes_matrices() {
     for (kernel, count, transposed) in
         [("ldsm_1", 1, false), ("ldsm_1t", 1, true), ("ldsm_2", 2, false), ("ldsm_2t", 2, true), ("ldsm_4", 4, false), ("ldsm_4t", 4, true)]
     {
-        let found = run_warp(kernel, [&memory, &addresses, &[]], 128);
+        let found = run_warp(kernel, [&memory, &addresses, &[]], &[0; 128]);
         for matrix in 0..4 {
             let element = |row: usize, column: usize| (8 * rows[8 * matrix + row] + column) as u32;
             let expected = match (matrix < count, transposed) {
@@ -369,7 +377,7 @@ fn ldsm_needs_valid_addresses_of_all_lanes() {
     let with = |lane: usize, address: u32| {
         let mut addresses = vec![0; 32];
         addresses[lane] = address;
-        try_run(1, &TURING, "ldsm_1", 1, 32, [&memory, &addresses, &[]], 128)
+        try_run(1, &TURING, "ldsm_1", 1, 32, [&memory, &addresses, &[]], &[0; 128])
     };
     assert!(with(31, 2032).is_ok());
     let e = with(31, 2048).unwrap_err();
@@ -382,7 +390,7 @@ fn ldsm_needs_valid_addresses_of_all_lanes() {
 fn matrix_instructions_need_whole_warps() {
     let words = vec![0; 512];
     for (kernel, instruction) in [("ldsm_4", "LDSM"), ("movm", "MOVM"), ("hmma_f32", "HMMA"), ("hmma_f16", "HMMA"), ("imma_s8", "IMMA")] {
-        let e = try_run(1, &TURING, kernel, 1, 31, [&words; 3], 512).unwrap_err(); // 31 threads
+        let e = try_run(1, &TURING, kernel, 1, 31, [&words; 3], &[0; 512]).unwrap_err(); // 31 threads
         assert!(e.contains(&format!("{instruction} with a partial warp (mask 0x7fffffff)")), "{e}");
     }
 }

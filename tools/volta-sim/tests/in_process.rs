@@ -225,8 +225,8 @@ fn prefetched_sectors_arrive_when_dram_is_done() {
     };
     let saved = |operations| cycles("loaded", operations) - cycles("prefetched", operations);
     let m = Machine::default();
-    let full = (m.dram_latency - m.l2_latency) as i64; // cycles
-                                                       // up to 60 cycles for the barrier between the prefetch and the load
+    let full = (m.dram_latency - m.l2_latency) as i64;
+    // up to 60 cycles for the barrier between the prefetch and the load
     assert!((0..=60).contains(&saved(0)), "at once: {}", saved(0));
     assert!((full - 40..=full).contains(&saved(400)), "after a wait: {}", saved(400));
 }

@@ -76,7 +76,7 @@ enums! {
 
     /// Matrix products of the tensor cores.
     Tensor {
-        /// HMMA.884; `f32`: the accumulators' type, else half; `step`: which columns it computes; `_col`: the operand is in column order
+        /// HMMA.884; `f32`: the accumulators' type, else half; `step`: which part of the result it computes; `_col`: the operand is in column order
         Hmma884 { f32: bool, step: u8, a_col: bool, b_col: bool },
         /// HMMA.1688 of sm_75; `f32` likewise
         Hmma1688 { f32: bool },
