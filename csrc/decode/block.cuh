@@ -77,18 +77,18 @@ struct Block {
         const RowInfo* row_info = shared.row_info;
         const SharedPartials<kTokenGroups, kRowsAtOnce> partials = {shared.output, shared.state};
 
-        if (threadIdx.x < 32) {
-            // whether cu_seqlens_q is valid for all sequences: in shared memory, because the main loop has no register left for it
+        // Finds the block's first work tile, and whether cu_seqlens_q is valid for all sequences: kept in shared memory, because the
+        // main loop has no register left for it.
+        if constexpr (kFixedSplits) {
+            const bool has_queries = scheduler.begin(p);
+            const bool all_have_queries = __syncthreads_and(has_queries);
+            if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;
+        } else if (threadIdx.x < 32) {
             const bool all_have_queries = scheduler.begin(p);
             if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;
         }
         while (true) {
-            if (threadIdx.x < 32) {
-                scheduler.next(p, shared.tile);
-                __syncwarp();
-                for (int row = threadIdx.x; row < BLOCK_ROWS && tile.exists; row += 32)
-                    shared.row_info[row] = row_info_of(p, tile, row);
-            }
+            if (threadIdx.x < 32) scheduler.next(p, shared.tile);
             __syncthreads();
             if (!tile.exists) break;
             if constexpr (kFixedSplits) {
@@ -97,6 +97,8 @@ struct Block {
                     continue;
                 }
             }
+            if (threadIdx.x < BLOCK_ROWS) shared.row_info[threadIdx.x] = row_info_of(p, tile, threadIdx.x);
+            __syncthreads();
             Mainloop::run(p, tile, row_info, partials, [&](int first) {
                 const int rows = min(tile.rows - first, kRowsAtOnce);
                 __syncthreads();
@@ -126,14 +128,14 @@ struct Block {
 private:
     // Returns the RowInfo of a row. Rows past the last one get that of the last, which keeps indices in bounds.
     __device__ __forceinline__ static RowInfo row_info_of(const DecodeParams& p, const WorkTile& s, int row) {
+        const int group = p.problem.nheads / p.problem.nheads_k;
         row = s.row + min(row, s.rows - 1);
-        const int query = quotient(row, p.group), head = row - query * p.group.divisor;
         const ScoreOptions& o = p.score_options;
         float slope = 0.f;
         if (o.alibi_slopes)
-            slope = __ldg(o.alibi_slopes + s.batch * o.alibi_batch_stride + s.head_k * p.group.divisor + head) * kLog2e;
-        RowInfo info(slope, query + s.seqlen_k - s.seqlen_q);
-        if constexpr (kTree) info.position = load_draft_tokens(p, s, query, info) + s.seqlen_k - s.seqlen_q;
+            slope = __ldg(o.alibi_slopes + s.batch * o.alibi_batch_stride + s.head_k * group + row % group) * kLog2e;
+        RowInfo info(slope, row / group + s.seqlen_k - s.seqlen_q);
+        if constexpr (kTree) info.position = load_draft_tokens(p, s, row / group, info) + s.seqlen_k - s.seqlen_q;
         return info;
     }
 };

@@ -6,7 +6,7 @@
 // block that shares its row tile with others writes the combined result to global memory (GlobalPartials). The last block to arrive
 // combines these and writes the output. No block waits for another: a semaphore tells the last one (semaphore.cuh).
 //
-// The kernel's row in src/kernels gives BLOCK_ROWS, THREADS (of a block) and HEADDIM_V, of which the problem may use fewer.
+// The kernel's row in src/kernels gives BLOCK_ROWS, THREADS (of a block) and HEADDIM_V.
 #pragma once
 
 #include "semaphore.cuh"
@@ -16,8 +16,6 @@
 namespace decode {
 
 constexpr int kColumns = 8;  // output columns that a thread combines at a time
-// Such chunks of a row. That of the problem's headdim_v would be no constant, and dividing by it takes many instructions.
-constexpr int kChunks = HEADDIM_V / kColumns;
 // Floats between output rows in shared memory: four more than columns, so that rows begin in different banks.
 constexpr int kPartialStride = HEADDIM_V + 4;
 
@@ -90,10 +88,10 @@ template <class Partials, class Write>
 __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Partials& partials, int count, int rows,
                                                  Write write) {
     constexpr int kAtOnce = Partials::kLoadsAtOnce;
+    const int chunks = p.problem.headdim_v / kColumns;
 #pragma unroll 1
-    for (int i = remat_thread_index(); i < rows * kChunks; i += THREADS) {
-        const int row = i / kChunks, column = i % kChunks * kColumns;
-        if (column >= p.problem.headdim_v) continue;
+    for (int i = remat_thread_index(); i < rows * chunks; i += THREADS) {
+        const int row = i / chunks, column = i % chunks * kColumns;
         SoftmaxRow joint;  // begins as the state of a row without keys
 #pragma unroll 1
         for (int first = 0; first < count; first += kAtOnce) {
@@ -145,8 +143,8 @@ struct WriteOutputAs {
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
         const Problem& problem = p.problem;
         row += first;
-        const int query = quotient(s.row + row, p.group);
-        const int head = s.head_k * p.group.divisor + s.row + row - query * p.group.divisor;
+        const int group = problem.nheads / problem.nheads_k;
+        const int query = (s.row + row) / group, head = s.head_k * group + (s.row + row) % group;
         const float sum_of_keys = state.sum, max_of_keys = state.row_max;
         const float factor = add_sink(p.score_options, head, state.row_max, state.sum);
         // valid is false for invalid lengths: a sum of NaN makes output and lse NaN
@@ -226,6 +224,7 @@ __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const Work
 __device__ __forceinline__ void fill_unowned_rows(const DecodeParams& p, bool all_have_queries) {
     const Problem& problem = p.problem;
     const int end = all_have_queries ? load_length(p.lengths.cu_seqlens_q + problem.batch) : 0;
+    const int chunks = problem.headdim_v / kColumns;
     for (int row = end + blockIdx.x; row < p.lengths.total_q; row += gridDim.x) {
         bool is_some = false;  // whether a sequence of this thread has the row
         for (int batch = threadIdx.x; batch < problem.batch && !all_have_queries; batch += THREADS) {
@@ -233,9 +232,8 @@ __device__ __forceinline__ void fill_unowned_rows(const DecodeParams& p, bool al
             is_some |= row >= sequence.q_offset() && row < sequence.q_offset() + sequence.seqlen_q();
         }
         if (__syncthreads_or(is_some)) continue;
-        for (int i = threadIdx.x; i < problem.nheads * kChunks; i += THREADS) {
-            const int head = i / kChunks, column = i % kChunks * kColumns;
-            if (column >= problem.headdim_v) continue;
+        for (int i = threadIdx.x; i < problem.nheads * chunks; i += THREADS) {
+            const int head = i / chunks, column = i % chunks * kColumns;
             const unsigned nan = 0x7fff7fff;  // two NaN, as fp16 and as bf16
             unsigned short* out = p.out.ptr + row * p.out.row_stride + head * p.out.head_stride + column;
             *reinterpret_cast<uint4*>(out) = make_uint4(nan, nan, nan, nan);

@@ -37,14 +37,15 @@ struct RowPart {
 // Parts in global memory. A slot, the place of one partial, has parts of all rows that a sequence can have in a tile. A part is
 // three float4. The first ones of all parts lie together, then the second, then the third, so a warp accesses whole lines.
 struct SplitSlots {
-    static constexpr int kPieces = 3;  // float4 of a part: eight outputs, then the state
+    static constexpr int kChunks = 3;  // float4 of a part: eight outputs, then the state
     float* partials;
     int parts;  // of a slot
 
     __device__ __forceinline__ explicit SplitSlots(const DecodeParams& p)
-        : partials(p.partials), parts(min(p.problem.seqlen_q * p.group.divisor, BLOCK_ROWS) * kChunks) {}
+        : partials(p.partials),
+          parts(min(p.problem.seqlen_q * (p.problem.nheads / p.problem.nheads_k), BLOCK_ROWS) * (HEADDIM_V / kColumns)) {}
     __device__ __forceinline__ float4* at(long long slot, int row, int column) const {
-        return reinterpret_cast<float4*>(partials) + slot * kPieces * parts + row * kChunks + column / kColumns;
+        return reinterpret_cast<float4*>(partials) + slot * kChunks * parts + row * (HEADDIM_V / kColumns) + column / kColumns;
     }
     __device__ __forceinline__ RowPart load(long long slot, int row, int column) const {
         const float4* from = at(slot, row, column);
@@ -91,11 +92,11 @@ __device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTi
     __threadfence();  // this thread's partial is visible before the semaphore counts it
     if (!is_last_block(p.semaphores + begin, p.launch_id, s.blocks)) return;
     const SplitSlots slots(p);
+    const int chunks = p.problem.headdim_v / kColumns;  // parts of a row, of eight columns each
     constexpr int kAhead = 8;  // parts that a thread loads at once
 #pragma unroll 1
-    for (int i = threadIdx.x; i < s.rows * kChunks; i += THREADS) {
-        const int row = i / kChunks, column = i % kChunks * kColumns;
-        if (column >= p.problem.headdim_v) continue;
+    for (int i = threadIdx.x; i < s.rows * chunks; i += THREADS) {
+        const int row = i / chunks, column = i % chunks * kColumns;
         RowPart joint = slots.load(begin, row, column);
 #pragma unroll 1
         for (int split = 1; split < s.blocks; split += kAhead) {

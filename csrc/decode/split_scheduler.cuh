@@ -33,6 +33,7 @@ struct SplitTile : WorkTile {
 class SplitScheduler {
     long long position_, end_;  // next split of the block on the line, and its end; with whole row tiles, in row tiles
     int batch_, row_tile_, split_;  // what position_ is in; split_ counts from the sequence's (whole: the row tile's) first
+    long long warp_totals_[THREADS / 32];  // splits of the sequences of each warp's threads
 
     __device__ __forceinline__ static bool takes_whole_tiles(const DecodeParams& p) { return p.num_splits == 1; }
     // Returns the number of splits with tokens from `first` up to `end`, at least one.
@@ -45,30 +46,40 @@ class SplitScheduler {
     }
 
 public:
-    // Finds the block's first split by a prefix sum over the sequences. Only the block's first warp calls it. Returns false if the
-    // rows of q of a sequence are unknown (invalid cu_seqlens_q).
+    // Finds the block's first split by a prefix sum over the sequences. All threads call it together. Returns false if this thread
+    // met a sequence whose rows of q are unknown (invalid cu_seqlens_q).
     __device__ __forceinline__ bool begin(const DecodeParams& p) {
-        const int lane = threadIdx.x;
-        const int each = (p.problem.batch + 31) / 32;
-        const int first = min(lane * each, p.problem.batch), last = min(first + each, p.problem.batch);
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const int each = (p.problem.batch + THREADS - 1) / THREADS;
+        const int first = min(threadIdx.x * each, p.problem.batch), last = min(first + each, p.problem.batch);
         bool has_queries = true;
-        long long own_splits = 0;  // places on the line of this lane's sequences
-#pragma unroll 1
+        long long own_splits = 0;  // places on the line of this thread's sequences
         for (int batch = first; batch < last; batch++) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch);
             const SequenceWork work(p, batch, sequence);
             own_splits += static_cast<long long>(work.row_tiles) * splits_of_tile(p, work);
             has_queries &= sequence.has_queries();
         }
-        has_queries = __all_sync(~0u, has_queries);
-        const long long until = inclusive_sum(own_splits), total = __shfl_sync(~0u, until, 31);
-        if (lane == 0) position_ = end_ = 0;
-        __syncwarp();
+        long long until = own_splits;  // inclusive prefix sum
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const long long before = __shfl_up_sync(~0u, until, distance);
+            if (lane >= distance) until += before;
+        }
+        if (lane == 31) warp_totals_[warp] = until;
+        if (threadIdx.x == 0) position_ = end_ = 0;
+        __syncthreads();
+        long long total = 0;
+#pragma unroll
+        for (int w = 0; w < THREADS / 32; w++) {
+            if (w < warp) until += warp_totals_[w];
+            total += warp_totals_[w];
+        }
         const bool whole = takes_whole_tiles(p);
         const long long blocks = min(static_cast<long long>(gridDim.x), total);
         if (blockIdx.x >= blocks) return has_queries;
         const long long start = whole ? blockIdx.x : blockIdx.x * total / blocks;
-        // Exactly one lane has the sequence in which this block starts.
+        // Exactly one thread has the sequence in which this block starts.
         if (until - own_splits <= start && start < until) {
             long long left = start - (until - own_splits);
             int batch = first;
@@ -93,13 +104,12 @@ public:
 
     // Writes the next work tile to `tile`, which is in shared memory, and moves past it. Only the block's first warp calls it.
     __device__ __forceinline__ void next(const DecodeParams& p, SplitTile& tile) {
-        __syncwarp();  // begin() or the last call has written
         SplitTile s;
         s.exists = position_ < end_;
         if (s.exists) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch_);
             const SequenceWork work(p, batch_, sequence);
-            const int rows = sequence.seqlen_q() * p.group.divisor;
+            const int group = p.problem.nheads / p.problem.nheads_k, rows = sequence.seqlen_q() * group;
             const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
             s.whole = takes_whole_tiles(p);
             s.batch = batch_;
@@ -113,7 +123,7 @@ public:
             s.valid = work.valid;  // false: lengths are invalid, and the rows are written as NaN
             // tokens that the rows of the tile see, from a whole step on
             const Mask mask(p.problem, s.seqlen_q, s.seqlen_k);
-            const int query = quotient(s.row, p.group), queries = quotient(s.row + s.rows - 1, p.group) - query + 1;
+            const int query = s.row / group, queries = (s.row + s.rows - 1) / group - query + 1;
             const int first = mask.key_first(query) / kStepTokens * kStepTokens, end = max(mask.key_end(query, queries), first);
             const int first_split = first / kSplitTokens, sequence_first_split = work.first / kSplitTokens;
             const int split = s.whole ? first_split + split_ : sequence_first_split + split_;

@@ -127,13 +127,13 @@ class MlaMainloop {
     // Loads Q, the first operands to shared memory, the others to registers; zeros for rows that do not exist.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::WorkTile& s, const WarpCoord& lane,
                                                         Shared& shared, uint4 (&in_registers)[kRegisterOperands][kRowPairs]) {
+        const int group = p.problem.nheads;
 #pragma unroll
         for (int i = 0; i < kRowPairs; i++) {
             const int row = lane.first_row + 16 * i + 8 * lane.qn + lane.t, packed = s.row + row;
-            const int query = quotient(packed, p.group), head = packed - query * p.group.divisor;
             const bool exists = row < s.rows;
-            const unsigned short* from =
-                p.q.ptr + s.batch * p.q.batch_stride + (s.q_offset + query) * p.q.row_stride + head * p.q.head_stride;
+            const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.q_offset + packed / group) * p.q.row_stride +
+                                         packed % group * p.q.head_stride;
             uint4 x[kOperands];
 #pragma unroll
             for (int g = 0; g < kOperands; g++) {
