@@ -1,4 +1,4 @@
-"""Simulates block masks: speed as a share of plain attention, with targets ("bars"), or (--sweep) time against density.
+"""Simulates block masks: speed as a share of plain attention, with targets, or (--sweep) time against density.
 
 A block mask, as of FlexAttention, lists the blocks of scores that exist. A full block has all scores, a partial one has a bit for each.
 Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing, which times the GPU kernels in
@@ -25,9 +25,9 @@ from volta_fa.errors import CommandError
 
 from . import driver, report
 from .driver import Benchmark, Result, Row, run
-from .measure import Work, aligned
+from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid
-from .volta import BACKWARD, FORWARD, forward_results
+from .volta import BACKWARD, FORWARD, forward_results  # forward_results(): stand-ins for out and softmax_lse, inputs of the backward pass
 
 BLOCK = 128  # queries and keys of a block
 
@@ -60,8 +60,7 @@ MASKS = {
     Mask(BACKWARD, 0.1, False, 16384): 0.70,
     Mask(FORWARD, 0.0, False, 4096, documents=1365): 0.85,
 }
-_SWEEP = product((FORWARD, BACKWARD), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), (False, True))
-SWEEP = [Mask(direction, density, partial, 2048) for direction, density, partial in _SWEEP]
+SWEEP = [Mask(*sizes, 2048) for sizes in product((FORWARD, BACKWARD), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), (False, True))]
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def random_mask(mask: Mask) -> BlockMask:
         return BlockMask.from_blocks(present, BLOCK)
     shown = torch.rand(mask.seqlen, mask.seqlen, generator=generator) < 0.5
     mask_mod = lambda b, h, q, k: present[q // BLOCK, k // BLOCK] & shown[q, k]  # noqa: E731
-    return BlockMask.from_mask_mod(mask_mod, 1, 1, mask.seqlen, mask.seqlen, "cpu")
+    return BlockMask.from_mask_mod(mask_mod, 1, 1, mask.seqlen, mask.seqlen, "cpu")  # 1, 1: for all batch entries and heads
 
 
 def present_blocks(mask: Mask) -> int:
@@ -166,7 +165,7 @@ def grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
             dict.fromkeys(mask for mask, _, _ in found),
             {
                 "case": str,
-                "bar": lambda mask: f"{bar:.2f}" if (bar := MASKS.get(mask)) else "",
+                "target": lambda mask: f"{target:.2f}" if (target := MASKS.get(mask)) else "",
                 **{f"{gpu} {d}": lambda mask, gpu=gpu, d=d: cell(mask, gpu, d) for gpu, d in columns},
             },
         )

@@ -215,7 +215,7 @@ def _launch(found: dict, call: int) -> dict[str, Any]:
 def measure(call: Call) -> list[list[dict[str, Any]]] | None:
     """Returns the median time of all calls on this machine's GPU, as one launch; None if volta_fa has no kernels for them."""
     try:
-        us = 1e3 * sum(median_ms(work, torch.device("cuda"), 0.3) for work in call.case.calls("cuda"))
+        us = 1e3 * sum(median_ms(work, torch.device("cuda"), budget=0.3) for work in call.case.calls("cuda"))  # seconds of repetitions
     except NotImplementedError:
         return None
     return [[{"kernel": "", "call": 0, "us": us}]]
@@ -347,8 +347,8 @@ def run(name: str, benchmark: Benchmark, arguments: Sequence[str]) -> int:
     if options.kept and not options.resume:
         raise CommandError("--kept: got no --resume FILE, which has the rows that are kept")
     if options.device == "cuda":
-        options.gpu, options.jobs = [""], 1
-    options.store = Kept(options.resume)
+        options.gpu, options.jobs = [""], 1  # "": this machine's
+    options.store = Kept(options.resume)  # benchmarks.models reads it
     listed = benchmark.rows(options)
     rows = [row for row in listed if all(text in f"{row.gpu} {row.name}" for text in options.only)]
     if not rows:

@@ -95,7 +95,7 @@ def mark(kernels: Iterable[str]) -> str:
 def main(arguments: Sequence[str]) -> int:
     from . import report  # here, because it imports this module
 
-    parser = report.parser("marks", __doc__, outputs=False)
+    parser = report.parser("marks", __doc__, outputs=False)  # without --json, --plot and --markdown
     parser.add_argument("--outdate", action="store_true")
     parser.add_argument("--mark", nargs="+", metavar="KERNEL")
     options = parser.parse_args(arguments)

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from . import decode, driver, pytorch_fmha, report
 from .driver import GPUS, Benchmark, Kept, Result, run
-from .measure import Work, aligned
+from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid
-from .volta import BACKWARD, forward_results
+from .volta import BACKWARD, forward_results  # forward_results(): stand-ins for out and softmax_lse, inputs of the backward pass
 from .volta import FORWARD as FORWARD_PASS
 
 # ---- models ------------------------------------------------------------------------------------------------------

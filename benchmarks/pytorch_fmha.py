@@ -323,10 +323,8 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
         full = (2048, 128) if kernel.direction == volta.FORWARD else (1024, 2 * sms)
         # headdim 128 has one split in PyTorch too, so its 128 heads of the measured figures run as they are
         shapes = [full] if kernel.direction == volta.FORWARD or kernel.headdim == 64 else [full, (1024, 128)]
-        largest, measured = (
-            error(simulator, folder, kernel),
-            [found.pytorch for found in TITAN_RTX[kernel.direction, kernel.headdim].values()],
-        )
+        largest = error(simulator, folder, kernel)
+        measured = [found.pytorch for found in TITAN_RTX[kernel.direction, kernel.headdim].values()]
         for tokens, heads in shapes:
             launch = job(kernel, heads, tokens, tokens, has_files=False)
             speeds = [tflops(simulator, folder, "titanrtx", launch, *of) for of in ((), ("--set", "icache=false"))]
@@ -364,7 +362,7 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = report.parser("pytorch_fmha", __doc__, outputs=False)
+    parser = report.parser("pytorch_fmha", __doc__, outputs=False)  # without --json, --plot and --markdown
     parser.add_argument("gpu", choices=("v100", "titanrtx"))
     parser.add_argument("library", type=Path, help="libtorch_cuda.so of a torch with sm_70 or sm_75")
     parser.add_argument("simulator", type=Path, help="volta-sim's command")

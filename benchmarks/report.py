@@ -265,10 +265,12 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Returns the quotient; None if a number is missing or the denominator is 0."""
     return numerator / denominator if numerator is not None and denominator else None
 
 
 def times(value: float | None) -> str:
+    """Returns the number as a factor, as 2.4x."""
     return "-" if value is None else f"{significant(value, 2)}x"
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from . import driver, report
 from .attention import Shape
 from .driver import GPUS, PIPES, SPEEDS, Benchmark, Gpu, Result, Row, run
-from .measure import Work, aligned
+from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid, ratio, significant, times
 
 FORWARD, BACKWARD = "forward", "backward"
