@@ -19,11 +19,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bootstrap import package_folders
+from bootstrap import package_folders  # the site-packages of this Python
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "examples" / "first_light.ipynb"
-#: What the first cell prints in the state `nothing`.
+#: What the first cell prints in the state `nothing`. In the others the cell of the check prints "Exit status 0".
 STOPPED = "Stopped: no volta_fa: set WHEEL or SOURCE in this cell"
 
 

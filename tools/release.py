@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: The torch of packaging/Dockerfile: the last release with Volta in its default builds.
 V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
 
-#: Lines of the notebook that set a variable, as JSON has them, with an empty string, which the release fills.
+#: Lines of the notebook, as its JSON has them, that set a variable to an empty string. The release puts a value between the quotes.
 _EMPTY = r"\"\""
 _WHEEL_LINE, _SHA256_LINE, _SOURCE_LINE, _ISSUES_LINE = (rf"{name} = {_EMPTY}\n" for name in ("WHEEL", "SHA256", "SOURCE", "ISSUES"))
 

@@ -89,11 +89,10 @@ class Release:
     """The results of one torch release."""
 
     release: str
-    torch: str = ""
+    torch: str = ""  # its version with CUDA's; "": it could not be tried
     python: str = ""
     seconds: float = 0.0
-    #: verdict of each check, or its first error
-    checks: dict[str, str] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)  # verdict of each check, or its first error
 
     @property
     def passed(self) -> bool:
