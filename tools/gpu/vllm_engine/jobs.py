@@ -242,11 +242,7 @@ def fork_jobs() -> list[dict]:
 
 
 def jobs(version: str, flash_attention: bool) -> list[dict]:
-    """Returns the jobs of a version, the most important first.
-
-    Args:
-        flash_attention: whether FlashAttention 3 is there.
-    """
+    """Returns the jobs of a version, the most important first. flash_attention: whether FlashAttention 3 is there."""
     if version == FORK:
         return [{"version": version, **j} for j in fork_jobs()]
     found = [{"name": "load", "kind": "load", "model": "llama128", "backend": OURS, "cache_bytes": 96 << 20}]

@@ -92,11 +92,8 @@ class Cache:
             max_query_len=end - begin, seq_lens=length, max_seq_len=end, block_tables=self.tables, slot_mappings=slots,
             kv_cache_config=self.plan, seq_lens_cpu_upper_bound=length, positions=at, mm_req_doc_ranges={0: spans} if spans else None,
         )  # fmt: skip
-        return {
-            "attn_metadata": metadata,
-            "num_tokens": end - begin,
-            "slot_mapping": runner.build_slot_mappings_by_layer(slots, self.plan),
-        }
+        mapping = runner.build_slot_mappings_by_layer(slots, self.plan)
+        return {"attn_metadata": metadata, "num_tokens": end - begin, "slot_mapping": mapping}
 
 
 def embed(config, model, prompt: dict) -> tuple[list[int], list, torch.Tensor]:
@@ -116,6 +113,7 @@ def embed(config, model, prompt: dict) -> tuple[list[int], list, torch.Tensor]:
 
 def exact(folder: Path, tokens: list[int], prompt: dict | None) -> torch.Tensor:
     """Returns the log-probabilities of the vocabulary after each token, (tokens, VOCABULARY), by transformers."""
+    # float32 with eager attention
     model, ids, images = reference.load_model(folder, prompt is not None).to("cpu"), torch.tensor([tokens]), None
     if prompt is not None:
         processor = transformers.AutoProcessor.from_pretrained(folder).image_processor

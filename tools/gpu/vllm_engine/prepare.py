@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jobs import FORK, FORK_BASE
+from jobs import FORK, FORK_BASE  # versions of 1Cat-vLLM, and of the stock release whose machine code it runs with
 
 VERSIONS = ["0.33.0", "0.26.0", "0.20.2"]
 #: Parts of the wheels that no job calls.
@@ -63,8 +63,7 @@ def pip(python: str, *arguments: str) -> None:
 
 def fp16_only(code: bytes) -> bool:
     """Returns whether kernels of FlashAttention 3 are fp16's, or of no dtype. Their mangled names hold CUTLASS's types."""
-    other = b"float_e4m3" in code or (b"bfloat16_t" in code and b"6half_t" not in code)
-    return not other
+    return b"float_e4m3" not in code and (b"bfloat16_t" not in code or b"6half_t" in code)
 
 
 def unpack(version: str, options) -> Path:

@@ -138,7 +138,8 @@ def main() -> int:
     write_plugin(options.work / "plugin")
     begin = time.time()
     unpacking = [subprocess.Popen(["tar", "-xJf", str(path), "-C", str(options.work)]) for path in options.packs.glob("*.tar.xz")]
-    known = jobs(NEWEST, flash_attention=True) + jobs(FORK, flash_attention=False)  # the newest has all of vLLM's
+    # the jobs of vLLM's newest release have all models of the others; FORK is 1Cat-vLLM
+    known = jobs(NEWEST, flash_attention=True) + jobs(FORK, flash_attention=False)
     models = {j["model"] for j in known if not options.only or j["name"] in options.only}
     subprocess.run([sys.executable, str(HERE / "models.py"), str(options.work / "models"), *models], check=True)
     if sum(process.wait() for process in unpacking):
