@@ -161,13 +161,7 @@ class Result:
 
 
 #: Columns of tables with the results of both MODELS.
-SPEEDS: dict[str, Callable[[Result], str]] = {
-    "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-    "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
-}
-
-
-def _nothing(_: argparse.ArgumentParser) -> None: ...
+SPEEDS: dict[str, Callable[[Result], str]] = {"TFLOP/s": lambda r: f"{r.tflops():.1f}", "perfect i-cache": lambda r: f"{r.tflops(1):.1f}"}
 
 
 @dataclass(frozen=True)
@@ -177,7 +171,7 @@ class Benchmark:
     text: str  # for --help
     rows: Callable[[argparse.Namespace], Sequence[Row]]
     grids: Callable[[Sequence[Result], argparse.Namespace], list[Grid]]
-    add_options: Callable[[argparse.ArgumentParser], None] = _nothing
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda _: None
     plot: Callable[[Sequence[Result], argparse.Namespace, dict[str, str], Path], None] | None = None
     gpus: tuple[str, ...] = ("v100",)  # default of --gpu
     several_gpus: bool = False  # --gpu takes several names

@@ -66,14 +66,10 @@ def _synchronizations(work: Callable[[], object]) -> int:
 def measure_packing(seqlen: int, device: torch.device) -> list[dict]:
     """Returns ms and synchronizations by mask: of BlockMask.from_torch, of finding a mask kept from before ("kept"), of from_mask_mod."""
     blocks = random_blocks(seqlen, 0.3, device)
-
-    def partial(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return blocks[q // 128, k // 128] & ((q + k) % 2 == 0)
-
-    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
-
-    more = {"30% partial": partial, "causal": causal}
+    more: dict[str, Callable] = {
+        "30% partial": lambda b, h, q, k: blocks[q // 128, k // 128] & ((q + k) % 2 == 0),
+        "causal": lambda b, h, q, k: q >= k,
+    }
     given = masks(seqlen, device) | {name: create_block_mask(f, None, None, seqlen, seqlen, device=device) for name, f in more.items()}
     calls: dict[str, Callable[[], object]] = {name: lambda mask=mask: volta_fa.BlockMask.from_torch(mask) for name, mask in given.items()}
     for name in ("documents", "causal"):

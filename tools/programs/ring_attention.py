@@ -217,7 +217,7 @@ def worker(rank: int, options: argparse.Namespace, store: str, failed) -> None:
 # They are scripts for torchrun. On the CPU they are adapted to gloo and shorter sequences. On two GPUs they run as they are, but for one
 # line more, which installs volta_fa's flash_attn.
 
-#: Lets volta_fa's flash_attn answer for flash-attn.
+#: Makes `import flash_attn` find volta_fa's.
 SHIM = "import volta_fa; volta_fa.install_flash_attn_shim()\n"
 #: Patterns of a test's source, and what takes their place on the CPU: gloo, the CPU as the device, short sequences.
 ADAPTATIONS = {

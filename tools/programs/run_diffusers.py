@@ -162,7 +162,7 @@ def small_trial(device: str) -> Iterator[None]:
 
 @contextmanager
 def counted_op() -> Iterator[Callable[[], dict[str, Any]]]:
-    """Counts the calls of volta_fa's forward operator until `count` is called first, for ways that never fall back."""
+    """Yields a function that returns the calls of volta_fa's forward operator so far, once, for ways that never fall back."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     profiler.start()
 
