@@ -154,8 +154,8 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     first = dist.get_rank() == 0
-    results: dict[str, Any] = {"ranks": dist.get_world_size(), "device": torch.cuda.get_device_name(device)}
-    results["volta_fa"] = volta_fa.__version__
+    name, version = torch.cuda.get_device_name(device), volta_fa.__version__
+    results: dict[str, Any] = {"ranks": dist.get_world_size(), "device": name, "volta_fa": version}
     if arguments.trace is not None:
         results["overlap"] = profile(32768, device, arguments.trace)
         if first:

@@ -112,8 +112,7 @@ def kernels(path: Path) -> dict[str, Kernel]:
 
 def find_nvdisasm() -> str | None:
     """Returns the path of an nvdisasm; None if there is none."""
-    named = os.environ.get("VOLTA_SIM_NVDISASM")
-    if named:
+    if named := os.environ.get("VOLTA_SIM_NVDISASM"):
         return named
     triton = importlib.util.find_spec("triton")
     tool = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton and triton.origin else None

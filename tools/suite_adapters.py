@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -220,11 +221,8 @@ def install_flex(options) -> Callable[[], list[str]]:
     def flex_attention(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return enabled(*args, **kwargs)
-        devices, attention.devices = attention.devices, attention.NO_DEVICES
-        try:
+        with mock.patch.object(attention, "devices", attention.NO_DEVICES):
             return torch_function(*args, **kwargs)
-        finally:
-            attention.devices = devices
 
     def compile_(*args, **kwargs):
         return torch_compile(*args, **({"backend": options.backend or "aot_eager"} | kwargs))

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import check_build_env
-import portable_linker
+import portable_linker  # the linker of wheels, for an old glibc
 import torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent

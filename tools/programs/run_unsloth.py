@@ -34,6 +34,7 @@ import tempfile
 import time
 import types
 from collections import namedtuple
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -380,18 +381,14 @@ def main() -> int:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> int:
     """Runs all models and prints the table. Returns 1 if a run failed or a loss is off, else 0."""
-    from importlib.util import find_spec
-
     folder.mkdir(parents=True, exist_ok=True)
     models = arguments.models.split(",")
     attentions = ["volta_fa", "sdpa", "reference"]
-    if arguments.device == "cuda" and find_spec("xformers"):
+    if arguments.device == "cuda" and util.find_spec("xformers"):
         attentions.append("xformers")
     for model in models:
         save_checkpoint(model, arguments.device, folder / model)
     run_all([(model, attention) for model in models for attention in attentions], arguments, folder)
-
-    from importlib import metadata
 
     versions = {name: metadata.version(name) for name in ("unsloth", "unsloth_zoo", "transformers", "peft", "torch")}
     print(", ".join(f"{name} {version}" for name, version in versions.items()))

@@ -41,16 +41,6 @@ RANKED = 5
 CHATS = 8
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", type=Path)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("models", type=Path)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--url", default="", help="a running server (default: start one)")
-    return parser.parse_args()
-
-
 def texts() -> list[list[int]]:
     """Returns prompts of 5 to 2,500 tokens. Half of them begin with the same 512."""
     rng = random.Random(11)
@@ -273,7 +263,12 @@ async def measure(options, job: dict, url: str, server: subprocess.Popen | None)
 
 def main() -> None:
     """Starts a server unless there is one, measures, and writes the result."""
-    options = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("job", "result", "models"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--url", default="", help="a running server (default: start one)")
+    options = parser.parse_args()
     job, server, url = json.loads(options.job.read_text()), None, options.url
     if not url:
         with socket.create_server(("127.0.0.1", 0)) as free:
