@@ -139,7 +139,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, backend: SDPBackend) 
 
 OURS, EAGER = "volta_fa", "eager"
 
-#: In the order of the tables' columns.
+#: In the order of the tables' columns; with True, heads come before tokens.
 IMPLEMENTATIONS = (
     Implementation(OURS, False, _volta_fa),
     Implementation(EAGER, True, _eager),

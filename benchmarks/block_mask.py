@@ -48,7 +48,7 @@ class Mask:
         return f"{self.direction} {self.density:.0%} {'partial' if self.partial else 'full'} N={self.seqlen}"
 
 
-#: The cases without --sweep, with the minimum of `ratio` (to plain; of a partial mask, to the full one). None: no target.
+#: The cases without --sweep, as (pass, density, partial, tokens), with the minimum of `ratio`. None: no target.
 MASKS = {
     Mask(FORWARD, 1.0, False, 4096): 0.93,
     Mask(FORWARD, 1.0, True, 4096): 0.85,
@@ -74,7 +74,8 @@ class Case(driver.Case):
 
     @property
     def flops(self) -> float:
-        return (4 if self.mask.direction == FORWARD else 10) * self.headdim * self.nheads * options_of(self.mask, self.plain)[1]
+        _, pairs = options_of(self.mask, self.plain)
+        return (4 if self.mask.direction == FORWARD else 10) * self.headdim * self.nheads * pairs
 
     def calls(self, device: str) -> list[Work]:
         """Returns the one call of the case. Inputs lose their batch dimension, as packed tensors, if the options have cu_seqlens."""
@@ -133,7 +134,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
     for gpu, headdim, mask in product(options.gpu, options.headdim, SWEEP if options.sweep else MASKS):
         case = Case(mask, headdim, options.nheads)
         for name, call in ((f"{mask}, plain", plain_of(case)), (str(mask), case)):
-            found.append(Row(f"{name}, D={headdim}", call, gpu, (options.settings,)))
+            found.append(Row(f"{name}, D={headdim}", call, gpu, models=(options.settings,)))
     return found
 
 

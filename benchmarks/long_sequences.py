@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from . import report, volta
 from .attention import Shape
-from .driver import GPUS, MODELS, SPEEDS, Benchmark, Result, Row
+from .driver import GPUS, MODELS, SPEEDS, Benchmark, Result, Row  # MODELS: the default and a perfect i-cache; SPEEDS: columns of both
 from .report import Grid
 from .volta import FORWARD
 

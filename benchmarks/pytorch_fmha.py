@@ -37,7 +37,7 @@ from volta_fa.errors import CommandError
 from . import driver, report, volta
 from .attention import Shape
 from .driver import GPUS, Result, Row
-from .long_sequences import LENGTHS, machine, miss_share
+from .long_sequences import LENGTHS, machine, miss_share  # tokens; the simulator's settings for a share of L2 misses; that share
 from .report import Grid
 
 #: Of an entry of a fat binary: its kind if it is a cubin, and its flags by compression.
@@ -152,9 +152,8 @@ def backward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, cau
 def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headdim: int = 0, causal: bool = False) -> dict:
     """Returns the launch as volta-sim's JSON (tools/volta-sim/README.md).
 
-    Args:
-        has_files: inputs and results are files named after them, as q.bin; else inputs are random.
-        headdim, causal: 0: the kernel's headdim. With `causal`, `flops` counts half of the pairs, so rows and keys must be as many.
+    With `has_files`, inputs and results are files named after them, as q.bin; else inputs are random. headdim 0 is the kernel's.
+    With `causal`, `flops` counts half of the pairs, so rows and keys must be as many.
     """
     d, forward = headdim or kernel.headdim, kernel.direction == volta.FORWARD
     params, pointers = (forward_params if forward else backward_params)(kernel.sm, d, heads, rows, keys, causal)

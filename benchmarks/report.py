@@ -186,12 +186,9 @@ def deliver(
     draw: Callable[[Path], None] | None = None,
     kernels: Iterable[str] = (),
 ) -> None:
-    """Shows results, and writes them where the options of `parser` say.
+    """Shows results, and writes them where the options of `parser` say: `data` to --json, what `draw` draws, a PNG, to --plot.
 
-    Args:
-        data: for --json.
-        draw: draws the results into a PNG, for --plot.
-        kernels: names of the simulated kernels, for the mark in --markdown's file (benchmarks/marks.py); empty if unknown.
+    kernels: names of the simulated kernels, for the mark in --markdown's file (benchmarks/marks.py); empty if unknown.
     """
     show(header, grids)
     if options.json:

@@ -113,7 +113,7 @@ def simulate(setup: Setup, backward: bool = False) -> float:
 def _bytes(setup: Setup, step: int) -> numpy.ndarray:
     """Returns the bytes that each place receives for a step: the first chunk from an earlier place, both from a later one."""
     place = numpy.arange(setup.places)
-    return numpy.where((place - step) % setup.places < place, setup.message(True), setup.message(False))
+    return numpy.where((place - step) % setup.places < place, setup.message(first_half=True), setup.message(first_half=False))
 
 
 def _transfer(setup: Setup, step: int, requested: numpy.ndarray, way_out: numpy.ndarray, way_in: numpy.ndarray) -> numpy.ndarray:

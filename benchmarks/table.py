@@ -77,8 +77,8 @@ class Row:
     def data(self) -> dict[str, Any]:
         return {
             **asdict(self.shape),
-            "error_ratio_forward": self.error_ratio(False),
-            "error_ratio_backward": self.error_ratio(True),
+            "error_ratio_forward": self.error_ratio(backward=False),
+            "error_ratio_backward": self.error_ratio(backward=True),
             "memory_saving": self.memory_saving(),
             "results": {name: asdict(result) for name, result in self.results.items()},
         }

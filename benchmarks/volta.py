@@ -165,7 +165,7 @@ def cases(gpu: str = "v100") -> list[Case]:
         add(1024, 64, nheads=16)
         add(512, 128, nheads=8)
         features = FEATURES if direction == FORWARD else (*FEATURES, *[BIAS_GRADIENT] * (gpu == "v100"), DETERMINISTIC)
-        found += [Case(direction, Shape(1, heads, 2048, 2048, d, False), feature=f) for d in (64, 128) for f in features]
+        found += [Case(direction, Shape(1, heads, 2048, 2048, d), feature=f) for d in (64, 128) for f in features]
     return found
 
 

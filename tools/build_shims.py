@@ -224,11 +224,9 @@ def link_step(release: str, torch: Path, core: Path, objects: list[Path], export
 
 
 def build(core: Path, package: Path, *, releases: str = "", linker: Path | None = None) -> list[Path]:
-    """Builds a shim for each release and installs it and `core` into `package`. Returns the installed libraries.
+    """Builds a shim for each release (torch_folders) and installs it and `core` into `package`. Returns the installed libraries.
 
-    Args:
-        releases: as for torch_folders().
-        linker: a program in place of the compiler for links, tools/portable_linker.py. None: the compiler.
+    linker: the program that links, a script that runs tools/portable_linker.py. None: the compiler.
     """
     folders = torch_folders(releases)
     work = target_folder() / "shims"

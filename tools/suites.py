@@ -243,7 +243,7 @@ class Report:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.fail(report.nodeid, f"does not load: {str(report.longrepr).strip().splitlines()[-1]}", 0)
+            self.fail(report.nodeid, f"does not load: {str(report.longrepr).strip().splitlines()[-1]}", line=0)
 
     def pytest_report_teststatus(self):
         return "", "", ""  # no letters between the failures

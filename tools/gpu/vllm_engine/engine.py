@@ -106,7 +106,7 @@ def run_tokens(job: dict, models: Path) -> dict:
     if job.get("lora"):
         from vllm.lora.request import LoRARequest
 
-        adapter = LoRARequest("adapter", 1, str(models / "lora"))
+        adapter = LoRARequest("adapter", 1, str(models / "lora"))  # 1: its id
         options["lora_request"] = [adapter if i % 2 else None for i in range(len(inputs))]
     rounds = []
     for _ in range(2):

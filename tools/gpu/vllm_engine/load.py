@@ -214,7 +214,7 @@ async def generate(client: Client) -> dict:
     checker = Checker(outputs)
     for i in range(CHATS):
         (tokens, text), (streamed, streamed_text) = [await client.chat(inputs[i], new, stream) for stream in (False, True)]
-        checker.check(i, tokens, [])
+        checker.check(i, tokens, [])  # []: without log-probabilities
         checker.check(i, streamed, [])
         # check() compares no token beyond the shorter of two
         if not text or not len(tokens) == len(streamed) == new or (tokens == streamed and text != streamed_text):

@@ -124,7 +124,6 @@ def exact(folder: Path, tokens: list[int], prompt: dict | None) -> torch.Tensor:
 
 @torch.no_grad()
 def main() -> None:
-    """Runs the prompt, prints errors, and exits."""
     folder = Path(sys.argv[2]) / sys.argv[1]
     load_general_plugins()
     VoltaBackend.supported_dtypes = [torch.float32]  # which the library's CPU backend computes
@@ -133,7 +132,7 @@ def main() -> None:
     prompt = image_prompts(folder.name)[WHICH] if folder.name in IMAGE_MARKS else None
     config = configuration(folder, prompt is not None)
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, backend="gloo")
+        init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, backend="gloo")  # one process, rank 0
         initialize_model_parallel(1, 1)
         model = get_model(vllm_config=config)
         for layer in config.compilation_config.static_forward_context.values():

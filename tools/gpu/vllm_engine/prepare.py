@@ -181,7 +181,6 @@ def reduce(path: Path, arch: int, wanted: Callable[[bytes], bool] = lambda code:
 
 
 def main() -> None:
-    """Downloads, reduces and packs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--versions", nargs="*", default=VERSIONS)
