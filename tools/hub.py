@@ -110,7 +110,7 @@ def violations(library: Path) -> list[str]:
 
 
 def build(wheel: Path, output: Path) -> list[Path]:
-    """Makes `output` anew from a wheel. Returns the variants' folders. Raises Refusal if it has no library, or one breaks the hub's rules."""
+    """Makes `output` anew from a wheel. Returns the variants' folders. Raises Refusal if it has no library, or one breaks the rules."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     try:
