@@ -119,7 +119,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A row with its kernel launches (`_launch`) by model. `peak`: the rate of share 1, in TFLOP/s, or GB/s if the case counts bytes."""
+    """A row with its kernel launches (`_launch`) by model. Methods take the index of a model.
+
+    `peak`: the rate of share 1, in TFLOP/s, or GB/s if the case counts bytes.
+    """
 
     row: Row
     launches: list[list[dict[str, Any]]]
@@ -170,9 +173,9 @@ class Benchmark:
 
     text: str  # for --help
     rows: Callable[[argparse.Namespace], Sequence[Row]]
-    grids: Callable[[Sequence[Result], argparse.Namespace], list[Grid]]
-    add_options: Callable[[argparse.ArgumentParser], object] = lambda _: None
-    plot: Callable[[Sequence[Result], argparse.Namespace, dict[str, str], Path], None] | None = None
+    grids: Callable[[Sequence[Result], argparse.Namespace], list[Grid]]  # tables of results
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda _: None  # of its own
+    plot: Callable[[Sequence[Result], argparse.Namespace, dict[str, str], Path], None] | None = None  # the header and the PNG's path too
     gpus: tuple[str, ...] = ("v100",)  # default of --gpu
     several_gpus: bool = False  # --gpu takes several names
     measurable: bool = False  # --device cuda exists
@@ -233,6 +236,7 @@ class Kept:
         self._known = {json.dumps(line["key"]): line["figures"] for line in found}
 
     def get(self, key: Any) -> Any:
+        """Returns the figures of a key; None if there are none."""
         return self._known.get(json.dumps(key))
 
     def put(self, key: Any, figures: Any) -> None:

@@ -66,7 +66,7 @@ class Row:
         ours, eager = self.results[OURS].errors, self.results[EAGER].errors
         if not ours or not eager:
             return None
-        # two errors of 0 are equal
+        # relative to an error of 0: 1 for 0, else infinity
         return max(ours[w] / eager[w] if eager[w] else math.inf if ours[w] else 1.0 for w in _RESULTS_OF[backward])
 
     def memory_saving(self) -> float | None:

@@ -48,7 +48,7 @@ def problems_of(library: Path) -> list[str]:
     """Returns the libraries and the symbol versions that a library needs and may not need."""
     dynamic = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
-    # of this wheel, the core library (Rust and kernels) needs nothing; a shim, the library for one torch release, needs the core
+    # beside the system's, the core library (Rust, kernels) needs none, and a shim, the library for one torch release, the core and torch's
     allowed = () if library.name == build_shims.CORE else (build_shims.CORE, *_TORCH)
     found = [f"needs {name}" for name in needed if name not in allowed and not _SYSTEM.fullmatch(name)]
     return found + [f"needs {version}" for version in needed_versions(library) if not is_old_enough(version)]

@@ -129,16 +129,12 @@ def difference(before: Kernel, after: Kernel, nvdisasm: str | None) -> list[str]
     old, new = before.instructions(nvdisasm), after.instructions(nvdisasm)
     summary += f", instructions {len(old)} -> {len(new)}"
     if old == new:
-        return [f"{summary}: the same instructions; {', '.join(_differing_sections(before, after))} differ"]
+        names = sorted(before.sections.keys() | after.sections.keys())
+        differing = [name for name in names if before.sections.get(name) != after.sections.get(name)] or ["register counts"]
+        return [f"{summary}: the same instructions; {', '.join(differing)} differ"]
     changes = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")]
     lines = [f"{summary}, {len(changes)} lines of difference", *changes[:SHOWN]]
     return lines + ["..."] if len(changes) > SHOWN else lines
-
-
-def _differing_sections(before: Kernel, after: Kernel) -> list[str]:
-    """Returns the names of sections that differ; if none does, the registers do."""
-    names = sorted(before.sections.keys() | after.sections.keys())
-    return [name for name in names if before.sections.get(name) != after.sections.get(name)] or ["register counts"]
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ VERSION = 1
 _ARCHS = {"cu126": ["7.0", "7.5+PTX"], "cu130": ["7.5+PTX"], "cu132": ["7.5+PTX"]}
 #: First and last torch release with builds for this CUDA. The libraries do not depend on CUDA, but the hub tells variants apart by it.
 #: A variant also serves later minor versions of its CUDA: cu126 is used with cu128.
-_BUILDS = {"cu126": ("2.7", "2.14"), "cu130": ("2.9", None), "cu132": ("2.12", None)}  # None: the newest
+_BUILDS = {"cu126": ("2.7", "2.14"), "cu130": ("2.9", None), "cu132": ("2.12", None)}  # None: all later ones
 #: The oldest Python and the platform that the hub's rules name.
 _PYTHON, _PLATFORM = "3.9", f"manylinux_{GLIBC.replace('.', '_')}"
 _CARD = """---

@@ -63,7 +63,7 @@ VOLTA = "VOLTA"
 @contextmanager
 def native(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """PyTorch's own attention."""
-    yield dict
+    yield dict  # which returns no counts
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def small_trial(device: str) -> Iterator[None]:
 
 @contextmanager
 def counted_op() -> Iterator[Callable[[], dict[str, Any]]]:
-    """Yields a function that returns the calls of volta_fa's forward operator so far, once, for ways that never fall back."""
+    """Counts the calls of volta_fa's forward operator until the yielded function is called, for ways that never fall back."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     profiler.start()
 

@@ -224,7 +224,7 @@ async def generate(client: Client) -> dict:
 
 
 async def measure(options, job: dict, url: str, server: subprocess.Popen | None) -> dict:
-    """Waits for the server, then returns `generate`'s result for kind server, or runs quietly, under load and quietly for kind load."""
+    """Waits for the server. Returns the result of kind server (`generate`), or of kind load: runs quietly, under load, quietly again."""
     timeout = aiohttp.ClientTimeout(total=300)
     # the server closes idle connections, and a request that meets this is not sent again
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
