@@ -5,7 +5,7 @@ are those of a GPU. Then tools/volta-sim times one SM's part of every launch, wi
 (icache=false). No GPU takes part. "Of peak" is the share of the tensor pipe's rate at the boost clock, which a T4 rarely holds at its 70 W.
 
 B is batch, H nheads, M seqlen_q, N seqlen_k, D headdim. TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for
-causal, over all kernels of the pass: backward's include the row statistics and the conversion of dq. Launch overhead is not counted.
+causal, over all kernels of the pass: backward's include row statistics, and zeroing and converting dq. Launch overhead is not counted.
 
 The last rows of each pass have one feature each. A bias is (1, nheads, seqlen_q, seqlen_k) in fp16. "dbias" adds its gradient, on a V100
 alone: there the kernels store it themselves. "deterministic" is a backward pass whose sums have a fixed order. One more table has each

@@ -10,7 +10,8 @@ the whole process. When all have compiled and trained, or most of --time-limit i
 child that is stopped leaves the losses that it has, and its log has the stack of each thread.
 
 The reference of the losses is unsloth with its own attention, all in float32, with the same weights. The exit status is 1 if a child
-fails (xformers' may), if volta_fa ran no call, or if its losses' error is more than rounding and more than twice that of sdpa.
+fails (xformers' may), if volta_fa ran no call, or if its losses' error is more than rounding and more than twice that of sdpa. The table
+counts calls that volta_fa ran, that torch.compile traced as volta_fa's, and that fell back to unsloth's attention.
 
 On CUDA, unsloth takes the GPU for one of compute capability 7.5 while it decides what to load, so it trains in float16 as on a T4, and
 VOLTA_FA_FAMILY selects volta_fa's kernels. PyTorch's and xformers' attention are the memory-efficient ones, their choice on Turing.
