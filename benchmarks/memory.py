@@ -118,9 +118,8 @@ def main(arguments: Sequence[str]) -> int:
     points: list[Point] = []
     for n in report.track(sorted(seqlens), "lengths"):
         points += measure(Shape(1, nheads, n, n, options.headdim), device, dtype)
-    tables = grids(points)
     data = {"header": header, "points": [asdict(p) for p in points]}
-    report.deliver(options, header, tables, data, lambda path: plot(points, header, path))
+    report.deliver(options, header, grids(points), data, lambda path: plot(points, header, path))
     return 0
 
 

@@ -218,9 +218,8 @@ def main(arguments: Sequence[str]) -> int:
             bar.advance(task)
     if not rows:
         raise CommandError(header.get("FAILED", f"--time-limit {options.time_limit:g} is too short for any shape"))
-    tables = grids(rows)
     data = {"header": header, "rows": [row.data() for row in rows]}
-    report.deliver(options, header, tables, data, lambda path: plot(rows, header, path))
+    report.deliver(options, header, grids(rows), data, lambda path: plot(rows, header, path))
     return 1 if "FAILED" in header else 0
 
 

@@ -177,9 +177,8 @@ def main(arguments: Sequence[str]) -> int:
         for headdim in options.headdims:
             bar.update(task, description=f"headdim {headdim}")
             results.append(measure(headdim, options, tokens, device, lambda: bar.advance(task)))
-    table = grid(results)
     data = {"header": header, "results": [asdict(r) for r in results]}
-    report.deliver(options, header, [table], data, lambda path: plot(results, header, path))
+    report.deliver(options, header, [grid(results)], data, lambda path: plot(results, header, path))
     return 0 if all(r.agrees for r in results) else 1
 
 

@@ -41,7 +41,6 @@ import pytest
 
 from suite_adapters import SUITES, Suite  # by name: files, functions that adapt them to volta_fa, known failures
 
-TORCH_ALONE = "PyTorch alone fails too"
 #: Environment variable with the options as JSON, for the processes that run cases: main()'s, and `alone`, true to run without volta_fa.
 OPTIONS = "VOLTA_FA_SUITES"
 
@@ -400,7 +399,7 @@ def main() -> int:
         run(those, alone, options.time_limit + start - time.monotonic(), signals)
         fails = {failure.case for failure in alone.failures}
         for failure in again:
-            failure.reason = TORCH_ALONE if failure.case in fails else ""
+            failure.reason = "PyTorch alone fails too" if failure.case in fails else ""
     summary = report.summary()
     show(summary)
     if options.json:
