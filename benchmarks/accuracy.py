@@ -102,11 +102,11 @@ def eager_tflops(headdim: int) -> float:
 
 def plot(speeds: Path, to: Path) -> None:
     """Draws relative L1 errors against simulated speeds, for normal inputs and for keys with wide channels, into the PNG `to`."""
-    cases = {}  # by (seqlen, headdim): TFLOP/s by operator; the plot has the first seqlen
+    cases = {}  # by (seqlen, headdim): TFLOP/s by operator, fwd or fwd_fast; the plot has the first seqlen
     for r in json.loads(speeds.read_text()):
         case = r["row"]["case"]
         if r["row"]["gpu"] == "rtx2080ti" and case["kind"] == "plain":
-            cases.setdefault((case["seqlen"], case["headdim"]), {})[case["op"]] = r["tflops"][0]
+            cases.setdefault((case["seqlen"], case["headdim"]), {})[case["op"]] = r["tflops"][0]  # [0]: by the default model
     (seqlen, _), *_ = cases
     figure, axes = report.panels(
         1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (12, 4.2), sharey=True
@@ -139,7 +139,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _stored(x: Tensor, kv_dtype: str) -> Tensor:
-    """Returns x in fp64 as a cache of the format gives it back."""
+    """Returns x in fp64 after rounding to a cache's format: "fp16" or the format of keys or of values in CACHE_KV_DTYPES."""
     if kv_dtype == "fp16":
         return x.half().double()
     made = quantize_kv(x.half(), kv_dtype)
@@ -147,7 +147,7 @@ def _stored(x: Tensor, kv_dtype: str) -> Tensor:
 
 
 def kv_errors(seqlen: int, outliers: float, seed: int = 0) -> dict[str, float]:
-    """Returns the relative error of attention by cache format, each without and with rotated keys."""
+    """Returns the relative error (see the header) by cache format, as "int8", and by the same with ", rotated"."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(seqlen, NHEADS, HEADDIM, generator=generator, dtype=torch.float64) for _ in "kv")
     resembled = k[torch.randint(seqlen, (QUERIES,), generator=generator)]  # one token for each query
@@ -155,18 +155,18 @@ def kv_errors(seqlen: int, outliers: float, seed: int = 0) -> dict[str, float]:
     k[..., [5, 70]] *= outliers  # two channels
     q[..., [5, 70]] /= outliers  # so the exact scores stay
     exact = _attend(q, k, v)
-    rotation = hadamard(HEADDIM) / HEADDIM**0.5
+    rotation = hadamard(HEADDIM) / HEADDIM**0.5  # hadamard() has entries 1 and -1, so this is orthogonal
     found = {}
     for name in ("fp16", *CACHE_KV_DTYPES):
         key_format, value_format = parts_of(name) if name != "fp16" else (name, name)
-        for suffix, (qq, kk) in {"": (q, k), ", rotated": (q @ rotation, k @ rotation)}.items():
-            out = _attend(qq, _stored(kk, key_format), _stored(v, value_format))
+        for suffix, (queries, keys) in {"": (q, k), ", rotated": (q @ rotation, k @ rotation)}.items():
+            out = _attend(queries, _stored(keys, key_format), _stored(v, value_format))
             found[name + suffix] = ((out - exact).square().mean() / exact.square().mean()).sqrt().item()
     return found
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = report.parser("accuracy", __doc__, outputs=False)
+    parser = report.parser("accuracy", __doc__, outputs=False)  # without --json, --plot and --markdown
     kinds = parser.add_subparsers(dest="kind", required=True)
     fast, kv = kinds.add_parser("fast"), kinds.add_parser("kv")
     fast.add_argument("--headdim", type=int, default=128)

@@ -75,23 +75,18 @@ class Shape:
         return 2 * self.batch * self.nheads * self.pairs * (3 * self.headdim + 2 * self.headdim_v)
 
 
-def _table() -> list[Shape]:
-    plain = [(1, 1, n, n, n) for n in (16, 32, 64, 128, 256)]
-    plain += [(1, h, 1024, 1024, d) for h in (16, 32) for d in (16, 32, 64, 128, 256)]
-    plain += [(1, 32, n, n, d) for n in (2048, 4096, 8192) for d in (128, 256)]
-    return [Shape(*numbers, causal=causal) for numbers in plain for causal in (False, True)]
-
-
-#: Squares of one head (seqlen = headdim), then 16 and 32 heads at seqlen 1024, then 32 heads at 2048 to 8192; each without and with causal.
-TABLE = _table()
+#: (batch, nheads, seqlen_q, seqlen_k, headdim): one head with seqlen = headdim, then 16 and 32 heads at 1024, then 32 at 2048 to 8192.
+_SIZES = [(1, 1, n, n, n) for n in (16, 32, 64, 128, 256)]
+_SIZES += [(1, h, 1024, 1024, d) for h in (16, 32) for d in (16, 32, 64, 128, 256)]
+_SIZES += [(1, 32, n, n, d) for n in (2048, 4096, 8192) for d in (128, 256)]
+#: The shapes that benchmarks.table and benchmarks.plan list unless others are named.
+TABLE = [Shape(*sizes, causal=causal) for sizes in _SIZES for causal in (False, True)]
 
 
 def select(patterns: Sequence[str], listed: Sequence[Shape] = TABLE) -> list[Shape]:
     """Returns the shapes that the patterns name, each once; all listed shapes without patterns.
 
-    A pattern with wildcards (`*`, `?`, `[`, as in file names) selects listed shapes by their text.
-    Other patterns are shapes, listed or not.
-
+    A pattern with wildcards (`*`, `?`, `[`, as in file names) selects listed shapes by their text. Another is a shape, listed or not.
     Raises CommandError for wildcards that match nothing, and for text that is no shape.
     """
     if not patterns:
@@ -108,7 +103,7 @@ def select(patterns: Sequence[str], listed: Sequence[Shape] = TABLE) -> list[Sha
 
 # ---- implementations -----------------------------------------------------------------------------------------------
 
-RESULTS = ("out", "dq", "dk", "dv")
+RESULTS = ("out", "dq", "dk", "dv")  # of a forward and backward pass
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class Implementation:
 
 
 def _volta_fa(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-    return torch.ops.volta_fa.fwd(q, k, v, is_causal=inputs.shape.causal)[0]
+    return torch.ops.volta_fa.fwd(q, k, v, is_causal=inputs.shape.causal)[0]  # (out, softmax_lse, rng_state)[0]
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
@@ -144,7 +139,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, backend: SDPBackend) 
 
 OURS, EAGER = "volta_fa", "eager"
 
-#: In the order of the tables' columns.
+#: In the order of the tables' columns; with True, heads come before tokens.
 IMPLEMENTATIONS = (
     Implementation(OURS, False, _volta_fa),
     Implementation(EAGER, True, _eager),

@@ -1,4 +1,4 @@
-"""Simulates block masks: speed as a share of plain attention, with targets ("bars"), or (--sweep) time against density.
+"""Simulates block masks: speed as a share of plain attention, with targets, or (--sweep) time against density.
 
 A block mask, as of FlexAttention, lists the blocks of scores that exist. A full block has all scores, a partial one has a bit for each.
 Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing, which times the GPU kernels in
@@ -25,9 +25,9 @@ from volta_fa.errors import CommandError
 
 from . import driver, report
 from .driver import Benchmark, Result, Row, run
-from .measure import Work, aligned
+from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid
-from .volta import BACKWARD, FORWARD, forward_results
+from .volta import BACKWARD, FORWARD, forward_results  # forward_results(): stand-ins for out and softmax_lse, inputs of the backward pass
 
 BLOCK = 128  # queries and keys of a block
 
@@ -48,7 +48,7 @@ class Mask:
         return f"{self.direction} {self.density:.0%} {'partial' if self.partial else 'full'} N={self.seqlen}"
 
 
-#: The cases without --sweep, with the minimum of `ratio` (to plain; of a partial mask, to the full one). None: no target.
+#: The cases without --sweep, as (pass, density, partial, tokens), with the minimum of `ratio`. None: no target.
 MASKS = {
     Mask(FORWARD, 1.0, False, 4096): 0.93,
     Mask(FORWARD, 1.0, True, 4096): 0.85,
@@ -60,8 +60,7 @@ MASKS = {
     Mask(BACKWARD, 0.1, False, 16384): 0.70,
     Mask(FORWARD, 0.0, False, 4096, documents=1365): 0.85,
 }
-_SWEEP = product((FORWARD, BACKWARD), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), (False, True))
-SWEEP = [Mask(direction, density, partial, 2048) for direction, density, partial in _SWEEP]
+SWEEP = [Mask(*sizes, 2048) for sizes in product((FORWARD, BACKWARD), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), (False, True))]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ class Case(driver.Case):
 
     @property
     def flops(self) -> float:
-        return (4 if self.mask.direction == FORWARD else 10) * self.headdim * self.nheads * options_of(self.mask, self.plain)[1]
+        _, pairs = options_of(self.mask, self.plain)
+        return (4 if self.mask.direction == FORWARD else 10) * self.headdim * self.nheads * pairs
 
     def calls(self, device: str) -> list[Work]:
         """Returns the one call of the case. Inputs lose their batch dimension, as packed tensors, if the options have cu_seqlens."""
@@ -99,7 +99,7 @@ def random_mask(mask: Mask) -> BlockMask:
         return BlockMask.from_blocks(present, BLOCK)
     shown = torch.rand(mask.seqlen, mask.seqlen, generator=generator) < 0.5
     mask_mod = lambda b, h, q, k: present[q // BLOCK, k // BLOCK] & shown[q, k]  # noqa: E731
-    return BlockMask.from_mask_mod(mask_mod, 1, 1, mask.seqlen, mask.seqlen, "cpu")
+    return BlockMask.from_mask_mod(mask_mod, 1, 1, mask.seqlen, mask.seqlen, "cpu")  # 1, 1: for all batch entries and heads
 
 
 def present_blocks(mask: Mask) -> int:
@@ -134,7 +134,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
     for gpu, headdim, mask in product(options.gpu, options.headdim, SWEEP if options.sweep else MASKS):
         case = Case(mask, headdim, options.nheads)
         for name, call in ((f"{mask}, plain", plain_of(case)), (str(mask), case)):
-            found.append(Row(f"{name}, D={headdim}", call, gpu, (options.settings,)))
+            found.append(Row(f"{name}, D={headdim}", call, gpu, models=(options.settings,)))
     return found
 
 
@@ -166,7 +166,7 @@ def grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
             dict.fromkeys(mask for mask, _, _ in found),
             {
                 "case": str,
-                "bar": lambda mask: f"{bar:.2f}" if (bar := MASKS.get(mask)) else "",
+                "target": lambda mask: f"{target:.2f}" if (target := MASKS.get(mask)) else "",
                 **{f"{gpu} {d}": lambda mask, gpu=gpu, d=d: cell(mask, gpu, d) for gpu, d in columns},
             },
         )

@@ -62,7 +62,8 @@ def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None
     that the rank t places after it needs. Zigzag: rank i of n holds chunks i and 2n - 1 - i of 2n, which balances causal work."""
     size, rank = dist.get_world_size(), dist.get_rank()
     ranges = [shard_ranges(seqlen, size, r, "zigzag") for r in range(size)]
-    mask = Mask(((0, seqlen),), ((0, seqlen),), None, 0)  # queries and keys of one sequence, any distance to the left, none to the right
+    # queries and keys of one sequence; keys at any distance to the left (None), none to the right (0)
+    mask = Mask(((0, seqlen),), ((0, seqlen),), None, 0)
 
     def send_all() -> None:
         for t in range(1, size):
@@ -85,7 +86,8 @@ def both(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, 
 
 
 def measure(seqlen: int, device: torch.device) -> dict[str, Any]:
-    """Returns the figures of one length: times in ms, peak memory and the K and V of one rank (`message_mib`) in MiB."""
+    """Returns the figures of one length: times in ms, peak memory and the K and V of one rank (`message_mib`) in MiB. Shards are zigzag
+    (`exchange` describes it), the default of shard_sequence() and of both attention functions."""
     found: dict[str, Any] = {"seqlen": seqlen}
     whole = tensors(seqlen, device)
     shards = [shard_sequence(t).contiguous() for t in whole]
@@ -152,8 +154,8 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     first = dist.get_rank() == 0
-    results: dict[str, Any] = {"ranks": dist.get_world_size(), "device": torch.cuda.get_device_name(device)}
-    results["volta_fa"] = volta_fa.__version__
+    name, version = torch.cuda.get_device_name(device), volta_fa.__version__
+    results: dict[str, Any] = {"ranks": dist.get_world_size(), "device": name, "volta_fa": version}
     if arguments.trace is not None:
         results["overlap"] = profile(32768, device, arguments.trace)
         if first:

@@ -108,7 +108,7 @@ def put_layer(page: Path) -> None:
     results = [simulated.run(gpu) for gpu in report.track(simulated.GPUS, "GPUs")]
     if not all(result.right for result in results):
         raise CommandError("a result is wrong: run `python -m volta_fa demo`")
-    with demo_report._console.capture() as captured:
+    with demo_report._console.capture() as captured:  # of what the next line prints
         demo_report.show_simulation(results)
     mark = marks.mark({kernel["kernel"] for result in results for kernel in (*result.forward, *result.backward)})
     page.write_text(fill_layer(page.read_text(), captured.get(), marks.commit(), mark))
@@ -116,7 +116,7 @@ def put_layer(page: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = report.parser("docs", __doc__, outputs=False)
+    parser = report.parser("docs", __doc__, outputs=False)  # without --json, --plot and --markdown
     parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder with the results")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: docs/reference/figures.md)")
     parser.add_argument("--layer", action="store_true", help="put the demo's layer into README.md, and nothing else")

@@ -119,7 +119,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A row with its kernel launches (`_launch`) by model. `peak`: the rate of share 1, in TFLOP/s, or GB/s if the case counts bytes."""
+    """A row with its kernel launches (`_launch`) by model. Methods take the index of a model.
+
+    `peak`: the rate of share 1, in TFLOP/s, or GB/s if the case counts bytes.
+    """
 
     row: Row
     launches: list[list[dict[str, Any]]]
@@ -161,13 +164,7 @@ class Result:
 
 
 #: Columns of tables with the results of both MODELS.
-SPEEDS: dict[str, Callable[[Result], str]] = {
-    "TFLOP/s": lambda r: f"{r.tflops():.1f}",
-    "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
-}
-
-
-def _nothing(_: argparse.ArgumentParser) -> None: ...
+SPEEDS: dict[str, Callable[[Result], str]] = {"TFLOP/s": lambda r: f"{r.tflops():.1f}", "perfect i-cache": lambda r: f"{r.tflops(1):.1f}"}
 
 
 @dataclass(frozen=True)
@@ -176,9 +173,9 @@ class Benchmark:
 
     text: str  # for --help
     rows: Callable[[argparse.Namespace], Sequence[Row]]
-    grids: Callable[[Sequence[Result], argparse.Namespace], list[Grid]]
-    add_options: Callable[[argparse.ArgumentParser], None] = _nothing
-    plot: Callable[[Sequence[Result], argparse.Namespace, dict[str, str], Path], None] | None = None
+    grids: Callable[[Sequence[Result], argparse.Namespace], list[Grid]]  # tables of results
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda _: None  # of its own
+    plot: Callable[[Sequence[Result], argparse.Namespace, dict[str, str], Path], None] | None = None  # the header and the PNG's path too
     gpus: tuple[str, ...] = ("v100",)  # default of --gpu
     several_gpus: bool = False  # --gpu takes several names
     measurable: bool = False  # --device cuda exists
@@ -215,7 +212,7 @@ def _launch(found: dict, call: int) -> dict[str, Any]:
 def measure(call: Call) -> list[list[dict[str, Any]]] | None:
     """Returns the median time of all calls on this machine's GPU, as one launch; None if volta_fa has no kernels for them."""
     try:
-        us = 1e3 * sum(median_ms(work, torch.device("cuda"), 0.3) for work in call.case.calls("cuda"))
+        us = 1e3 * sum(median_ms(work, torch.device("cuda"), budget=0.3) for work in call.case.calls("cuda"))  # seconds of repetitions
     except NotImplementedError:
         return None
     return [[{"kernel": "", "call": 0, "us": us}]]
@@ -239,6 +236,7 @@ class Kept:
         self._known = {json.dumps(line["key"]): line["figures"] for line in found}
 
     def get(self, key: Any) -> Any:
+        """Returns the figures of a key; None if there are none."""
         return self._known.get(json.dumps(key))
 
     def put(self, key: Any, figures: Any) -> None:
@@ -347,8 +345,8 @@ def run(name: str, benchmark: Benchmark, arguments: Sequence[str]) -> int:
     if options.kept and not options.resume:
         raise CommandError("--kept: got no --resume FILE, which has the rows that are kept")
     if options.device == "cuda":
-        options.gpu, options.jobs = [""], 1
-    options.store = Kept(options.resume)
+        options.gpu, options.jobs = [""], 1  # "": this machine's
+    options.store = Kept(options.resume)  # benchmarks.models reads it
     listed = benchmark.rows(options)
     rows = [row for row in listed if all(text in f"{row.gpu} {row.name}" for text in options.only)]
     if not rows:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.flex [--seqlen N] [--packing] [--json FILE]
 
-Times are medians in ms of forward, and of forward and backward. Packing, which turns torch's BlockMask into volta_fa's lists of blocks, is
-timed apart: volta_fa keeps a mask whose values do not change, so it happens once.
+Times are medians in ms of forward, and of forward and backward, over about half a second of calls. Packing turns torch's BlockMask into
+volta_fa's lists of blocks. It is timed apart: volta_fa keeps a mask whose values do not change, so it happens once.
 --packing measures packing alone, on more masks, and counts how often it waits for the GPU. It fails above the targets.
 A GPU newer than Turing emulates Volta's tensor-core instruction, so Volta's kernels (see "kernels" in the header) have no true times there.
 """
@@ -30,11 +30,17 @@ HEADS = 16
 MAX_PACKING_MS, MAX_SYNCHRONIZATIONS = 2.0, 1
 
 
+def random_blocks(seqlen: int, share: float, device: torch.device) -> Tensor:
+    """Returns which blocks of 128 queries by 128 keys a mask has, a bool matrix with this share of True."""
+    blocks = -(-seqlen // 128)
+    return torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(0)).to(device) < share
+
+
 def masks(seqlen: int, device: torch.device) -> dict[str, BlockMask]:
     """Returns torch's block masks by name. Documents have 1,365 tokens. `random` has the blocks of the diagonal, and 10% of the others."""
     documents = torch.arange(seqlen, device=device).div(1365, rounding_mode="floor")
-    blocks = torch.rand(-(-seqlen // 128), -(-seqlen // 128), generator=torch.Generator().manual_seed(0)).to(device) < 0.1
-    blocks |= torch.eye(len(blocks), dtype=torch.bool, device=device)
+    blocks = random_blocks(seqlen, 0.1, device)
+    blocks.fill_diagonal_(True)
     functions: dict[str, Callable] = {
         "documents": lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k),
         "prefix-LM": lambda b, h, q, k: (k < 1024) | (q >= k),
@@ -59,15 +65,11 @@ def _synchronizations(work: Callable[[], object]) -> int:
 
 def measure_packing(seqlen: int, device: torch.device) -> list[dict]:
     """Returns ms and synchronizations by mask: of BlockMask.from_torch, of finding a mask kept from before ("kept"), of from_mask_mod."""
-    blocks = torch.rand(-(-seqlen // 128), -(-seqlen // 128), generator=torch.Generator().manual_seed(0)).to(device) < 0.3
-
-    def partial(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return blocks[q // 128, k // 128] & ((q + k) % 2 == 0)
-
-    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
-
-    more = {"30% partial": partial, "causal": causal}
+    blocks = random_blocks(seqlen, 0.3, device)
+    more: dict[str, Callable] = {
+        "30% partial": lambda b, h, q, k: blocks[q // 128, k // 128] & ((q + k) % 2 == 0),
+        "causal": lambda b, h, q, k: q >= k,
+    }
     given = masks(seqlen, device) | {name: create_block_mask(f, None, None, seqlen, seqlen, device=device) for name, f in more.items()}
     calls: dict[str, Callable[[], object]] = {name: lambda mask=mask: volta_fa.BlockMask.from_torch(mask) for name, mask in given.items()}
     for name in ("documents", "causal"):
@@ -95,7 +97,7 @@ def measure(headdim: int, mask: BlockMask, seqlen: int, device: torch.device) ->
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = report.parser("flex", __doc__, plot=False)
+    parser = report.parser("flex", __doc__, plot=False)  # with --json and --markdown, which report.deliver() writes
     parser.add_argument("--seqlen", type=int, default=8192, metavar="N")
     parser.add_argument("--packing", action="store_true", help="measure packing alone")
     options = parser.parse_args(arguments)

@@ -46,12 +46,12 @@ class Attention:
     ) -> tuple[Tensor, None]:
         """Returns (out, None). Inputs are (batch, heads, tokens, headdim), out is (batch, tokens, heads, headdim_v)."""
         if self.rotated:
-            rotation = (hadamard(key.shape[-1]) / key.shape[-1] ** 0.5).float()
+            rotation = (hadamard(key.shape[-1]) / key.shape[-1] ** 0.5).float()  # hadamard() has entries 1 and -1
             query, key = query @ rotation, key @ rotation
         q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
         caches: dict[str, Tensor] = {}
         if self.kind in CACHE_KV_DTYPES:
-            for name, x, kv_dtype in zip("kv", (k.half(), v.half()), parts_of(self.kind)):
+            for name, x, kv_dtype in zip("kv", (k.half(), v.half()), parts_of(self.kind)):  # the formats of keys and of values
                 made = quantize_kv(x, kv_dtype)
                 named = {"cache": made.data, "scale": made.scale, "zero_point": made.zero_point}
                 caches |= {f"{name}_{part}": t for part, t in named.items() if t is not None}
@@ -106,10 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, tokenizer = load()
         tokens = torch.tensor(tokenizer(text())["input_ids"])
     windows = tokens[: len(tokens) // options.seqlen * options.seqlen].view(-1, options.seqlen)
-    # evenly spaced
-    windows = windows[:: max(1, len(windows) // options.windows)][: options.windows]
+    windows = windows[:: max(1, len(windows) // options.windows)][: options.windows]  # evenly spaced
     kinds = [("exact", False), ("fp16", False), *((kind, rotated) for kind in CACHE_KV_DTYPES for rotated in (False, True))]
-    losses: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
+    losses: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}  # nats per token, of each window
     divergences: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
     for number, window in enumerate(report.track(windows, "windows"), 1):
         exact = torch.empty(0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from . import report, volta
 from .attention import Shape
-from .driver import GPUS, MODELS, SPEEDS, Benchmark, Result, Row
+from .driver import GPUS, MODELS, SPEEDS, Benchmark, Result, Row  # MODELS: the default and a perfect i-cache; SPEEDS: columns of both
 from .report import Grid
 from .volta import FORWARD
 
@@ -53,7 +53,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
     found = []
     lengths = [(d, f"{n} tokens", miss_share(n, d)) for d in options.headdims for n in options.lengths]
     for d, length, share in lengths + [(d, "bound", share) for d in options.headdims for share in options.shares]:
-        # A wave of blocks of 128 rows, two on each SM. They belong to two heads, so that a block finds nothing in L1 that the other read.
+        # batch 1, 2 heads, an SM's block of 128 query rows of each: so a block finds nothing in L1 that the SM's other block read
         case = volta.Case(FORWARD, Shape(1, 2, GPUS["v100"].sms * 128, options.keys, d))
         models = tuple(",".join(filter(None, (machine(share), model))) for model in MODELS)
         found.append(Row(f"{d}, {length}, {share:.0%} misses", case, models=models))

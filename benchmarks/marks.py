@@ -69,14 +69,9 @@ def code() -> dict[str, str]:
         raise CommandError(f"{LIBRARY} has not been built: run `make build`")
     from tools import compare_kernels  # here, because only a checkout has it
 
-    return {name: _hash(kernel.registers, kernel.sections) for name, kernel in compare_kernels.kernels(LIBRARY).items()}
-
-
-def _hash(registers: int, sections: dict[str, bytes]) -> str:
-    found = hashlib.sha256(str(registers).encode())
-    for name, section in sorted(sections.items()):
-        found.update(name.encode() + section)
-    return found.hexdigest()[:8]
+    kernels = compare_kernels.kernels(LIBRARY)  # by name: registers of a thread, and sections, code and constants by name
+    parts = {name: (str(k.registers).encode(), *(s.encode() + k.sections[s] for s in sorted(k.sections))) for name, k in kernels.items()}
+    return {name: hashlib.sha256(b"".join(code)).hexdigest()[:8] for name, code in parts.items()}
 
 
 @functools.cache
@@ -95,7 +90,7 @@ def mark(kernels: Iterable[str]) -> str:
 def main(arguments: Sequence[str]) -> int:
     from . import report  # here, because it imports this module
 
-    parser = report.parser("marks", __doc__, outputs=False)
+    parser = report.parser("marks", __doc__, outputs=False)  # without --json, --plot and --markdown
     parser.add_argument("--outdate", action="store_true")
     parser.add_argument("--mark", nargs="+", metavar="KERNEL")
     options = parser.parse_args(arguments)

@@ -8,7 +8,6 @@ ran: 1 is O(N), 2 is O(N^2).
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -100,18 +99,14 @@ def plot(points: Sequence[Point], header: dict[str, str], path: Path) -> None:
     report.save(figure, path)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("memory", __doc__, measures=True)
+def main(arguments: Sequence[str]) -> int:
+    parser = report.parser("memory", __doc__, measures=True)  # with --json, --plot, --markdown and --device
     default = "default: {cuda} on a GPU, {cpu} on a CPU".format
     parser.add_argument("--seqlens", type=int, nargs="+", metavar="N", help=default(**SEQLENS))
     parser.add_argument("--nheads", type=int, metavar="H", help=default(**NHEADS))
     parser.add_argument("--headdim", type=int, default=64, metavar="D", help="default: 64")
     parser.add_argument("--quick", action="store_true", help=f"sequences of {QUICK_SEQLENS}: does it work at all?")
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = report.choose_device(options.device)
     dtype = report.dtype_for(device)
     seqlens = QUICK_SEQLENS if options.quick else options.seqlens or SEQLENS[device.type]
@@ -123,9 +118,8 @@ def main(arguments: Sequence[str]) -> int:
     points: list[Point] = []
     for n in report.track(sorted(seqlens), "lengths"):
         points += measure(Shape(1, nheads, n, n, options.headdim), device, dtype)
-    tables = grids(points)
     data = {"header": header, "points": [asdict(p) for p in points]}
-    report.deliver(options, header, tables, data, lambda path: plot(points, header, path))
+    report.deliver(options, header, grids(points), data, lambda path: plot(points, header, path))
     return 0
 
 

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from . import decode, driver, pytorch_fmha, report
-from .driver import GPUS, Benchmark, Kept, Result, run
-from .measure import Work, aligned
+from .driver import GPUS, Benchmark, Kept, Result, run  # Kept: the figures in --resume's file
+from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid
-from .volta import BACKWARD, forward_results
+from .volta import BACKWARD, forward_results  # forward_results(): stand-ins for out and softmax_lse, inputs of the backward pass
 from .volta import FORWARD as FORWARD_PASS
 
 # ---- models ------------------------------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ class PyTorch:
         else:
             # one block for each head: on each SM as many as have 256 threads in all
             heads = sms * 256 // math.prod(kernel.threads)
-        launch = pytorch_fmha.job(kernel, heads, rows, keys, False, a.headdim, a.causal)  # False: random inputs
-        # The random inputs have fixed seeds, so the launch identifies the result. JSON turns its tuples into the file's lists.
+        launch = pytorch_fmha.job(kernel, heads, rows, keys, has_files=False, headdim=a.headdim, causal=a.causal)
+        # Its inputs are random with fixed seeds, so the launch identifies the result. JSON turns its tuples into the file's lists.
         key = {"gpu": self._gpu, "pytorch": json.loads(json.dumps(launch))}
         known = self._kept.get(key)
         if known is None and self._simulator:

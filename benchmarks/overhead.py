@@ -70,7 +70,7 @@ def measure() -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = report.parser("overhead", __doc__, plot=False).parse_args(arguments)
+    options = report.parser("overhead", __doc__, plot=False).parse_args(arguments)  # --json and --markdown, which deliver() writes
     device = report.choose_device("cuda")
     found = measure()
     flash, paged = found["aten::_scaled_dot_product_flash_attention"], found["volta_fa::fwd_kvcache, paged cache"]

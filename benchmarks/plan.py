@@ -15,7 +15,6 @@ keys (`tail`). The command prints the first launch.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from . import report
 from .attention import TABLE, Shape
 from .report import Grid, significant
 
-#: The V100's as in DeviceLimits::V100 of src/plan/device.rs.
+#: The properties of a device by which the planner selects: SMs, compute capability, bytes of shared memory that a block may use.
 LIMITS = {
     "v100": {"sms": 80, "major": 7, "minor": 0, "shared_bytes": 96 * 1024},
     "t4": {"sms": 40, "major": 7, "minor": 5, "shared_bytes": 64 * 1024},
@@ -49,11 +48,7 @@ class Kernel:
 
 def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
     """Returns the forward and the backward kernels, in launch order, for a device of these limits (as in LIMITS)."""
-    try:
-        op = torch.ops.volta_fa._plan
-    except AttributeError:
-        raise CommandError("this library cannot describe its plans; rebuild it with `make build`") from None
-    s = shape
+    s, op = shape, torch.ops.volta_fa._plan
     if s.nheads_k < 1 or s.nheads % s.nheads_k:
         raise CommandError(f"{shape}: --nheads-k {s.nheads_k} does not divide {s.nheads} heads")
     try:
@@ -79,12 +74,8 @@ def grid(plans: dict[Shape, list[Kernel]], sms: int) -> Grid:
 
 
 def _label(shape: Shape) -> str:
-    parts = [str(shape)]
-    if shape.nheads_k != shape.nheads:
-        parts.append(f"{shape.nheads_k} KV heads")
-    if shape.headdim_v != shape.headdim:
-        parts.append(f"headdim_v {shape.headdim_v}")
-    return " ".join(parts)
+    label = str(shape) + (f" {shape.nheads_k} KV heads" if shape.nheads_k != shape.nheads else "")
+    return label + (f" headdim_v {shape.headdim_v}" if shape.headdim_v != shape.headdim else "")
 
 
 def device_limits() -> dict[str, int]:
@@ -95,21 +86,17 @@ def device_limits() -> dict[str, int]:
     return {"sms": properties.multi_processor_count, "major": properties.major, "minor": properties.minor, "shared_bytes": shared}
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str]) -> int:
     parser = report.parser("plan", __doc__, outputs=False)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="B,H,M,N,D[,causal]")
     parser.add_argument("--nheads-k", type=int, default=0, metavar="N", help="KV heads (default: as many as query heads)")
     parser.add_argument("--headdim-v", type=int, default=0, metavar="N", help="headdim of v and out (default: that of q and k)")
     parser.add_argument("--device", choices=(*LIMITS, "cuda"), default="v100", help="default: v100; cuda: this machine's")
     parser.add_argument("--json", action="store_true", help="print JSON: for each shape the kernels with all their fields")
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     limits = LIMITS.get(options.device) or device_limits()
     shapes = [Shape.parse(text) for text in options.shapes] or TABLE
-    # 0 keeps Shape's default: nheads and headdim
+    # without an option (0), the shape's own: those of nheads and headdim
     changes = {name: n for name in ("nheads_k", "headdim_v") if (n := getattr(options, name)) != 0}
     plans = {shape: plan(shape, limits) for shape in (replace(s, **changes) for s in shapes)}
     if options.json:

@@ -37,7 +37,7 @@ from volta_fa.errors import CommandError
 from . import driver, report, volta
 from .attention import Shape
 from .driver import GPUS, Result, Row
-from .long_sequences import LENGTHS, machine, miss_share
+from .long_sequences import LENGTHS, machine, miss_share  # tokens; the simulator's settings for a share of L2 misses; that share
 from .report import Grid
 
 #: Of an entry of a fat binary: its kind if it is a cubin, and its flags by compression.
@@ -152,9 +152,8 @@ def backward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, cau
 def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headdim: int = 0, causal: bool = False) -> dict:
     """Returns the launch as volta-sim's JSON (tools/volta-sim/README.md).
 
-    Args:
-        has_files: inputs and results are files named after them, as q.bin; else inputs are random.
-        headdim, causal: 0: the kernel's headdim. With `causal`, `flops` counts half of the pairs, so rows and keys must be as many.
+    With `has_files`, inputs and results are files named after them, as q.bin; else inputs are random. headdim 0 is the kernel's.
+    With `causal`, `flops` counts half of the pairs, so rows and keys must be as many.
     """
     d, forward = headdim or kernel.headdim, kernel.direction == volta.FORWARD
     params, pointers = (forward_params if forward else backward_params)(kernel.sm, d, heads, rows, keys, causal)
@@ -323,10 +322,8 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
         full = (2048, 128) if kernel.direction == volta.FORWARD else (1024, 2 * sms)
         # headdim 128 has one split in PyTorch too, so its 128 heads of the measured figures run as they are
         shapes = [full] if kernel.direction == volta.FORWARD or kernel.headdim == 64 else [full, (1024, 128)]
-        largest, measured = (
-            error(simulator, folder, kernel),
-            [found.pytorch for found in TITAN_RTX[kernel.direction, kernel.headdim].values()],
-        )
+        largest = error(simulator, folder, kernel)
+        measured = [found.pytorch for found in TITAN_RTX[kernel.direction, kernel.headdim].values()]
         for tokens, heads in shapes:
             launch = job(kernel, heads, tokens, tokens, has_files=False)
             speeds = [tflops(simulator, folder, "titanrtx", launch, *of) for of in ((), ("--set", "icache=false"))]
@@ -364,7 +361,7 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = report.parser("pytorch_fmha", __doc__, outputs=False)
+    parser = report.parser("pytorch_fmha", __doc__, outputs=False)  # without --json, --plot and --markdown
     parser.add_argument("gpu", choices=("v100", "titanrtx"))
     parser.add_argument("library", type=Path, help="libtorch_cuda.so of a torch with sm_70 or sm_75")
     parser.add_argument("simulator", type=Path, help="volta-sim's command")

@@ -186,12 +186,9 @@ def deliver(
     draw: Callable[[Path], None] | None = None,
     kernels: Iterable[str] = (),
 ) -> None:
-    """Shows results, and writes them where the options of `parser` say.
+    """Shows results, and writes them where the options of `parser` say: `data` to --json, what `draw` draws, a PNG, to --plot.
 
-    Args:
-        data: for --json.
-        draw: draws the results into a PNG, for --plot.
-        kernels: names of the simulated kernels, for the mark in --markdown's file (benchmarks/marks.py); empty if unknown.
+    kernels: names of the simulated kernels, for the mark in --markdown's file (benchmarks/marks.py); empty if unknown.
     """
     show(header, grids)
     if options.json:
@@ -265,10 +262,12 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Returns the quotient; None if a number is missing or the denominator is 0."""
     return numerator / denominator if numerator is not None and denominator else None
 
 
 def times(value: float | None) -> str:
+    """Returns the number as a factor, as 2.4x."""
     return "-" if value is None else f"{significant(value, 2)}x"
 
 

@@ -14,12 +14,12 @@ Both send directly from a key's rank to its reader, without hops along the ring.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
 
-#: GPUs of a DGX-1V, which a node here is.
-NODE = 8
+NODE = 8  # GPUs of a node, a DGX-1V
 #: GB/s one way between two GPUs of a node: one NVLink of the six that a V100 has. Many pairs of a DGX-1V have two; some none.
 NVLINK = 25.0
 #: GB/s one way of a GPU to other nodes: four EDR InfiniBand ports of 100 Gbit/s for eight GPUs.
@@ -82,10 +82,7 @@ def rates(setup: Setup, step: int) -> numpy.ndarray:
     """Returns the link rate, in bytes per second, of the message that each place receives from `step` places before it."""
     place = numpy.arange(setup.places)
     source = (place - step) % setup.places
-    if setup.mesh:
-        same_node = numpy.zeros(setup.places, dtype=bool)
-    else:
-        same_node = place // setup.node == source // setup.node
+    same_node = (place // setup.node == source // setup.node) & (not setup.mesh)  # a mesh has one place in a node
     return numpy.where(same_node, setup.nvlink, setup.network) * 1e9
 
 
@@ -116,7 +113,7 @@ def simulate(setup: Setup, backward: bool = False) -> float:
 def _bytes(setup: Setup, step: int) -> numpy.ndarray:
     """Returns the bytes that each place receives for a step: the first chunk from an earlier place, both from a later one."""
     place = numpy.arange(setup.places)
-    return numpy.where((place - step) % setup.places < place, setup.message(True), setup.message(False))
+    return numpy.where((place - step) % setup.places < place, setup.message(first_half=True), setup.message(first_half=False))
 
 
 def _transfer(setup: Setup, step: int, requested: numpy.ndarray, way_out: numpy.ndarray, way_in: numpy.ndarray) -> numpy.ndarray:
@@ -130,9 +127,9 @@ def _transfer(setup: Setup, step: int, requested: numpy.ndarray, way_out: numpy.
     return end
 
 
-def efficiency(setup: Setup, backward: bool = False) -> float:
-    """Returns kernel time / total time of one pass, at most 1, for tests/test_distributed.py. The table has `efficiency_of_both`."""
-    return setup.places * setup.seconds(backward) / simulate(setup, backward)
+def efficiency(setup: Setup, passes: Sequence[bool] = (False,)) -> float:
+    """Returns kernel time / total time, at most 1, of the passes together (True: backward). tests/test_distributed.py calls it too."""
+    return setup.places * sum(map(setup.seconds, passes)) / sum(simulate(setup, backward) for backward in passes)
 
 
 def hides_from(setup: Setup, rate: float, backward: bool = False) -> float:
@@ -151,19 +148,13 @@ SEQLENS = [2**n for n in range(15, 23)]  # 32K to 4M
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024]
 
 
-def efficiency_of_both(setup: Setup) -> float:
-    """Returns kernel time / total time over forward and backward."""
-    kernels = setup.places * (setup.seconds(False) + setup.seconds(True))
-    return kernels / (simulate(setup, False) + simulate(setup, True))
-
-
 def table() -> str:
-    """Returns a Markdown table of `efficiency_of_both` by tokens and GPUs: of one ring, and of Ulysses with a ring of nodes."""
+    """Returns a Markdown table of the efficiency of forward and backward by tokens and GPUs: one ring, Ulysses with a ring of nodes."""
     from . import report  # here, because the simulation needs no torch
 
     lines = ["| tokens | " + " | ".join(f"{n} GPUs" for n in GPUS) + " |", "| ---: |" + " ---: |" * len(GPUS)]
     for seqlen in report.track(SEQLENS, "lengths"):
-        cells = [", ".join(f"{efficiency_of_both(Setup(seqlen, gpus, mesh)):.0%}" for mesh in (False, True)) for gpus in GPUS]
+        cells = [", ".join(f"{efficiency(Setup(seqlen, gpus, mesh), (False, True)):.0%}" for mesh in (False, True)) for gpus in GPUS]
         size = f"{seqlen // 1024}K" if seqlen < 2**20 else f"{seqlen // 2**20}M"
         lines.append(f"| {size} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

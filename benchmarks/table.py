@@ -15,7 +15,6 @@ dtype is fp16 on a GPU and fp32 on a CPU. Nothing clears L2 between repetitions.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -28,11 +27,13 @@ import torch
 from volta_fa.errors import CommandError
 
 from . import report
-from .attention import EAGER, OURS, RESULTS, TABLE, Bound, Inputs, Shape, implementations, max_errors, select, why_unavailable
+from .attention import EAGER, OURS, TABLE, Bound, Inputs, Shape, implementations, max_errors, select, why_unavailable
 from .measure import median_ms, peak_bytes
 from .report import Grid, ratio, significant, times
 
 PASSES = ("forward", "backward", "total")
+#: By whether they are gradients.
+_RESULTS_OF = {False: ("out",), True: ("dq", "dk", "dv")}
 #: Maximum sequence length on a CPU without --max-seqlen and --cases.
 CPU_MAX_SEQLEN = 256
 
@@ -58,14 +59,15 @@ class Row:
     def error(self, name: str, backward: bool) -> float | None:
         """Returns an implementation's error of out, or (`backward`) the largest of its gradients'."""
         errors = self.results[name].errors
-        return max((errors[w] for w in _results_of(backward)), default=None) if errors else None
+        return max(errors[w] for w in _RESULTS_OF[backward]) if errors else None
 
     def error_ratio(self, backward: bool) -> float | None:
         """Returns volta_fa's error relative to eager's, of out, or (`backward`) of the gradient where it is largest."""
         ours, eager = self.results[OURS].errors, self.results[EAGER].errors
         if not ours or not eager:
             return None
-        return max(_over(ours[w], eager[w]) for w in _results_of(backward))
+        # relative to an error of 0: 1 for 0, else infinity
+        return max(ours[w] / eager[w] if eager[w] else math.inf if ours[w] else 1.0 for w in _RESULTS_OF[backward])
 
     def memory_saving(self) -> float | None:
         """Returns the share of eager's peak memory that volta_fa saves."""
@@ -75,22 +77,11 @@ class Row:
     def data(self) -> dict[str, Any]:
         return {
             **asdict(self.shape),
-            "error_ratio_forward": self.error_ratio(False),
-            "error_ratio_backward": self.error_ratio(True),
+            "error_ratio_forward": self.error_ratio(backward=False),
+            "error_ratio_backward": self.error_ratio(backward=True),
             "memory_saving": self.memory_saving(),
             "results": {name: asdict(result) for name, result in self.results.items()},
         }
-
-
-def _results_of(backward: bool) -> Sequence[str]:
-    return RESULTS[1:] if backward else RESULTS[:1]
-
-
-def _over(ours: float, eager: float) -> float:
-    """Returns ours / eager, and 1 for two errors of 0."""
-    if eager == 0:
-        return 1.0 if ours == 0 else math.inf
-    return ours / eager
 
 
 def measure(shape: Shape, device: torch.device, dtype: torch.dtype, budget: float, seed: int) -> Row:
@@ -189,8 +180,8 @@ def plot(rows: Sequence[Row], header: dict[str, str], path: Path) -> None:
     report.save(figure, path)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("table", __doc__, measures=True)
+def main(arguments: Sequence[str]) -> int:
+    parser = report.parser("table", __doc__, measures=True)  # with --json, --plot, --markdown and --device
     words = "shapes B,H,M,N,D[,causal], or patterns for the listed ones, as '1,32,1024,*' or '*,128,causal' (default: all listed)"
     parser.add_argument("--cases", nargs="+", default=[], metavar="SHAPE", help=words)
     words = f"leave out longer sequences (default on a CPU: {CPU_MAX_SEQLEN}, unless --cases is given)"
@@ -198,11 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="sequences to 64 and few repetitions: does it work at all?")
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="S", help="start no further shape after so many seconds")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = report.choose_device(options.device)
     dtype = report.dtype_for(device)
     longest = 64 if options.quick else options.max_seqlen
@@ -231,9 +218,8 @@ def main(arguments: Sequence[str]) -> int:
             bar.advance(task)
     if not rows:
         raise CommandError(header.get("FAILED", f"--time-limit {options.time_limit:g} is too short for any shape"))
-    tables = grids(rows)
     data = {"header": header, "rows": [row.data() for row in rows]}
-    report.deliver(options, header, tables, data, lambda path: plot(rows, header, path))
+    report.deliver(options, header, grids(rows), data, lambda path: plot(rows, header, path))
     return 1 if "FAILED" in header else 0
 
 

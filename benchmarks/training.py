@@ -65,7 +65,7 @@ def with_kernel(backend: SDPBackend) -> Attention:
 
 def band_attentions(device: torch.device, settings: Settings) -> dict[str, Attention]:
     """Returns the attentions of the band by name, without kernels that this device lacks."""
-    found: dict[str, Attention] = {"torch, one rounding error": RoundedAttention(1)}
+    found: dict[str, Attention] = {"torch, one rounding error": RoundedAttention(1)}  # 1: a seed of the directions of rounding
     probe = torch.zeros(1, 8, settings.nheads, settings.headdim, device=device, dtype=torch.float16 if settings.half else torch.float32)
     for name, backend in KERNELS.items():
         attention = with_kernel(backend)
@@ -93,7 +93,10 @@ def exact_gradients(run: Run, batch: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def compare_gradients(runs: Sequence[Run], batch: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Returns by run the relative distance of its gradients from float64's, all at the first run's weights. Restores each run's weights."""
+    """Returns by run the relative distance of its gradients from float64's, all at the first run's weights.
+
+    Run.gradients() loads these weights and returns a vector as `exact_gradients` does. Afterwards each run has its own weights again.
+    """
     weights = {k: v.clone() for k, v in runs[0].model.state_dict().items()}
     exact = exact_gradients(runs[0], batch)
     own = [{k: v.clone() for k, v in run.model.state_dict().items()} for run in runs]
@@ -111,6 +114,7 @@ def measure(headdim: int, options: argparse.Namespace, tokens: torch.Tensor, dev
     attentions = {"volta_fa": volta_attention, "torch": torch_attention}
     attentions |= band_attentions(device, settings)
     runs = make_runs(settings, device, attentions)  # runs[0] is volta_fa, runs[1] "torch", the others are the band
+    # one window of tokens and its targets, which training does not draw
     batch = [t.to(device) for t in next(batches(tokens, 1, settings.seqlen, settings.seed + 1))]
     gradients = {"first weights": compare_gradients(runs[:2], batch)}
     train(settings, runs, tokens, device, lambda step: advance())
@@ -152,34 +156,29 @@ def plot(results: Sequence[Result], header: dict[str, str], path: Path) -> None:
     report.save(figure, path)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("training", __doc__, measures=True)
+def main(arguments: Sequence[str]) -> int:
+    parser = report.parser("training", __doc__, measures=True)  # with --json, --plot, --markdown and --device
     parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], metavar="D", help="default: 64 128")
     parser.add_argument("--seqlen", type=int, default=2048, metavar="N", help="default: 2048")
     parser.add_argument("--batch", type=int, default=4, metavar="B", help="default: 4")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
     parser.add_argument("--dtype", choices=["float16", "float32"], help="default: float16 autocast on a GPU, float32 on the CPU")
-    return parser
-
-
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     if min(*options.headdims, options.seqlen, options.batch, options.steps) < 1:
         raise CommandError("--headdims, --seqlen, --batch and --steps are positive numbers")
     device = report.choose_device(options.device)
     options.dtype = options.dtype or ("float16" if device.type == "cuda" else "float32")
     model = f"{LAYERS} layers, width {WIDTH}, {'fp16 autocast and GradScaler' if options.dtype == 'float16' else 'fp32'}"
     header = report.facts_of(device, "training", arguments, model=model)
-    tokens = encode(read_corpus()[0])
+    tokens = encode(read_corpus()[0])  # 1.5 MB of source, one token per character
     results = []
     with report.progress() as bar:
         task = bar.add_task("training", total=options.steps * len(options.headdims))
         for headdim in options.headdims:
             bar.update(task, description=f"headdim {headdim}")
             results.append(measure(headdim, options, tokens, device, lambda: bar.advance(task)))
-    table = grid(results)
     data = {"header": header, "results": [asdict(r) for r in results]}
-    report.deliver(options, header, [table], data, lambda path: plot(results, header, path))
+    report.deliver(options, header, [grid(results)], data, lambda path: plot(results, header, path))
     return 0 if all(r.agrees for r in results) else 1
 
 

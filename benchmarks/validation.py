@@ -128,7 +128,7 @@ def grid(found: Sequence[Row]) -> Grid:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = report.parser("validation", __doc__, plot=False)
+    parser = report.parser("validation", __doc__, plot=False)  # with --json and --markdown, which deliver() writes
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the figures")
     parser.add_argument("--kept", action="store_true", help="run no probe")
     words = "volta-sim's command (default $VOLTA_SIM, else target/release/volta-sim)"

@@ -2,12 +2,10 @@
 
 Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing: validation, plan, grid and parameter block
 are those of a GPU. Then tools/volta-sim times one SM's part of every launch, with its default model and with a perfect instruction cache
-(icache=false). Nothing here is measured: no GPU takes part. "Of peak" is the share of the tensor pipe's rate at the boost clock, which a T4
-rarely holds at its 70 W.
+(icache=false). No GPU takes part. "Of peak" is the share of the tensor pipe's rate at the boost clock, which a T4 rarely holds at its 70 W.
 
 B is batch, H nheads, M seqlen_q, N seqlen_k, D headdim. TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for
-causal, over the sum of all kernels of the pass: backward's includes the row statistics, the zeroing and the conversion of dq. Launch
-overhead is not counted.
+causal, over all kernels of the pass: backward's include row statistics, and zeroing and converting dq. Launch overhead is not counted.
 
 The last rows of each pass have one feature each. A bias is (1, nheads, seqlen_q, seqlen_k) in fp16. "dbias" adds its gradient, on a V100
 alone: there the kernels store it themselves. "deterministic" is a backward pass whose sums have a fixed order. One more table has each
@@ -29,7 +27,7 @@ from torch import Tensor
 from . import driver, report
 from .attention import Shape
 from .driver import GPUS, PIPES, SPEEDS, Benchmark, Gpu, Result, Row, run
-from .measure import Work, aligned
+from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid, ratio, significant, times
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -165,7 +163,7 @@ def cases(gpu: str = "v100") -> list[Case]:
         add(1024, 64, nheads=16)
         add(512, 128, nheads=8)
         features = FEATURES if direction == FORWARD else (*FEATURES, *[BIAS_GRADIENT] * (gpu == "v100"), DETERMINISTIC)
-        found += [Case(direction, Shape(1, heads, 2048, 2048, d, False), feature=f) for d in (64, 128) for f in features]
+        found += [Case(direction, Shape(1, heads, 2048, 2048, d), feature=f) for d in (64, 128) for f in features]
     return found
 
 

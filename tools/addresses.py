@@ -19,14 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = Path("python/volta_fa/addresses.json")
 SECTION = Path("docs/install.md")
 FORMS = Path(".github/ISSUE_TEMPLATE/config.yml")
-#: Keys of the file, an empty string if there is no address: the folder of a release's files; what `git clone` takes; where users open an
-#: issue. `known` below is the file's content.
+#: Keys of the file: the URL of the folder with a release's files, what `git clone` takes, where users open an issue. A value is "" if there
+#: is no address. `known` below is the file's content.
 NAMES = ("release", "source", "issues")
 #: The text of docs/install.md that this file writes.
 _BETWEEN = re.compile(r"(?<=<!-- begin addresses -->\n).*?(?=<!-- end addresses -->)", re.S)
 
 
 def read(root: Path = ROOT) -> dict[str, str]:
+    """Returns the file's content, of a checkout in `root`."""
     return dict(json.loads((root / FILE).read_text()))
 
 

@@ -17,11 +17,8 @@ The first two take `torch==2.10.0` too: then the environment gets this release, 
 - Tests need more, which `make run` does without: the newest transformers in the environment, the oldest supported one in
   `.venv/transformers-4.57`, diffusers and xformers in `.venv/diffusers`.
 
-Neither uv nor pip alone can do this: the torch of the active environment is reused without an installation into it,
-the torch index depends on the GPU, and some packages need folders of their own because their versions conflict
-or because other tests must not find them.
-
-Uses the standard library only.
+uv or pip alone do not suffice: they neither reuse the active torch without an installation into its environment, nor choose an index by
+the GPU, nor keep conflicting versions in folders. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -36,14 +33,14 @@ from pathlib import Path
 
 import heartbeat
 import torch_releases
+
+# Checks return a problem as text, or None. requirements() returns the pins of a section of tools/requirements.txt.
 from check_build_env import check_python, check_torch, requirements
 
 #: PyTorch's index for CUDA 12.6, the last with sm_70 in its wheels.
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
-#: The last CUDA release with an nvdisasm for sm_70.
-NVDISASM_NEWEST = (13, 0)
-#: The last triton with such an nvdisasm.
-NVDISASM_WHEEL = "triton==3.6.0"
+#: The last CUDA release with an nvdisasm for sm_70, and the last triton with such an nvdisasm.
+NVDISASM_NEWEST, NVDISASM_WHEEL = (13, 0), "triton==3.6.0"
 #: Sections of tools/requirements.txt that `make run` needs beside torch and nvdisasm.
 BASE = ("build", "cli", "numpy")
 #: Folders beside the environment's packages for `make test`, each with the section of its name. Tests put them first on their path.
@@ -60,21 +57,16 @@ def say(text: str) -> None:
 
 def gpu_capabilities() -> list[str]:
     """Returns the compute capabilities of this machine's NVIDIA GPUs, as "7.0"; empty without a driver."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        query = subprocess.run(
-            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, timeout=60, check=True
-        )
+        return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return []
-    return query.stdout.split()
 
 
 def torch_arguments(capabilities: list[str]) -> list[str]:
     """Returns pip's arguments for a torch that runs on these GPUs."""
-    arguments = [f"torch=={torch_releases.DEFAULT}"]
-    if "7.0" in capabilities:
-        arguments += ["--index-url", VOLTA_TORCH_INDEX]
-    return arguments
+    return [f"torch=={torch_releases.DEFAULT}", *(["--index-url", VOLTA_TORCH_INDEX] if "7.0" in capabilities else [])]
 
 
 def package_folders() -> list[str]:
@@ -99,10 +91,8 @@ class Environment:
         made = subprocess.run([sys.executable, "-m", "venv", "--clear", self.folder], capture_output=True, text=True)
         if made.returncode != 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise SystemExit(
-                f"volta_fa: {sys.executable} cannot make virtual environments: install its venv module "
-                "(Debian and Ubuntu: `apt install python3-venv`)"
-            )
+            remedy = "install its venv module (Debian and Ubuntu: `apt install python3-venv`)"
+            raise SystemExit(f"volta_fa: {sys.executable} cannot make virtual environments: {remedy}")
 
     def output(self, code: str) -> str:
         """Returns what the environment's Python prints for `code`."""
@@ -121,7 +111,7 @@ class Environment:
         # pip would count packages on the caller's PYTHONPATH or user site as installed.
         environ = {**os.environ, "PYTHONNOUSERSITE": "1"}
         environ.pop("PYTHONPATH", None)
-        if heartbeat.run(command, environ) != 0:
+        if heartbeat.run(command, environ) != 0:  # pip's exit status
             raise SystemExit(f"volta_fa: `{' '.join(map(str, command))}` failed: its last lines above say why")
 
 

@@ -54,7 +54,8 @@ def torch_folders(releases: str = "") -> dict[str, Path]:
     found = torch_releases.installed()
     if found is None:
         raise SystemExit(f"volta_fa: torch is not installed for {sys.executable}")
-    return {torch_releases.minor(found[0]): found[1]}
+    version, folder = found
+    return {torch_releases.minor(version): folder}
 
 
 def _minor_of(folder: Path) -> str:
@@ -67,9 +68,8 @@ def _minor_of(folder: Path) -> str:
                 case ["#define", "TORCH_VERSION_MAJOR" | "TORCH_VERSION_MINOR" as name, number]:
                     numbers[name] = number
     if len(numbers) != 2:
-        raise SystemExit(
-            f"volta_fa: VOLTA_FA_TORCH_RELEASES: got {folder} without torch headers, expected `all` or folders with include/ and lib/"
-        )
+        wrong = f"got {folder} without torch headers, expected `all` or folders with include/ and lib/"
+        raise SystemExit(f"volta_fa: VOLTA_FA_TORCH_RELEASES: {wrong}")
     return f"{numbers['TORCH_VERSION_MAJOR']}.{numbers['TORCH_VERSION_MINOR']}"
 
 
@@ -143,7 +143,7 @@ class Progress:
         # the cursor may be at the end of cargo's bar; pip hides standard error
         line = f"\r\033[Kvolta_fa: compiled {self.done} of {self.of} C++ units\n"
         try:
-            with open(os.environ[heartbeat.PROGRESS], "a") as file:
+            with open(os.environ[heartbeat.PROGRESS], "a") as file:  # $VOLTA_FA_PROGRESS
                 file.write(line)
         except (KeyError, OSError):
             sys.stderr.write(line)
@@ -224,11 +224,9 @@ def link_step(release: str, torch: Path, core: Path, objects: list[Path], export
 
 
 def build(core: Path, package: Path, *, releases: str = "", linker: Path | None = None) -> list[Path]:
-    """Builds a shim for each release and installs it and `core` into `package`. Returns the installed libraries.
+    """Builds a shim for each release (torch_folders) and installs it and `core` into `package`. Returns the installed libraries.
 
-    Args:
-        releases: as for torch_folders().
-        linker: a program in place of the compiler for links, tools/portable_linker.py. None: the compiler.
+    linker: the program that links, a script that runs tools/portable_linker.py. None: the compiler.
     """
     folders = torch_folders(releases)
     work = target_folder() / "shims"

@@ -121,8 +121,7 @@ def problems(
 ) -> list[str]:
     """Returns one line per missing item; empty if the build can start.
 
-    toolchain_only: checks Python, cargo and g++ alone. active_torch: checks this Python's torch too.
-    portable: checks zig too, which links wheels.
+    toolchain_only: checks Python, cargo and g++ alone. active_torch: this Python's torch too. portable: zig too, which links wheels.
     """
     checks = [check_python(), check_cargo(environ.get("PATH")), check_compiler(environ)]
     if not toolchain_only and checks[0] is None:

@@ -23,7 +23,7 @@ import portable_linker
 LARGEST = 40 * 2**20
 #: Newest symbol versions that a library may need: of glibc as in portable_linker, of libstdc++ and libgcc_s as in gcc 5.
 NEWEST = {"GLIBC": portable_linker.GLIBC, "GLIBCXX": "3.4.21", "CXXABI": "1.3.9", "GCC": "4.3.0"}
-#: Libraries of torch that a shim may need.
+#: Libraries of torch, and of the system, that a library may need.
 _TORCH = ("libtorch_cpu.so", "libc10.so")
 _SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s)\.so\.\d+|ld-linux-x86-64\.so\.2")
 
@@ -48,6 +48,7 @@ def problems_of(library: Path) -> list[str]:
     """Returns the libraries and the symbol versions that a library needs and may not need."""
     dynamic = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    # beside the system's, the core library (Rust, kernels) needs none, and a shim, the library for one torch release, the core and torch's
     allowed = () if library.name == build_shims.CORE else (build_shims.CORE, *_TORCH)
     found = [f"needs {name}" for name in needed if name not in allowed and not _SYSTEM.fullmatch(name)]
     return found + [f"needs {version}" for version in needed_versions(library) if not is_old_enough(version)]
@@ -64,8 +65,8 @@ def auditwheel(wheel: Path) -> str:
 
 def no_newer_than(platform: str, promised: str) -> bool:
     """Returns whether the first of two platform tags, as manylinux_2_28_x86_64, needs no newer glibc than the second."""
-    glibc = [re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", name) for name in (platform, promised)]
-    return all(glibc) and [int(part) for part in glibc[0].groups()] <= [int(part) for part in glibc[1].groups()]
+    first, second = (re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", name) for name in (platform, promised))
+    return bool(first and second) and [int(part) for part in first.groups()] <= [int(part) for part in second.groups()]
 
 
 def main(arguments: list[str]) -> int:

@@ -30,10 +30,8 @@ from pathlib import Path
 #: Compared sections of a cubin: code, and the constants that the compiler laid out. Not constant bank 4: there every namespace-scope
 #: constant of a header leaves its address, used or not, and code that took one from there would differ itself.
 COMPARED = re.compile(r"\.text\.|\.nv\.constant(?!4)")
-ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-ELF_MAGIC = b"\x7fELF"
-#: An ELF file's machine, at byte 18, if it is a cubin.
-EM_CUDA = 190
+#: How a zstd frame and an ELF file begin, and the number at byte 18 of an ELF file that is a cubin.
+ZSTD_MAGIC, ELF_MAGIC, EM_CUDA = b"\x28\xb5\x2f\xfd", b"\x7fELF", 190
 #: An entry of ELF's table of sections, in the order of the file. `name` is an offset in the section of names.
 SectionHeader = namedtuple("SectionHeader", "name type flags address offset size link info")
 #: Shown lines of a difference, per kernel.
@@ -45,10 +43,8 @@ class Kernel:
     """The executable parts of one cubin."""
 
     cubin: bytes
-    #: contents of the sections in COMPARED
-    sections: dict[str, bytes]
-    #: of a thread
-    registers: int
+    sections: dict[str, bytes]  # contents of those in COMPARED, by name
+    registers: int  # of a thread
 
     def instructions(self, nvdisasm: str) -> list[str]:
         """Returns the assembly without addresses."""
@@ -116,8 +112,7 @@ def kernels(path: Path) -> dict[str, Kernel]:
 
 def find_nvdisasm() -> str | None:
     """Returns the path of an nvdisasm; None if there is none."""
-    named = os.environ.get("VOLTA_SIM_NVDISASM")
-    if named:
+    if named := os.environ.get("VOLTA_SIM_NVDISASM"):
         return named
     triton = importlib.util.find_spec("triton")
     tool = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton and triton.origin else None
@@ -134,16 +129,12 @@ def difference(before: Kernel, after: Kernel, nvdisasm: str | None) -> list[str]
     old, new = before.instructions(nvdisasm), after.instructions(nvdisasm)
     summary += f", instructions {len(old)} -> {len(new)}"
     if old == new:
-        return [f"{summary}: the same instructions; {', '.join(_differing_sections(before, after))} differ"]
+        names = sorted(before.sections.keys() | after.sections.keys())
+        differing = [name for name in names if before.sections.get(name) != after.sections.get(name)] or ["register counts"]
+        return [f"{summary}: the same instructions; {', '.join(differing)} differ"]
     changes = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")]
     lines = [f"{summary}, {len(changes)} lines of difference", *changes[:SHOWN]]
     return lines + ["..."] if len(changes) > SHOWN else lines
-
-
-def _differing_sections(before: Kernel, after: Kernel) -> list[str]:
-    """Returns the names of sections that differ; if none does, the registers do."""
-    names = sorted(before.sections.keys() | after.sections.keys())
-    return [name for name in names if before.sections.get(name) != after.sections.get(name)] or ["register counts"]
 
 
 def main() -> int:
@@ -153,8 +144,8 @@ def main() -> int:
     options = parser.parse_args()
     before, after = kernels(options.before), kernels(options.after)
     nvdisasm = find_nvdisasm()
-    same, changed = 0, 0
-    for name in sorted(before.keys() | after.keys()):
+    changed, names = 0, sorted(before.keys() | after.keys())
+    for name in names:
         if name not in after or name not in before:
             lines = ["only in " + str(options.before if name in before else options.after)]
         else:
@@ -162,9 +153,7 @@ def main() -> int:
         if lines:
             changed += 1
             print(f"{name}: " + "\n    ".join(lines))
-        else:
-            same += 1
-    print(f"{same} kernels have the same machine code, {changed} do not")
+    print(f"{len(names) - changed} kernels have the same machine code, {changed} do not")
     return 1 if changed else 0
 
 

@@ -91,12 +91,13 @@ def _forward(targets: dict[int, int], process: subprocess.Popen[bytes], name: st
 
 
 def _status(code: int) -> int:
+    """Returns a shell's exit status: 128 + N for a process that signal N ended. subprocess has -N for it."""
     return code if code >= 0 else 128 - code
 
 
 def _name(command: Sequence[str | Path]) -> str:
     """Returns the program and what it does: `pip wheel`, `cargo build`, `notebook.py`."""
-    words = [Path(word).name if "\n" not in word else "" for word in map(str, command)]
+    words = [Path(word).name if "\n" not in word else "" for word in map(str, command)]  # "": a program, as after `sh -c`
     if words[0].startswith("python") and re.fullmatch(r"-m|[\w.]+", words[1] if len(words) > 1 else ""):
         words = words[2:] if words[1] == "-m" else words[1:]
     action = str(command[-len(words) + 1]) if len(words) > 1 else ""

@@ -34,7 +34,7 @@ VERSION = 1
 _ARCHS = {"cu126": ["7.0", "7.5+PTX"], "cu130": ["7.5+PTX"], "cu132": ["7.5+PTX"]}
 #: First and last torch release with builds for this CUDA. The libraries do not depend on CUDA, but the hub tells variants apart by it.
 #: A variant also serves later minor versions of its CUDA: cu126 is used with cu128.
-_BUILDS = {"cu126": ("2.7", "2.14"), "cu130": ("2.9", None), "cu132": ("2.12", None)}
+_BUILDS = {"cu126": ("2.7", "2.14"), "cu130": ("2.9", None), "cu132": ("2.12", None)}  # None: all later ones
 #: The oldest Python and the platform that the hub's rules name.
 _PYTHON, _PLATFORM = "3.9", f"manylinux_{GLIBC.replace('.', '_')}"
 _CARD = """---
@@ -76,11 +76,6 @@ def variants(minor: str) -> dict[str, dict[str, object]]:
     return {f"torch{minor.replace('.', '')}-cxx11-{name}-x86_64-linux": backend for name, backend in found.items()}
 
 
-def metadata(backend: dict[str, object]) -> dict[str, object]:
-    """Returns a variant's metadata.json."""
-    return {"name": "volta-fa", "id": "volta_fa", "version": VERSION, "license": "BSD-3-Clause", "python-depends": [], "backend": backend}
-
-
 def _link(source: str, target: str) -> None:
     """Makes a hard link, or a copy on another file system."""
     try:
@@ -96,9 +91,9 @@ def lay_out(package: Path, output: Path) -> list[Path]:
         others = [other.name for other in package.glob("torch-*") if other != shim]
         for name, backend in variants(shim.name.removeprefix("torch-")).items():
             folder = output / "build" / name
-            ignored = shutil.ignore_patterns("__pycache__", *others)
-            shutil.copytree(package, folder, copy_function=_link, ignore=ignored)
-            (folder / "metadata.json").write_text(json.dumps(metadata(backend), indent=2) + "\n")
+            shutil.copytree(package, folder, copy_function=_link, ignore=shutil.ignore_patterns("__pycache__", *others))
+            about = {"name": "volta-fa", "id": "volta_fa", "version": VERSION, "license": "BSD-3-Clause", "python-depends": []}
+            (folder / "metadata.json").write_text(json.dumps(about | {"backend": backend}, indent=2) + "\n")
             made.append(folder)
     if not made:
         raise Refusal(f"{package} has no library: `make wheel` builds them")
@@ -115,11 +110,7 @@ def violations(library: Path) -> list[str]:
 
 
 def build(wheel: Path, output: Path) -> list[Path]:
-    """Makes the folder `output` anew from a wheel. Returns the variants' folders.
-
-    Raises:
-        Refusal: the wheel has no library, or one breaks the hub's rules.
-    """
+    """Makes `output` anew from a wheel. Returns the variants' folders. Raises Refusal if it has no library, or one breaks the rules."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     try:

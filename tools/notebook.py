@@ -19,22 +19,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bootstrap import package_folders
+from bootstrap import Environment, package_folders  # a virtual environment, and the site-packages of this Python
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "examples" / "first_light.ipynb"
-#: What the first cell prints in the state `nothing`.
+#: What the first cell prints in the state `nothing`. In the others the cell of the check prints "Exit status 0".
 STOPPED = "Stopped: no volta_fa: set WHEEL or SOURCE in this cell"
 
 
 def environment(folder: Path) -> Path:
     """Makes an environment that sees the packages of this Python, but not what its .pth files add, and returns its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    python = folder / "bin" / "python"
-    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    site_packages = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    Path(site_packages, "packages.pth").write_text("".join(f"{path}\n" for path in package_folders()))
-    return python
+    made = Environment(folder)
+    made.create()
+    (made.site_packages() / "packages.pth").write_text("".join(f"{path}\n" for path in package_folders()))
+    return made.python
 
 
 def with_kernels(target: Path) -> Path:

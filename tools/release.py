@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: The torch of packaging/Dockerfile: the last release with Volta in its default builds.
 V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
 
-#: Lines of the notebook that set a variable, as JSON has them, with an empty string, which the release fills.
+#: Lines of the notebook, as its JSON has them, that set a variable to an empty string. The release puts a value between the quotes.
 _EMPTY = r"\"\""
 _WHEEL_LINE, _SHA256_LINE, _SOURCE_LINE, _ISSUES_LINE = (rf"{name} = {_EMPTY}\n" for name in ("WHEEL", "SHA256", "SOURCE", "ISSUES"))
 
@@ -86,11 +86,6 @@ def write_index(folder: Path, files: list[Path], requires_python: str) -> None:
     (project / "index.html").write_text(page(links))
 
 
-def write_sums(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    (folder / "SHA256SUMS").write_text("".join(f"{sha256(path)}  {path.relative_to(folder)}\n" for path in files))
-
-
 def fill(template: str, values: dict[str, str]) -> str:
     """Returns the template with values in place of @NAMES@."""
     return re.sub(r"@([A-Z0-9_]+)@", lambda match: values[match[1]], template)
@@ -125,7 +120,8 @@ def make(wheel: Path, sdist: Path, output: Path, changelog: str, known: dict[str
             (folder / template.name).write_text(fill(template.read_text(), values))
         (folder / "RELEASE_NOTES.md").write_text(notes(changelog, version))
         (folder / "first_light.ipynb").write_text(notebook(wheel, known))
-        write_sums(folder)
+        sums = [f"{sha256(path)}  {path.relative_to(folder)}\n" for path in sorted(folder.rglob("*")) if path.is_file()]
+        (folder / "SHA256SUMS").write_text("".join(sums))
         shutil.rmtree(output, ignore_errors=True)
         folder.rename(output)
     return verdict

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -34,20 +35,15 @@ class Suite:
     #: Makes the suite's calls run on volta_fa. Returns a function that lists why calls since its own last call did not: `list`, which
     #: returns [], if all calls do.
     install: Callable[[Any], Callable[[], list[str]]]
-    #: Changes a file's source.
-    adapt: Callable[[str, Any], str] = lambda source, options: source
-    #: Changes a file's module at its end.
-    prepare: Callable[[dict, Any], None] = lambda module, options: None
-    #: Whether a case of a parameter grid runs.
-    wanted: Callable[[dict], bool] = lambda case: True
+    adapt: Callable[[str, Any], str] = lambda source, options: source  # changes a file's source
+    prepare: Callable[[dict, Any], None] = lambda module, options: None  # changes a file's module at its end
+    wanted: Callable[[dict], bool] = lambda case: True  # whether a case of a parameter grid runs
     #: A regular expression by the reason that reports show. left_out: ids of tests to skip. known: failures with a known
     #: reason, as `case: message`.
     left_out: dict[str, str] = field(default_factory=dict)
     known: dict[str, str] = field(default_factory=dict)
-    #: Cases of each test function unless --sample says how many.
-    sample: int | None = None
-    #: Whether it runs on PyTorch without volta_fa.
-    runs_alone: bool = False
+    sample: int | None = None  # cases of each test function unless --sample says how many; None: all
+    runs_alone: bool = False  # whether it runs on PyTorch without volta_fa
 
 
 def on_device(source: str, options) -> str:
@@ -205,6 +201,7 @@ def prepare_flash_mla(module: dict, options) -> None:
 def install_sdpa(options) -> Callable[[], list[str]]:
     import volta_fa
 
+    # None: all GPUs. force: also those newer than Turing
     volta_fa.enable_sdpa("cpu" if options.device == "cpu" else None, force=options.device != "cpu")
     return lambda: list(volta_fa.sdpa_stats(reset=True)["fell_back"])
 
@@ -215,20 +212,17 @@ def install_flex(options) -> Callable[[], list[str]]:
     import torch.nn.attention.flex_attention as module
 
     import volta_fa
-    from volta_fa.flex import attention, compiled
+    from volta_fa.flex import attention, compiled  # attention.devices: where enable_flex() is on
 
-    torch_function, torch_compile, reasons = module.flex_attention, torch.compile, []
+    torch_function, torch_compile, reasons = module.flex_attention, torch.compile, []  # reasons: of calls that fell back
     volta_fa.enable_flex("cpu" if options.device == "cpu" else None, force=options.device != "cpu")
     enabled = module.flex_attention
 
     def flex_attention(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return enabled(*args, **kwargs)
-        devices, attention.devices = attention.devices, attention.NO_DEVICES
-        try:
+        with mock.patch.object(attention, "devices", attention.NO_DEVICES):
             return torch_function(*args, **kwargs)
-        finally:
-            attention.devices = devices
 
     def compile_(*args, **kwargs):
         return torch_compile(*args, **({"backend": options.backend or "aot_eager"} | kwargs))
@@ -368,10 +362,7 @@ def install_xformers(options) -> Callable[[], list[str]]:
         SUPPORTED_MAX_K = 256
         SUPPORTS_DROPOUT = SUPPORTS_CUSTOM_SCALE = SUPPORTS_DIFFERENT_VALUE_EMBED = SUPPORTS_BMGHK = True
         _TEST_BATCH_SIZES = (1, 7)
-
-        @classmethod
-        def is_available(cls) -> bool:
-            return True
+        is_available = classmethod(lambda cls: True)
 
     class Forward(Declarations, AttentionFwOpBase):
         NAME = "voltaF"

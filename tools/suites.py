@@ -39,9 +39,8 @@ from typing import Any
 
 import pytest
 
-from suite_adapters import SUITES, Suite
+from suite_adapters import SUITES, Suite  # by name: files, functions that adapt them to volta_fa, known failures
 
-TORCH_ALONE = "PyTorch alone fails too"
 #: Environment variable with the options as JSON, for the processes that run cases: main()'s, and `alone`, true to run without volta_fa.
 OPTIONS = "VOLTA_FA_SUITES"
 
@@ -98,9 +97,7 @@ def label(case: dict) -> str:
     return "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in sorted(flat(case).items()))
 
 
-@functools.cache
-def compiled(where: str) -> Any:
-    return compile(where, "--where", "eval")
+compiled = functools.cache(lambda where: compile(where, "--where", "eval"))
 
 
 def fits(case: dict, where: str) -> bool:
@@ -155,10 +152,9 @@ class Worker:
 
     def __init__(self, options):
         self.options, self.suite = options, SUITES[options.suite]
-        #: Returns the reasons of calls that fell back to PyTorch since it was last called.
+        #: Returns the reasons of calls that fell back to PyTorch since it was last called: with `list`, none.
         self.fallbacks = list if options.alone else self.suite.install(options)
-        #: Whether this process can no longer use its GPU.
-        self.lost = False
+        self.lost = False  # whether this process can no longer use its GPU
 
     def runs(self, item) -> bool:
         # torch has a class of tests for each kind of device
@@ -218,12 +214,12 @@ def pytest_configure(config) -> None:
 
 @dataclass
 class Failure:
-    """A failed case: id, error, line of the suite's file (0: unknown), and the known reason or ""."""
+    """A failed case."""
 
-    case: str
+    case: str  # its id
     message: str
-    line: int
-    reason: str
+    line: int  # of the suite's file; 0: unknown
+    reason: str  # why the failure is known; "": it is not
 
 
 class Report:
@@ -246,7 +242,7 @@ class Report:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.fail(report.nodeid, f"does not load: {str(report.longrepr).strip().splitlines()[-1]}", 0)
+            self.fail(report.nodeid, f"does not load: {str(report.longrepr).strip().splitlines()[-1]}", line=0)
 
     def pytest_report_teststatus(self):
         return "", "", ""  # no letters between the failures
@@ -403,7 +399,7 @@ def main() -> int:
         run(those, alone, options.time_limit + start - time.monotonic(), signals)
         fails = {failure.case for failure in alone.failures}
         for failure in again:
-            failure.reason = TORCH_ALONE if failure.case in fails else ""
+            failure.reason = "PyTorch alone fails too" if failure.case in fails else ""
     summary = report.summary()
     show(summary)
     if options.json:

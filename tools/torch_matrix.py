@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import check_build_env
-import portable_linker
+import portable_linker  # the linker of wheels, for an old glibc
 import torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,11 +89,10 @@ class Release:
     """The results of one torch release."""
 
     release: str
-    torch: str = ""
+    torch: str = ""  # its version with CUDA's; "": it could not be tried
     python: str = ""
     seconds: float = 0.0
-    #: verdict of each check, or its first error
-    checks: dict[str, str] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)  # verdict of each check, or its first error
 
     @property
     def passed(self) -> bool:

@@ -33,15 +33,9 @@ def minor(version: str) -> str:
 
 
 MINORS = tuple(minor(release) for release in RELEASES)
-
-
-def _next(release: str) -> str:
-    major, last = minor(release).split(".")
-    return f"{major}.{int(last) + 1}"
-
-
+_MAJOR, _LAST = MINORS[-1].split(".")
 #: The requirement in pyproject.toml; tests/test_package.py compares them.
-REQUIREMENT = f"torch>={MINORS[0]},<{_next(MINORS[-1])}"
+REQUIREMENT = f"torch>={MINORS[0]},<{_MAJOR}.{int(_LAST) + 1}"
 
 
 def installed() -> tuple[str, Path] | None:

@@ -2,6 +2,7 @@
 //! and features. Compiled code is cached by the hash of all that it depends on, in target/volta-fa-kernels. Writes `embedded.rs` in
 //! OUT_DIR, which src/kernels/mod.rs includes: one `Image` per variant in the order of the tables, with machine code (cubin) and PTX.
 
+// ENTRY: the file of csrc/ that NVRTC compiles for every variant. PTX_VERSIONS: the PTX ISA that newer instructions need.
 use crate::nvrtc::{Binary, Compiler, ENTRY, PTX_VERSIONS};
 use crate::tables::variants::Variant;
 use anyhow::{Context, Result};

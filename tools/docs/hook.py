@@ -34,7 +34,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages to mkdocs' files. mkdocs calls it before it reads any page."""
-    from mkdocs.structure.files import File  # the tests import this module without mkdocs
+    from mkdocs.structure.files import File  # here, because tests import this module without mkdocs
 
     for path, name in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(REPOSITORY / path).read_text(encoding="utf-8")))

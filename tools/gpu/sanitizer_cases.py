@@ -26,15 +26,15 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
     target = kernels.Target.of(arguments.device)
-    variants = kernels.wanted(target, json.loads(torch.ops.volta_fa._info())["variants"])
+    variants = kernels.wanted(target, json.loads(torch.ops.volta_fa._info())["variants"])  # those that the device runs
     chosen = [v for v in variants if fnmatchcase(v["name"], arguments.kernels)]
-    problems = 0  # computed ones
+    problems = 0  # that ran
     for variant in chosen:
         result = correctness.check_kernel(target, variant, seed=0)
         problems += result.problems
         for text in (*result.failures, *result.inconclusive):
             print(f"{variant['name']}: {text}")
-        if not result.passed:
+        if not result.passed:  # it has a failure, or a problem that could not be checked
             return 1
     print(f"{len(chosen)} kernels, {problems} problems")
     return 0 if chosen else 1

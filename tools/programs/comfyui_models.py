@@ -119,7 +119,7 @@ def sample(patcher, name, device, steps):
     positive, negative = [[randn(1, tokens, width), dict(options)]], [[randn(1, tokens, width), dict(options)]]
     shape = {"sdxl": (1, 4, edge, edge), "flux": (1, 16, edge, edge), "qwen": (1, 16, 1, edge, edge)}[kind]  # qwen: one frame
     noise, latent = randn(*shape), torch.zeros(*shape)
-    cfg, scheduler = (5.0, "normal") if kind == "sdxl" else (1.0, "simple")
+    cfg, scheduler = (5.0, "normal") if kind == "sdxl" else (1.0, "simple")  # cfg: the scale of guidance
     return comfy.sample.sample(
         patcher, noise, steps, cfg, "euler", scheduler, positive, negative, latent, disable_pbar=True, seed=1
     ).float()

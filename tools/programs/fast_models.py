@@ -27,6 +27,7 @@ import volta_fa
 
 volta_fa.install_sageattention_shim()  # before diffusers looks for it
 
+# flux() and the like return the arguments of Model; build(): a float32 module and its inputs; forward(): its output
 from diffusers_models import LARGE, Model, build, cast, flux, forward, sd3, sdxl, wan
 
 #: Allowed relative L1 error (sum of |error| by sum of |exact|) of a model's output. A call of `fwd_fast` has about 1%.
@@ -66,7 +67,7 @@ def compare(name: str, run, module, device: str, dispatches: bool) -> bool:
 
     `dispatches`: whether set_attention_backend reaches all of the module's attention.
     """
-    force = device == "cuda"
+    force = device == "cuda"  # on GPUs newer than Turing too
     with torch.no_grad():
         expected = run(copy.deepcopy(module).double(), torch.float64).double()
         module = module.half()

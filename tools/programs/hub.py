@@ -42,7 +42,7 @@ def models():
 
 
 def results(model, ids, mask, implementation: str):
-    """Returns logits of real tokens, and the gradient of the query projection of the first layer.
+    """Returns in fp64 the logits of real tokens, and the gradient of the query projection of the first layer.
 
     Without a mask, each sequence runs alone, without padding: in fp64, eager attention gives NaN for padded queries.
     """

@@ -43,7 +43,7 @@ ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9}
 LIMIT = timedelta(minutes=2)
 #: First words of the names of cases that return dq in bfloat16, whatever the dtype of q.
 ROUNDED_DQ = ("ring", "basic")
-#: A window without limits, as flash-attn writes it.
+#: Keys to the left and to the right that a query sees: -1, as in flash-attn, is no limit.
 NO_WINDOW = (-1, -1)
 
 
@@ -217,7 +217,7 @@ def worker(rank: int, options: argparse.Namespace, store: str, failed) -> None:
 # They are scripts for torchrun. On the CPU they are adapted to gloo and shorter sequences. On two GPUs they run as they are, but for one
 # line more, which installs volta_fa's flash_attn.
 
-#: Lets volta_fa's flash_attn answer for flash-attn.
+#: Makes `import flash_attn` find volta_fa's.
 SHIM = "import volta_fa; volta_fa.install_flash_attn_shim()\n"
 #: Patterns of a test's source, and what takes their place on the CPU: gloo, the CPU as the device, short sequences.
 ADAPTATIONS = {
@@ -228,7 +228,7 @@ ADAPTATIONS = {
     r"torch\.cuda\.max_memory_allocated\([^)]*\)": "0",
     r"torch\.cuda\.(reset_peak_memory_stats|synchronize)\([^)]*\)": "None",
 }
-#: Tests, and the arguments of each run by device. test_hybrid_qkvpacked_attn.py fails in yunchang 0.6.4 itself: an argument is missing.
+#: Tests, and the arguments of each run by device ("": none). test_hybrid_qkvpacked_attn.py is left out: yunchang 0.6.4 misses an argument.
 _ONE_RUN = {"cpu": [""], "cuda": [""]}
 _HYBRID = "--attn_impl fa --sp_ulysses_degree"
 _RINGS = [f"{_HYBRID} 1 --use_bwd{more}" for more in ("", " --causal", " --causal --ring_impl_type zigzag")]

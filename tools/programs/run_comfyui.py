@@ -38,7 +38,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+# In order: models by kind; a model with random weights; its latents' edge, text tokens and steps; random weights; what KSampler makes.
 from comfyui_models import CONFIGS, build, problem_of, randomize, sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -79,7 +81,7 @@ def node_package():
 
 
 def with_node(patcher):
-    """Returns the model with the node's attention, as the node's output in ComfyUI."""
+    """Returns the model with the node's attention, as the node's output in ComfyUI. every_device: on newer GPUs and the CPU too."""
     package, _ = node_package()
     return package.NODE_CLASS_MAPPINGS["VoltaAttention"]().apply(patcher, every_device=True)[0]
 
@@ -127,7 +129,7 @@ def paths(worker, device):
 
     @contextlib.contextmanager
     def xformers_enabled():
-        volta_fa.enable_xformers(force=True)
+        volta_fa.enable_xformers(force=True)  # on GPUs newer than Turing too
         try:
             yield
         finally:
@@ -171,18 +173,12 @@ def environment(**variables):
             del os.environ[name]
 
 
-@contextlib.contextmanager
 def memory_efficient():
-    """The attention of PyTorch that Volta and Turing have."""
+    """Returns a context in which ComfyUI calls the attention of PyTorch that Volta and Turing have."""
     import comfy.ops
     from torch.nn.attention import SDPBackend
 
-    before = comfy.ops.SDPA_BACKEND_PRIORITY
-    comfy.ops.SDPA_BACKEND_PRIORITY = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    try:
-        yield
-    finally:
-        comfy.ops.SDPA_BACKEND_PRIORITY = before
+    return mock.patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def measure(patcher, name, device, path, reference):
@@ -233,6 +229,7 @@ def attention_errors(patcher, name, device):
         kind = f"{tuple(q.shape)} {tuple(k.shape)} heads {heads}" + (f" mask {tuple(mask.shape)}" if mask is not None else "")
         if kind not in seen:
             own = func(q, k, v, heads, *args, **kwargs)
+            # views: (batch, tokens, heads, headdim) of q, k and v
             views, reason = attention._views(q, k, v, heads, kwargs.get("skip_reshape", False), bool(kwargs.get("enable_gqa")))
             assert not reason, reason
             bias = None if mask is None else attention._rank_4(mask)

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,6 +42,8 @@ if importlib.util.find_spec("flash_attn") is None:
 
 import diffusers
 from diffusers.models import attention_dispatch
+
+# build(): a float32 module and its inputs; forward(): its output; forward_backward(): the output, and the gradient of the first input
 from diffusers_models import LARGE, SMALL, Model, build, cast, forward, forward_backward
 
 #: Multiples of PyTorch's errors that volta_fa's may reach, for outputs and gradients.
@@ -60,7 +63,7 @@ VOLTA = "VOLTA"
 @contextmanager
 def native(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """PyTorch's own attention."""
-    yield dict
+    yield dict  # which returns no counts
 
 
 @contextmanager
@@ -81,7 +84,7 @@ def memory_efficient(module: Any, model: Model, device: str) -> Iterator[Callabl
 def sdpa(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """`volta_fa.enable_sdpa()`, which diffusers' default backend needs."""
     volta_fa.sdpa_stats(reset=True)
-    with volta_fa.sdpa_enabled(device, force=device != "cpu"):
+    with volta_fa.sdpa_enabled(device, force=device != "cpu"):  # force: on GPUs newer than Turing too
         yield volta_fa.sdpa_stats
 
 
@@ -150,19 +153,15 @@ def xformers(module: Any, model: Model, device: str) -> Iterator[Callable[[], di
 @contextmanager
 def small_trial(device: str) -> Iterator[None]:
     """Lets diffusers' older switch through where xformers' own operators cannot run: it asks for a GPU, and tries tensors in float32."""
-    available, randn = torch.cuda.is_available, torch.randn
-    torch.cuda.is_available = lambda: True
-    dtype = torch.float32 if device == "cpu" else torch.float16
-    torch.randn = lambda shape, **options: randn(shape, device=device, dtype=dtype)
-    try:
+    randn, dtype = torch.randn, torch.float32 if device == "cpu" else torch.float16
+    trial = mock.patch.object(torch, "randn", lambda shape, **options: randn(shape, device=device, dtype=dtype))
+    with mock.patch.object(torch.cuda, "is_available", return_value=True), trial:
         yield
-    finally:
-        torch.cuda.is_available, torch.randn = available, randn
 
 
 @contextmanager
 def counted_op() -> Iterator[Callable[[], dict[str, Any]]]:
-    """Counts the calls of volta_fa's forward operator until `count` is called first, for ways that never fall back."""
+    """Counts the calls of volta_fa's forward operator until the yielded function is called, for ways that never fall back."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     profiler.start()
 

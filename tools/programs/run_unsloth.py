@@ -10,7 +10,8 @@ the whole process. When all have compiled and trained, or most of --time-limit i
 child that is stopped leaves the losses that it has, and its log has the stack of each thread.
 
 The reference of the losses is unsloth with its own attention, all in float32, with the same weights. The exit status is 1 if a child
-fails (xformers' may), if volta_fa ran no call, or if its losses' error is more than rounding and more than twice that of sdpa.
+fails (xformers' may), if volta_fa ran no call, or if its losses' error is more than rounding and more than twice that of sdpa. The table
+counts calls that volta_fa ran, that torch.compile traced as volta_fa's, and that fell back to unsloth's attention.
 
 On CUDA, unsloth takes the GPU for one of compute capability 7.5 while it decides what to load, so it trains in float16 as on a T4, and
 VOLTA_FA_FAMILY selects volta_fa's kernels. PyTorch's and xformers' attention are the memory-efficient ones, their choice on Turing.
@@ -34,6 +35,7 @@ import tempfile
 import time
 import types
 from collections import namedtuple
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -380,18 +382,14 @@ def main() -> int:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> int:
     """Runs all models and prints the table. Returns 1 if a run failed or a loss is off, else 0."""
-    from importlib.util import find_spec
-
     folder.mkdir(parents=True, exist_ok=True)
     models = arguments.models.split(",")
     attentions = ["volta_fa", "sdpa", "reference"]
-    if arguments.device == "cuda" and find_spec("xformers"):
+    if arguments.device == "cuda" and util.find_spec("xformers"):
         attentions.append("xformers")
     for model in models:
         save_checkpoint(model, arguments.device, folder / model)
     run_all([(model, attention) for model in models for attention in attentions], arguments, folder)
-
-    from importlib import metadata
 
     versions = {name: metadata.version(name) for name in ("unsloth", "unsloth_zoo", "transformers", "peft", "torch")}
     print(", ".join(f"{name} {version}" for name, version in versions.items()))

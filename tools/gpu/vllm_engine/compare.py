@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from jobs import ACCEPTED, ALONE, COMPARISONS, CONTROLS
+from jobs import ACCEPTED, ALONE, COMPARISONS, CONTROLS  # ACCEPTED: vLLM's counter of accepted speculative tokens
 
 #: Largest difference of log-probabilities, in nats, that counts as rounding in a version without controls.
 ASSUMED = 0.05
@@ -62,8 +62,9 @@ class Version:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         read = {path.name.removesuffix(".json"): path for path in sorted(folder.glob("*.json"))}
-        self.jobs = [name.removesuffix(".job") for name in read if name.endswith(".job")]
+        self.jobs = [name.removesuffix(".job") for name in read if name.endswith(".job")]  # names of jobs
         self.results = {name: json.loads(read[name].read_text()) for name in self.jobs if name in read}
+        #: By job, the errors against float32 in nats: "max" and "rms".
         self.exact = json.loads(read["reference"].read_text()) if "reference" in read else {}
 
     def has(self, *names: str) -> bool:
@@ -107,7 +108,7 @@ def errors(version: Version, ours: str, theirs: str, found: Difference) -> tuple
 
 
 def counts(version: Version, ours: str, _theirs: str, _found: Difference) -> tuple[bool, str]:
-    """A job that counts preemptions has some, unless it speculates; then it has guessed right at times."""
+    """A job that counts preemptions has some. One that speculates has accepted some of the guessed tokens instead."""
     count = version.results[ours].get("counts", {})
     needed = ACCEPTED if ACCEPTED in count else "num_preemptions"
     return count.get(needed) != 0, "".join(f", {name} {value:.0f}" for name, value in count.items())
@@ -128,7 +129,7 @@ def plans(version: Version, ours: str, _theirs: str, _found: Difference) -> tupl
 
 
 def adapter(version: Version, ours: str, _theirs: str, _found: Difference) -> tuple[bool, str]:
-    """The adapter has an effect: every other sequence, which uses it, differs from those of the plain model."""
+    """The LoRA adapter has an effect: every other sequence, which uses it, differs from that of the plain model (llama64)."""
     if "lora" not in ours:
         return True, ""
     plain = version.results.get("llama64-custom", {"rounds": []})["rounds"]

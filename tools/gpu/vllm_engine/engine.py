@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import torch
-from jobs import COUNTS
+from jobs import COUNTS  # names of vLLM's counters
 from PIL import Image
 
-#: As in models.py; FIRST_IMAGE_TOKEN and those after it stand for images.
+#: As in models.py: the number of tokens, of which FIRST_IMAGE_TOKEN and those after it stand for images.
 VOCABULARY, FIRST_IMAGE_TOKEN = 4096, 4088
 #: Tokens of prompts: below, at and above vLLM's block sizes, kernels' tiles and the limit of a step's tokens (2,048).
 LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]
@@ -33,9 +33,8 @@ ENCODER_LENGTHS = [4, 5, 17, 63, 64, 100, 200, 300, 500]
 def prompts(kind: str) -> tuple[list[list[int]], int]:
     """Returns prompts, and the number of new tokens of each.
 
-    Args:
-        kind: `mixed` lengths, where some begin with the same 512 tokens; `repeated`, the same with a text that repeats itself;
-            `long`: short prompts with many new tokens; `longer`: the same across a page of 800 tokens.
+    Kinds: `mixed` lengths, where some begin with the same 512 tokens; `repeated`, the same lengths with a text that repeats itself;
+    `long`: short prompts with many new tokens; `longer`: the same across a page of 800 tokens.
     """
     rng = random.Random(7)
 
@@ -63,7 +62,7 @@ def image_prompts(model: str) -> list[dict]:
     mark = [FIRST_IMAGE_TOKEN + i for i in IMAGE_MARKS[model]]
 
     def image(width, height):
-        """An image of 8x6 random colors, smoothed to this size in pixels."""
+        """Returns an image of 8x6 random colors, smoothed to this size in pixels."""
         colors = torch.randint(0, 256, (6, 8, 3), generator=generator, dtype=torch.uint8)
         return Image.fromarray(colors.numpy()).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -96,6 +95,7 @@ def run_tokens(job: dict, models: Path) -> dict:
     from vllm import SamplingParams
 
     with_images = job.get("prompts") == "images"
+    # the most images of a prompt: PaliGemma, without a mark, takes one
     limits = {"limit_mm_per_prompt": {"image": 3 if IMAGE_MARKS[job["model"]] else 1, "video": 0}} if with_images else {}
     llm = start(job, models, max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not with_images, **limits)
     texts, new = ([], 64) if with_images else prompts(job.get("prompts", "mixed"))
@@ -106,7 +106,7 @@ def run_tokens(job: dict, models: Path) -> dict:
     if job.get("lora"):
         from vllm.lora.request import LoRARequest
 
-        adapter = LoRARequest("adapter", 1, str(models / "lora"))
+        adapter = LoRARequest("adapter", 1, str(models / "lora"))  # 1: its id
         options["lora_request"] = [adapter if i % 2 else None for i in range(len(inputs))]
     rounds = []
     for _ in range(2):

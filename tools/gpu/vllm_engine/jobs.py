@@ -2,7 +2,7 @@
 
 A job is one engine with one backend. Its keys:
 - name, version; kind: tokens, encoder, load or server; model: a name of models.py; backend: a name for --attention-backend
-- engine: arguments of `vllm.LLM`; env: environment variables; gpus: GPUs that it needs
+- engine: arguments of `vllm.LLM`; env: environment variables (VOLTA_FA_LOG prints volta_fa's kernels); gpus: GPUs that it needs
 - prompts: mixed, repeated, long, longer or images (engine.py)
 - of kinds load and server: serve, arguments of `vllm serve`; cache_bytes, its KV cache
 - lora: every other prompt uses the adapter; logprobs: False where vLLM has none
@@ -16,13 +16,15 @@ NEWEST = "0.33.0"
 FORK, FORK_BASE = "1.3.0", "0.21.0"
 #: Attention backends: volta_fa's plugin is vLLM's CUSTOM. Names of jobs end with custom, triton or flash.
 OURS, TRITON, FLASH = "CUSTOM", "TRITON_ATTN", "FLASH_ATTN"
+#: vLLM's counters that jobs with statistics ("disable_log_stats": False) report.
 ACCEPTED = "spec_decode_num_accepted_tokens"
-#: vLLM's counters that jobs with statistics report.
 COUNTS = ("num_preemptions", "spec_decode_num_draft_tokens", ACCEPTED)
 _EAGER = {"enforce_eager": True}
 #: CUSTOM then names volta_fa's backend for latent attention (MLA).
 _MLA = {"VOLTA_FA_VLLM_MLA": "1"}
+#: Speculation: by words that the text repeats (_GUESSES), and by the model's own draft head (_MTP).
 _GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+_MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False}
 #: 40 MiB are 5,120 tokens of llama128. The prompts of `long` need 12,000 at their ends, so vLLM preempts.
 _SMALL_CACHE = {"kv_cache_memory_bytes": 40 << 20, "disable_log_stats": False}
 #: Options of models with linear attention: vLLM's own implementation of it, because the others need packages.
@@ -34,7 +36,6 @@ _HALF_STATES = {"mamba_ssm_cache_dtype": "float16"}
 _FEW_PAGES = {"kv_cache_memory_bytes": 160 << 20, "disable_log_stats": False}
 #: 23 MiB are 5,000 tokens of deepseek.
 _FEW_LATENTS = {"kv_cache_memory_bytes": 23 << 20, "disable_log_stats": False}
-_MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False}
 #: Decode context parallelism of two ranks, which exchange partial results by all-to-all.
 _DCP = {"decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"}
 #: 0.26.0 has no int8 cache, no class for Qwen3.5 without images, and refuses Gemma 3 without images too.
@@ -242,11 +243,7 @@ def fork_jobs() -> list[dict]:
 
 
 def jobs(version: str, flash_attention: bool) -> list[dict]:
-    """Returns the jobs of a version, the most important first.
-
-    Args:
-        flash_attention: whether FlashAttention 3 is there.
-    """
+    """Returns the jobs of a version, the most important first. flash_attention: whether FlashAttention 3 is there."""
     if version == FORK:
         return [{"version": version, **j} for j in fork_jobs()]
     found = [{"name": "load", "kind": "load", "model": "llama128", "backend": OURS, "cache_bytes": 96 << 20}]

@@ -41,16 +41,6 @@ RANKED = 5
 CHATS = 8
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", type=Path)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("models", type=Path)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--url", default="", help="a running server (default: start one)")
-    return parser.parse_args()
-
-
 def texts() -> list[list[int]]:
     """Returns prompts of 5 to 2,500 tokens. Half of them begin with the same 512."""
     rng = random.Random(11)
@@ -85,8 +75,7 @@ class Client:
     ):
         """Returns the tokens of a completion, and of each step the RANKED best tokens with their log-probabilities, the best first.
 
-        Args:
-            stop_after: closes the connection after this many tokens, which cancels the request; None: never.
+        Closes the connection after `stop_after` tokens, which cancels the request; None: never.
         """
         body = {"prompt": prompt, "max_tokens": new, "temperature": temperature, "logprobs": RANKED, "return_tokens_as_token_ids": True}
         tokens, best = [], []
@@ -117,16 +106,12 @@ class Client:
 
 
 class Checker:
-    """Compares completions with those of the quiet run, and counts.
-
-    Args:
-        quiet: of each prompt what Client.complete() returned.
-    """
+    """Compares completions with those of the quiet run, and counts."""
 
     def __init__(self, quiet: list) -> None:
-        self.quiet = quiet
-        self.compared = self.requests = self.ties = 0
-        self.largest_gap = self.largest_noise = 0.0
+        self.quiet = quiet  # of each prompt what Client.complete() returned
+        self.compared = self.requests = self.ties = 0  # compared: tokens
+        self.largest_gap = self.largest_noise = 0.0  # nats
         self.wrong: list[str] = []
 
     def check(self, i: int, tokens: list[int], best: list) -> None:
@@ -193,8 +178,7 @@ async def load(client: Client, checker: Checker, prompts: list, seconds: float, 
             cancelled, sampled = rng.random() < CANCELLED, rng.random() < SAMPLED
             new = rng.randrange(1, NEW_TOKENS + 1)
             prompt, stop_after = rng.randrange(len(prompts)), rng.randrange(new) if cancelled else None
-            request = one(prompt, new, stop_after, temperature=0.8 if sampled else 0.0)
-            task = asyncio.create_task(request)
+            task = asyncio.create_task(one(prompt, new, stop_after, temperature=0.8 if sampled else 0.0))
             pending.add(task)
             task.add_done_callback(pending.discard)
             for name, value in (("sent", 1), ("cancelled", cancelled), ("sampled", sampled)):
@@ -218,7 +202,7 @@ async def generate(client: Client) -> dict:
     """Returns the result of kind server: rounds, as engine.py writes them, and what the chats' tokens showed."""
     from engine import prompts
 
-    (inputs, new), rounds = prompts("mixed"), []
+    (inputs, new), rounds = prompts("mixed"), []  # prompts of many lengths, the number of new tokens
     for _ in range(2):
         begin, before = time.time(), await client.metrics()
         outputs = await asyncio.gather(*(client.complete(text, new, stream=i % 2 == 0) for i, text in enumerate(inputs)))
@@ -230,7 +214,7 @@ async def generate(client: Client) -> dict:
     checker = Checker(outputs)
     for i in range(CHATS):
         (tokens, text), (streamed, streamed_text) = [await client.chat(inputs[i], new, stream) for stream in (False, True)]
-        checker.check(i, tokens, [])
+        checker.check(i, tokens, [])  # []: without log-probabilities
         checker.check(i, streamed, [])
         # check() compares no token beyond the shorter of two
         if not text or not len(tokens) == len(streamed) == new or (tokens == streamed and text != streamed_text):
@@ -240,7 +224,7 @@ async def generate(client: Client) -> dict:
 
 
 async def measure(options, job: dict, url: str, server: subprocess.Popen | None) -> dict:
-    """Of kind load, runs quietly, under load and quietly again."""
+    """Waits for the server. Returns the result of kind server (`generate`), or of kind load: runs quietly, under load, quietly again."""
     timeout = aiohttp.ClientTimeout(total=300)
     # the server closes idle connections, and a request that meets this is not sent again
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
@@ -279,7 +263,12 @@ async def measure(options, job: dict, url: str, server: subprocess.Popen | None)
 
 def main() -> None:
     """Starts a server unless there is one, measures, and writes the result."""
-    options = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("job", "result", "models"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--url", default="", help="a running server (default: start one)")
+    options = parser.parse_args()
     job, server, url = json.loads(options.job.read_text()), None, options.url
     if not url:
         with socket.create_server(("127.0.0.1", 0)) as free:

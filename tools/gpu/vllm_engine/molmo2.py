@@ -1,7 +1,6 @@
-"""A small Molmo 2, which transformers 5.17 lacks: configuration, processor, weights, and a model in float32 as the reference. models.py,
-engine.py and reference.py import it, which registers it with transformers, in place of a later release's own. vLLM computes the rest with
-its own classes.
+"""A small Molmo 2, which transformers 5.17 lacks: configuration, processor, weights, and a model in float32 as the reference.
 
+The import registers it with transformers, in place of a later release's own (models.py, engine.py, reference.py). vLLM runs its own model.
 An image becomes two crops of one size, the whole image each time, where the real processor cuts large images into more. Its tokens, the
 rows' ends included, see each other. Tokens of images follow the vocabulary, so no model generates one.
 """
@@ -81,13 +80,8 @@ class Molmo2ImageProcessor:
         patches = pixels.unfold(2, _PATCH, _PATCH).unfold(3, _PATCH, _PATCH).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
         pooled = torch.arange(_SIDE**2).view(_SIDE, _SIDE).unfold(0, _POOL, _POOL).unfold(1, _POOL, _POOL).reshape(-1, _POOL**2)
         rows, count = _SIDE // _POOL, len(images)
-        found = {
-            "pixel_values": patches,
-            "image_token_pooling": torch.cat([pooled, pooled + _SIDE**2]).repeat(count, 1),
-            "image_num_crops": torch.full((count,), 2),
-            "image_grids": torch.full((count, 4), rows),
-        }
-        return t.BatchFeature(found)
+        found = {"pixel_values": patches, "image_token_pooling": torch.cat([pooled, pooled + _SIDE**2]).repeat(count, 1)}
+        return t.BatchFeature(found | {"image_num_crops": torch.full((count,), 2), "image_grids": torch.full((count, 4), rows)})
 
 
 class SmallMolmo2Processor(t.ProcessorMixin):
@@ -170,11 +164,8 @@ class Molmo2Reference:
         )  # fmt: skip
         self._embeddings = torch.cat([state["model.transformer.wte.embedding"], state["model.transformer.wte.new_embedding"]])
         heads, kv_heads, width = _TEXT["num_attention_heads"], _TEXT["num_key_value_heads"], _TEXT["head_dim"]
-        qwen = {
-            "model.embed_tokens.weight": state["model.transformer.wte.embedding"],
-            "model.norm.weight": state["model.transformer.ln_f.weight"],
-            "lm_head.weight": state["lm_head.weight"],
-        }
+        qwen = {"model.embed_tokens.weight": state["model.transformer.wte.embedding"], "lm_head.weight": state["lm_head.weight"]}
+        qwen |= {"model.norm.weight": state["model.transformer.ln_f.weight"]}
         for i in range(_TEXT["num_hidden_layers"]):
             block, layer = f"model.transformer.blocks.{i}", f"model.layers.{i}"
             parts = state[f"{block}.self_attn.att_proj.weight"].split([heads * width, kv_heads * width, kv_heads * width])

@@ -92,11 +92,8 @@ class Cache:
             max_query_len=end - begin, seq_lens=length, max_seq_len=end, block_tables=self.tables, slot_mappings=slots,
             kv_cache_config=self.plan, seq_lens_cpu_upper_bound=length, positions=at, mm_req_doc_ranges={0: spans} if spans else None,
         )  # fmt: skip
-        return {
-            "attn_metadata": metadata,
-            "num_tokens": end - begin,
-            "slot_mapping": runner.build_slot_mappings_by_layer(slots, self.plan),
-        }
+        mapping = runner.build_slot_mappings_by_layer(slots, self.plan)
+        return {"attn_metadata": metadata, "num_tokens": end - begin, "slot_mapping": mapping}
 
 
 def embed(config, model, prompt: dict) -> tuple[list[int], list, torch.Tensor]:
@@ -116,6 +113,7 @@ def embed(config, model, prompt: dict) -> tuple[list[int], list, torch.Tensor]:
 
 def exact(folder: Path, tokens: list[int], prompt: dict | None) -> torch.Tensor:
     """Returns the log-probabilities of the vocabulary after each token, (tokens, VOCABULARY), by transformers."""
+    # float32 with eager attention
     model, ids, images = reference.load_model(folder, prompt is not None).to("cpu"), torch.tensor([tokens]), None
     if prompt is not None:
         processor = transformers.AutoProcessor.from_pretrained(folder).image_processor
@@ -126,7 +124,6 @@ def exact(folder: Path, tokens: list[int], prompt: dict | None) -> torch.Tensor:
 
 @torch.no_grad()
 def main() -> None:
-    """Runs the prompt, prints errors, and exits."""
     folder = Path(sys.argv[2]) / sys.argv[1]
     load_general_plugins()
     VoltaBackend.supported_dtypes = [torch.float32]  # which the library's CPU backend computes
@@ -135,7 +132,7 @@ def main() -> None:
     prompt = image_prompts(folder.name)[WHICH] if folder.name in IMAGE_MARKS else None
     config = configuration(folder, prompt is not None)
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, backend="gloo")
+        init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, backend="gloo")  # one process, rank 0
         initialize_model_parallel(1, 1)
         model = get_model(vllm_config=config)
         for layer in config.compilation_config.static_forward_context.values():

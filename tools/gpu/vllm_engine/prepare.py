@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jobs import FORK, FORK_BASE
+from jobs import FORK, FORK_BASE  # versions of 1Cat-vLLM, and of the stock release whose machine code it runs with
 
 VERSIONS = ["0.33.0", "0.26.0", "0.20.2"]
 #: Parts of the wheels that no job calls.
@@ -42,17 +42,6 @@ WITH_FA3 = ["0.33.0", "0.26.0"]
 GLIBC = ("2_35", "2_34", "2_31", "2_28", "2_24", "2_17")
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--versions", nargs="*", default=VERSIONS)
-    parser.add_argument("--arch", type=int, default=90, help="the target GPU's architecture (%(default)s)")
-    parser.add_argument("--python", default="3.12", help="the target machine's Python (%(default)s)")
-    parser.add_argument("--fork", type=Path, help=f"1Cat-vLLM's sources, packed as {FORK} over the wheel of {FORK_BASE}")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_engine"), help="where wheels and unpacked files stay (%(default)s)")
-    return parser.parse_args()
-
-
 def pip(python: str, *arguments: str) -> None:
     """Runs pip for the target machine: wheels only, no dependencies."""
     tags = [f"--platform=manylinux_{glibc}_x86_64" for glibc in GLIBC] + ["--platform=manylinux2014_x86_64", "--platform=any"]
@@ -63,8 +52,7 @@ def pip(python: str, *arguments: str) -> None:
 
 def fp16_only(code: bytes) -> bool:
     """Returns whether kernels of FlashAttention 3 are fp16's, or of no dtype. Their mangled names hold CUTLASS's types."""
-    other = b"float_e4m3" in code or (b"bfloat16_t" in code and b"6half_t" not in code)
-    return not other
+    return b"float_e4m3" not in code and (b"bfloat16_t" not in code or b"6half_t" in code)
 
 
 def unpack(version: str, options) -> Path:
@@ -193,8 +181,14 @@ def reduce(path: Path, arch: int, wanted: Callable[[bytes], bool] = lambda code:
 
 
 def main() -> None:
-    """Downloads, reduces and packs."""
-    options = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--versions", nargs="*", default=VERSIONS)
+    parser.add_argument("--arch", type=int, default=90, help="the target GPU's architecture (%(default)s)")
+    parser.add_argument("--python", default="3.12", help="the target machine's Python (%(default)s)")
+    parser.add_argument("--fork", type=Path, help=f"1Cat-vLLM's sources, packed as {FORK} over the wheel of {FORK_BASE}")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_engine"), help="where wheels and unpacked files stay (%(default)s)")
+    options = parser.parse_args()
     output, work = options.output, options.work
     output.mkdir(parents=True, exist_ok=True)
     folders = tuple(f"{unpack(version, options).name}/" for version in options.versions)

@@ -53,13 +53,9 @@ def load_model(folder: Path, with_images: bool):
 
 
 def arguments(name: str, model, ids: torch.Tensor, images: dict | None, anchored: str | None) -> dict:
-    """Returns the arguments of a model beside its tokens: images and its attention mask.
+    """Returns the arguments of a model beside its tokens `ids`, int64 (1, tokens): images and its attention mask.
 
-    Args:
-        name: the model's, in models.py.
-        ids: int64 (1, tokens).
-        images: what its image processor returned for one prompt.
-        anchored: VOLTA_FA_VLLM_ANCHORED_WINDOW, as "anchors:window".
+    images: what the image processor returned for one prompt. anchored: VOLTA_FA_VLLM_ANCHORED_WINDOW, as "anchors:window".
     """
     options: dict = {}
     if images is not None:

@@ -29,19 +29,6 @@ REPOSITORY = HERE.parents[2]
 FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("packs", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--versions", nargs="*", help="(default: all in PACKS, and those unpacked in --work)")
-    parser.add_argument("--only", type=lambda text: text.split(","), help="names of jobs, comma-separated")
-    parser.add_argument("--slots", type=int, default=8, help="engines at a time (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=2.5, help="duration of the mixed load (%(default)s)")
-    parser.add_argument("--time-limit", type=float, default=900, help="seconds after which no engine runs (%(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_engine_run"), help="for unpacked files and caches (%(default)s)")
-    return parser.parse_args()
-
-
 def write_plugin(folder: Path) -> None:
     """Writes metadata as an installed volta_fa has, by which vLLM finds the plugin."""
     about = folder / "volta_fa-0.dist-info"
@@ -133,12 +120,22 @@ def main() -> int:
     """Unpacks, writes models, runs and compares. Returns 0 if all is right, else 1."""
     import torch
 
-    options = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packs", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--versions", nargs="*", help="(default: all in PACKS, and those unpacked in --work)")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="names of jobs, comma-separated")
+    parser.add_argument("--slots", type=int, default=8, help="engines at a time (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=2.5, help="duration of the mixed load (%(default)s)")
+    parser.add_argument("--time-limit", type=float, default=900, help="seconds after which no engine runs (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_engine_run"), help="for unpacked files and caches (%(default)s)")
+    options = parser.parse_args()
     options.output, options.work = options.output.resolve(), options.work.resolve()
     write_plugin(options.work / "plugin")
     begin = time.time()
     unpacking = [subprocess.Popen(["tar", "-xJf", str(path), "-C", str(options.work)]) for path in options.packs.glob("*.tar.xz")]
-    known = jobs(NEWEST, flash_attention=True) + jobs(FORK, flash_attention=False)  # the newest has all of vLLM's
+    # the jobs of vLLM's newest release have all models of the others; FORK is 1Cat-vLLM
+    known = jobs(NEWEST, flash_attention=True) + jobs(FORK, flash_attention=False)
     models = {j["model"] for j in known if not options.only or j["name"] in options.only}
     subprocess.run([sys.executable, str(HERE / "models.py"), str(options.work / "models"), *models], check=True)
     if sum(process.wait() for process in unpacking):
