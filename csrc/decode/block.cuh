@@ -77,18 +77,18 @@ struct Block {
         const RowInfo* row_info = shared.row_info;
         const SharedPartials<kTokenGroups, kRowsAtOnce> partials = {shared.output, shared.state};
 
-        // Finds the block's first work tile, and whether cu_seqlens_q is valid for all sequences: kept in shared memory, because the
-        // main loop has no register left for it.
+        // Finds the block's first work tile, and whether cu_seqlens_q is valid for all sequences: kept in shared memory, because
+        // the main loop has no register left for it. remat_*: with threadIdx.x kept in a register, 64 rows of latents spill.
         if constexpr (kFixedSplits) {
             const bool has_queries = scheduler.begin(p);
             const bool all_have_queries = __syncthreads_and(has_queries);
             if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;
-        } else if (threadIdx.x < 32) {
+        } else if (remat_thread_index() < 32) {
             const bool all_have_queries = scheduler.begin(p);
-            if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;
+            if (remat_thread_index() == 0) shared.all_have_queries = all_have_queries;
         }
         while (true) {
-            if (threadIdx.x < 32) scheduler.next(p, shared.tile);
+            if (remat_thread_index() < 32) scheduler.next(p, shared.tile);
             __syncthreads();
             if (!tile.exists) break;
             if constexpr (kFixedSplits) {

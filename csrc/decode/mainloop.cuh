@@ -102,7 +102,7 @@ private:
     using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
     // Whether the loads of the first keys and values precede those of Q, so that DRAM starts about a thousand cycles earlier. With
-    // one column group this takes 25 more registers.
+    // one column group this takes 25 more registers, and kernels spill.
     static constexpr bool kKeysFirst = kColumnGroups > 1 && !kCooperative && !kStaged;
 
 public:

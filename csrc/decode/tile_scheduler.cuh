@@ -146,7 +146,7 @@ public:
     // once is not in its instruction cache yet, and several warps would fetch it several times. Returns false if the rows of q of a
     // sequence are unknown (invalid cu_seqlens_q): then block.cuh has to search those that belong to no sequence, which become NaN.
     __device__ __forceinline__ bool begin(const DecodeParams& p) {
-        const int lane = threadIdx.x;
+        const int lane = remat_thread_index();
         const int each = (p.problem.batch + 31) / 32;
         const int first = min(lane * each, p.problem.batch), last = min(first + each, p.problem.batch);
         bool has_queries = true;
@@ -227,7 +227,7 @@ public:
             }
             s.first = min(work.first + first_step * kStepTokens, work.end);
             s.end = until == work.steps ? work.end : min(work.first + end_step * kStepTokens, work.end);
-            if ((threadIdx.x & 31) == 0) tile = s;  // early, because kernels that use all registers have none to hold it
+            if (remat_thread_index() == 0) tile = s;  // early, because kernels that use all registers have none to hold it
             __syncwarp();
             int batch = s.batch, next_row_tile = row_tile, next_step = until;
             if (until == work.steps) {
@@ -239,7 +239,7 @@ public:
                 }
             }
             __syncwarp();
-            if ((threadIdx.x & 31) == 0) {
+            if (remat_thread_index() == 0) {
                 position_ += until - step;
                 batch_ = batch;
                 row_tile_ = next_row_tile;
