@@ -358,7 +358,7 @@ fn ldsm_loads_and_transposes_matrices() {
     for (kernel, count, transposed) in
         [("ldsm_1", 1, false), ("ldsm_1t", 1, true), ("ldsm_2", 2, false), ("ldsm_2t", 2, true), ("ldsm_4", 4, false), ("ldsm_4t", 4, true)]
     {
-        let found = run_warp(kernel, [&memory, &addresses, &[]], &[0; 128]);
+        let found = run_warp(kernel, [&memory, &addresses, &[]], 128);
         for matrix in 0..4 {
             let element = |row: usize, column: usize| (8 * rows[8 * matrix + row] + column) as u32;
             let expected = match (matrix < count, transposed) {
