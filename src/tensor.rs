@@ -3,8 +3,8 @@
 
 use crate::error::{Error, Result};
 use crate::launch::{Launcher, MemoryRange};
-use crate::limits::HEADDIM_MULTIPLE; // 8
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::limits::HEADDIM_MULTIPLE;
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::{BlockLists, Cache, CacheScale, ChosenTokens, ElementType, FastParams, Operand, Output};
 use crate::problem::{padded_headdim, DType, Device, Dims, TensorDesc};
 use crate::shim::{volta_fa_describe, TensorInfo};

@@ -60,12 +60,7 @@ public:
             own_splits += static_cast<long long>(work.row_tiles) * splits_of_tile(p, work);
             has_queries &= sequence.has_queries();
         }
-        long long until = own_splits;  // inclusive prefix sum
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const long long before = __shfl_up_sync(~0u, until, distance);
-            if (lane >= distance) until += before;
-        }
+        long long until = inclusive_sum(own_splits);
         if (lane == 31) warp_totals_[warp] = until;
         if (threadIdx.x == 0) position_ = end_ = 0;
         __syncthreads();

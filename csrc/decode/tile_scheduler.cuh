@@ -3,9 +3,9 @@
 // constants of a decode kernel that follow from its row in src/kernels. Included by all decode headers.
 //
 // The query rows of a sequence that read one KV head are packed: row r is query r / group of head r % group, where group =
-// nheads / nheads_k is p.group. Up to BLOCK_ROWS of them are a row tile. The tokens that a row tile sees are a number of steps
-// (kStepTokens tokens each). All row tiles in the order of sequences, heads and rows form one line of steps. Each block takes
-// an equal contiguous range of it. So a block shares at most two row tiles with other blocks: its first and its last.
+// p.group.divisor, the query heads of a KV head. Up to BLOCK_ROWS of them are a row tile. The tokens that a row tile sees are a
+// number of steps (kStepTokens tokens each). All row tiles in the order of sequences, heads and rows form one line of steps. Each
+// block takes an equal contiguous range of it. So a block shares at most two row tiles with other blocks: its first and its last.
 //
 // The build defines macros from the kernel's row in src/kernels: HEADDIM, HEADDIM_V, the cache's formats, IS_LATENTS (keys and
 // values are one latent: MLA), BLOCK_ROWS (packed query rows of a row tile), THREADS (of a block), BLOCKS_PER_SM (resident) and
@@ -47,30 +47,31 @@ constexpr int kStepTokens = kTileTokens * kStepTiles;
 // rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop already fills most of the instruction
 // cache.
 constexpr bool kStaged = kKeyZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
-// Fewest steps of a block, on average, where an SM has one block, and where it has several. They limit the blocks that get work:
-// with fewer steps, combining partials costs more than another block saves.
+// Fewest steps of a block, on average: where an SM has one block 64 tokens, of latents 32, and where it has several 128, of steps
+// with two tiles 192. They limit the blocks that get work: with fewer, combining partials costs more than another block saves
+// (docs/design/trials.md).
 constexpr int kMinSteps = (IS_LATENTS ? 32 : 64) / kStepTokens, kMinStepsOfSeveral = kStepTiles == 1 ? 16 : 12;
 
-// Quotient of two positive numbers, for choices that need not be exact: a tenth of the instructions of a division.
+// Returns about a / b, for a >= 0 and b > 0: exact below 2^20 or so, in fewer instructions than a division. For choices that need
+// not be exact.
 __device__ __forceinline__ int about_quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
 // Returns the number of blocks that get work, at most gridDim.x, from `steps` (not 0) in `tiles` row tiles. The grid has
-// BLOCKS_PER_SM blocks for each SM, and SMs get equal numbers of blocks. `steps_each`: of the first sequence's row tiles. If all
-// have as many, and these are few, each row tile gets whole blocks, because a block with parts of two row tiles begins and ends
+// BLOCKS_PER_SM blocks for each SM, and SMs get equal numbers of blocks. `steps_each`: of one sequence's row tiles. If all
+// have as many, and a block then few, each row tile gets whole blocks, because a block with parts of two row tiles begins and ends
 // twice: unless some SM would then have kMoreSteps more than the average. A row tile gets no more blocks than shorten the longest.
 __device__ __forceinline__ int working_blocks(long long steps, int tiles, int steps_each) {
     constexpr int kMoreSteps = 8, kFewSteps = 64;
     const int sms = gridDim.x / BLOCKS_PER_SM;
-    int blocks = sms, of_sm = 1;
+    int blocks = static_cast<int>(min(static_cast<long long>(sms), (steps + kMinSteps - 1) / kMinSteps));
 #pragma unroll
     for (int n = 2; n <= BLOCKS_PER_SM; n++)
-        if (steps >= static_cast<long long>(n) * kMinStepsOfSeveral * sms) blocks = n * sms, of_sm = n;
-    if (of_sm == 1) blocks = static_cast<int>(min(static_cast<long long>(sms), (steps + kMinSteps - 1) / kMinSteps));
-    if (tiles > blocks || static_cast<long long>(tiles) * steps_each != steps) return blocks;
-    const int longest = about_quotient(steps_each - 1, about_quotient(blocks, tiles)) + 1;
+        if (steps >= static_cast<long long>(n) * kMinStepsOfSeveral * sms) blocks = n * sms;
+    if (tiles > gridDim.x || static_cast<long long>(tiles) * steps_each != steps) return blocks;
+    const int longest = about_quotient(steps_each - 1, max(about_quotient(blocks, tiles), 1)) + 1;
     const int whole = tiles * (about_quotient(steps_each - 1, longest) + 1);
-    const bool is_even = (whole > sms ? of_sm : 1) * longest * sms - steps <= kMoreSteps * sms;
-    return longest <= kFewSteps && whole <= blocks && is_even ? whole : blocks;
+    const long long busiest = (about_quotient(whole - 1, sms) + 1ll) * longest;  // steps of the SM with most blocks
+    return longest <= kFewSteps && whole <= gridDim.x && busiest * sms - steps <= kMoreSteps * sms ? whole : blocks;
 }
 
 // Row tiles of one sequence.
@@ -173,7 +174,7 @@ public:
         if (blockIdx.x < blocks && until - lane_steps <= start && start < until) {
             long long left = start - (until - lane_steps);
             int batch = first;
-            while (each > 1) {
+            while (each > 1) {  // with one sequence a lane, tile_steps is its own already
                 const SequenceWork work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
                 const long long sequence_steps = static_cast<long long>(work.row_tiles) * work.steps;
                 tile_steps = work.steps;

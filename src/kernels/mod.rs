@@ -15,7 +15,7 @@ pub use tables::variants::{
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM}; // 256 and 512
+use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM};
 use crate::params;
 use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};

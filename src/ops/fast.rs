@@ -13,9 +13,9 @@ use super::launches::{memory_ranges, Launches, Named};
 use super::{cpu, empty_forward, forward_on};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
-use crate::limits::MAX_FAST_HEADDIM; // 256
+use crate::limits::MAX_FAST_HEADDIM;
 use crate::log;
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::FastParams;
 use crate::plan::{self, FastPlan, PlannedKernel};
 use crate::problem::{self, Attention, Backend};

@@ -4,7 +4,7 @@
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::{flag, Launcher}; // flag: an environment variable that is 0 or 1; None: not set
-use crate::limits::MAX_HEADDIM; // 512
+use crate::limits::MAX_HEADDIM;
 use crate::options::Options;
 use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
 use crate::shim::volta_fa_reduces_fp32;

@@ -9,7 +9,7 @@ use super::launches::launch_id;
 use crate::error::Result;
 use crate::kernels::Pass;
 use crate::launch::Launcher;
-use crate::limits::{MAX_BACKWARD_SPLITS, MAX_STREAM_K_SPLITS, PAGED_PARTS}; // 384, 440, 2^15
+use crate::limits::{MAX_BACKWARD_SPLITS, MAX_STREAM_K_SPLITS, PAGED_PARTS};
 use crate::params::{BwdParams, BwdSplits, BwdStreamKParams, FwdParams, FwdStreamKParams, StreamKParams, StreamKSplit};
 use crate::plan::{BackwardStreamKPlan, BackwardStreamKSchedule, PlannedKernel, StreamKPlan, StreamKSchedule};
 use crate::tensor;

@@ -5,7 +5,7 @@
 use super::backward::BackwardStreamKPlan;
 use super::stream_k::StreamKPlan;
 use crate::kernels::{named, RowKind, Scratch, Variant}; // named!: an enum whose name() returns the texts
-use crate::limits::MAX_GRID_YZ; // 65535
+use crate::limits::MAX_GRID_YZ;
 use crate::problem::Attention;
 use std::fmt;
 

@@ -8,7 +8,7 @@ use super::lengths::check_cu_seqlens;
 use super::operands::{self, Packing, Sizes}; // Packing: whether tensors are packed, and by which argument
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// The cache that k and v are appended to.
 pub struct Target<'a> {

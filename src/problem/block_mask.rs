@@ -6,7 +6,7 @@
 use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Rows of a row block: queries; in transposed lists, keys.
 pub const BLOCK_ROWS: i64 = 128;

@@ -8,8 +8,8 @@ use super::formats::{cache_format, key_format};
 use super::operands::check_headdim;
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{LATENT_HEADDIMS, MAX_SEQLEN, PAGE_SIZE_MULTIPLE}; // [512, 64], 2^29 - 1, 16
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::limits::{LATENT_HEADDIMS, MAX_SEQLEN, PAGE_SIZE_MULTIPLE};
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::CacheFormat;
 
 /// The tensors of a cache.

@@ -3,8 +3,8 @@
 
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::MAX_ROW_STRIDE; // 2^32 - 1
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::limits::MAX_ROW_STRIDE;
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use std::fmt;
 
 /// Returns the error `argument: got {found}, expected {allowed}` from the function if the condition holds.

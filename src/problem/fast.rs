@@ -6,7 +6,7 @@ use super::checks::*; // check_... and reject_if! return errors for the user; un
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use super::{dense, scores};
 use crate::error::{Error, Result};
-use crate::limits::MAX_FAST_HEADDIM; // 256
+use crate::limits::MAX_FAST_HEADDIM;
 
 /// Checks q, k, v and the options of `fwd_fast`. A mask counts as the feature `attn_bias`.
 pub fn validate_fast(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {

@@ -4,8 +4,8 @@
 use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_INDEXER_HEADS, MAX_SEQLEN}; // 64 and 2^29 - 1
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::limits::{MAX_INDEXER_HEADS, MAX_SEQLEN};
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Columns of queries and keys.
 pub const INDEXER_HEADDIM: i64 = 128;

@@ -6,8 +6,8 @@ use super::checks::*; // check_... and reject_if! return errors for the user; un
 use super::operands::{Packing, Sizes}; // Packing: whether tensors are packed, and by which argument
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES}; // 2^31 - 1 and 2^25
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES};
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Batch size and longest sequences of a call.
 pub struct Lengths {

@@ -5,7 +5,7 @@ use super::checks::*; // check_... and reject_if! return errors for the user; un
 use super::operands::{self, Packing}; // Packing: whether tensors are packed, and by which argument
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN}; // 65535, 2^20, 2^29 - 1
+use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN};
 
 /// A validated `volta_fa::merge_attention_states`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

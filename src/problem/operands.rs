@@ -4,8 +4,8 @@
 use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_HEADDIM, MAX_HEADS, MAX_SEQLEN}; // 512, 65535, 2^29 - 1
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::limits::{MAX_HEADDIM, MAX_HEADS, MAX_SEQLEN};
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Sizes of a (batch, seqlen, nheads, headdim) or a packed (total, nheads, headdim) tensor.
 #[derive(Clone, Copy)]

@@ -5,7 +5,7 @@ use super::attention::Window;
 use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Checks scale, window, splits and whether the backend can be batch-invariant (a row's bits do not depend on the rest of the batch).
 pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {

@@ -5,8 +5,8 @@ use super::attention::{Attention, Queries};
 use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{KV_BLOCKS, MAX_SEQLEN}; // powers of two to 128, and 2^29 - 1
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::limits::{KV_BLOCKS, MAX_SEQLEN};
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Checks `kv_indices` and `kv_block`, and rejects options that do not go with them.
 pub fn check(o: &Options, q: &TensorDesc, [batch, seqlen_q, nheads_k]: [i64; 3], queries: Queries) -> Result<()> {

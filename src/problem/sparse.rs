@@ -5,8 +5,8 @@ use super::attention::{Attention, Cache, CacheLayout, Keys, Queries};
 use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN}; // [512, 64], 65535, 2^29 - 1
-use crate::options::UNKNOWN; // i64::MIN: a symbolic size or number (torch.compile)
+use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN};
+use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::CacheFormat;
 
 /// A cache and the tokens of it that each query chose; a second one may have neither.

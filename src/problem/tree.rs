@@ -5,7 +5,7 @@ use super::attention::{Queries, Window};
 use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::MAX_DRAFT_TOKENS; // 64
+use crate::limits::MAX_DRAFT_TOKENS;
 
 /// Checks `tree_mask`, and rejects options that do not go with it.
 pub fn check(o: &Options, q: &TensorDesc, batch: i64, seqlen_q: i64, queries: Queries) -> Result<()> {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
-from ..operands import MAX_DECODE_ROWS  # 64: the most rows (queries times heads of a group) that decode kernels take
+from ..operands import MAX_DECODE_ROWS  # the most rows (queries times heads of a group) that decode kernels take
 from .cache_cases import CacheCase, CacheInputs, has_scales  # a problem; its tensors; whether each token and head has a scale
 from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; CpuSource draws tensors; asking: fields for features
 from .kernels import Target  # the device: a GPU, the simulator or the CPU

@@ -236,8 +236,8 @@ pub fn backward(part: &Part, dout: &Tensor, delta: &Tensor, lse: &Tensor, sums: 
     let lse = rows_from_lse(lse, work.heads, work.kind)?;
     let delta = rows_from_lse(delta, work.heads, work.kind)?;
     let (q, k, dout_operand) = (Operand::new(&work.scaled_q, part)?, Operand::new(&work.k, part)?, Operand::new(&dout, part)?);
-    // whether P, dS or the softcap's tanh may be NaN in absent blocks
     let are_operands_finite = [&q, &k, &dout_operand].iter().all(|x| x.rest.is_none());
+    // whether P, dS or the softcap's tanh may be NaN in absent blocks
     let clears_absent = part.blocks.is_some() && !(are_operands_finite && is_finite(&work.v)? && is_finite(&delta)?);
     let mut dq = work.scaled_q.f_zeros_like()?;
     let dk = work.k.f_zeros_like()?;

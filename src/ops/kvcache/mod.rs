@@ -13,7 +13,7 @@ mod selection;
 use super::inputs::{int32_values, Described, Inputs, Target}; // Target: ATen on the CPU, or kernels
 use crate::error::Result;
 use crate::kernels::FormatInfo;
-use crate::limits::LATENT_HEADDIMS; // [512, 64]
+use crate::limits::LATENT_HEADDIMS;
 use crate::params::CacheFormat;
 use crate::problem::{self, Attention, Backend, CacheValues, CachedSequence};
 use crate::tensor::{is_readable, share};

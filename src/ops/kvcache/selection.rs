@@ -10,7 +10,7 @@
 use super::gather::{all, owners, Places, Sequences};
 use super::quantized::bytes;
 use crate::error::Result;
-use crate::limits::{MAX_SEQLEN, MAX_SEQUENCES, PAGE_SIZE_MULTIPLE}; // 2^29 - 1, 2^25, 16
+use crate::limits::{MAX_SEQLEN, MAX_SEQUENCES, PAGE_SIZE_MULTIPLE};
 use crate::ops::inputs::Inputs;
 use crate::options::Options;
 use crate::params::CacheFormat;

@@ -4,7 +4,7 @@
 use super::plan::{tiles, BackwardPlan, StoredPlan};
 use crate::error::Result;
 use crate::kernels::{self, Family, Kernels};
-use crate::limits::COMMON_HEADDIM; // 256
+use crate::limits::COMMON_HEADDIM;
 use crate::plan::choose::choose; // the tuned or cheapest kernels of one family
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};

@@ -18,7 +18,7 @@ import torch
 from jobs import COUNTS  # names of vLLM's counters
 from PIL import Image
 
-#: As in models.py: the number of tokens, of which FIRST_IMAGE_TOKEN and those after it stand for images.
+#: As in models.py: the number of tokens. FIRST_IMAGE_TOKEN and those after it stand for images.
 VOCABULARY, FIRST_IMAGE_TOKEN = 4096, 4088
 #: Tokens of prompts: below, at and above vLLM's block sizes, kernels' tiles and the limit of a step's tokens (2,048).
 LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import MAX_HEADDIM, with_unit_stride  # 512; a copy of tensors whose last dimension is not contiguous
+from ...operands import MAX_HEADDIM, with_unit_stride  # the latter: a copy of tensors whose last dimension is not contiguous
 from ...rotary import apply_rotary
 
 # `_fwd` calls volta_fa::fwd; `_lengths` and `_options` return its arguments by name; `_unbind` splits a packed tensor, with checks

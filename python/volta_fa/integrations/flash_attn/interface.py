@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import MAX_HEADDIM, with_unit_stride  # 512; a copy of tensors whose last dimension is not contiguous
+from ...operands import MAX_HEADDIM, with_unit_stride  # the latter: a copy of tensors whose last dimension is not contiguous
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...block_mask import BlockMask
 from ...errors import bad_argument
-from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM, with_unit_stride  # 64 query rows per KV head; headdim 512
+from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM, with_unit_stride  # rows: queries times heads per KV head
 from . import releases, sharded_sequences
 from .continuous_batching import continuous_batch
 from .mask_function import is_range

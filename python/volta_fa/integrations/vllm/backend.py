@@ -30,7 +30,7 @@ from vllm.v1.attention.backend import (
 )
 
 from ...errors import bad_argument
-from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE  # 512 columns; 16 tokens
+from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE  # columns; tokens
 from . import paged
 from .paged import anchored_window
 from .ranks import Earlier, Ranks

@@ -17,7 +17,7 @@ from ...errors import bad_argument
 from ...kv_cache.anchored import anchored_window_attention_with_kvcache
 from ...kv_cache.cascade import cascade_attention
 from ...kv_cache.formats import cache_dtype, parts_of, quantize_kv  # of volta_fa's formats: torch's dtype; the formats of keys and values
-from ...operands import LATENT_HEADDIMS, PAGE_SIZE_MULTIPLE  # (512, 64) columns: values, and rotary part; 16 tokens
+from ...operands import LATENT_HEADDIMS, PAGE_SIZE_MULTIPLE  # columns of values, and of the rotary part; tokens
 from ...operators import merge_attention_states
 
 if TYPE_CHECKING:
