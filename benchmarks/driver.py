@@ -219,17 +219,21 @@ def measure(call: Call) -> list[list[dict[str, Any]]] | None:
 
 
 class Kept:
-    """Figures of earlier runs in --resume's file. A line is a JSON object of `key`, what the figures depend on, and `figures`."""
+    """Figures of earlier runs in --resume's file. A line is a JSON object of `key`, what the figures depend on, and `figures`.
 
-    def __init__(self, file: Path | None) -> None:
+    writes: whether `put` will be called, which needs a file to write.
+    """
+
+    def __init__(self, file: Path | None, writes: bool = True) -> None:
         self._file = file
         lines: list[str] = []
-        if file:
-            try:
+        try:
+            if file and writes:
                 file.open("a").close()  # fails now, because `put` writes only after minutes of simulation
+            if file and file.exists():
                 lines = file.read_text().splitlines()
-            except OSError as error:
-                raise CommandError(f"--resume: got {file}, expected a file to read and write: {error.strerror}") from error
+        except OSError as error:
+            raise CommandError(f"--resume: got {file}, expected a file to read and write: {error.strerror}") from error
         found = list(map(json.loads, lines))
         if not all("key" in line for line in found):
             raise CommandError(f"--resume: got {file}, which another version wrote, expected lines with keys: name another file")
@@ -346,7 +350,7 @@ def run(name: str, benchmark: Benchmark, arguments: Sequence[str]) -> int:
         raise CommandError("--kept: got no --resume FILE, which has the rows that are kept")
     if options.device == "cuda":
         options.gpu, options.jobs = [""], 1  # "": this machine's
-    options.store = Kept(options.resume)  # benchmarks.models reads it
+    options.store = Kept(options.resume, writes=not options.kept)  # benchmarks.models reads it
     listed = benchmark.rows(options)
     rows = [row for row in listed if all(text in f"{row.gpu} {row.name}" for text in options.only)]
     if not rows:

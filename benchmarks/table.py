@@ -27,13 +27,13 @@ import torch
 from volta_fa.errors import CommandError
 
 from . import report
-from .attention import EAGER, OURS, TABLE, Bound, Inputs, Shape, implementations, max_errors, select, why_unavailable
+from .attention import EAGER, OURS, RESULTS, TABLE, Bound, Inputs, Shape, implementations, max_errors, select, why_unavailable
 from .measure import median_ms, peak_bytes
 from .report import Grid, ratio, significant, times
 
 PASSES = ("forward", "backward", "total")
-#: By whether they are gradients.
-_RESULTS_OF = {False: ("out",), True: ("dq", "dk", "dv")}
+#: out, or the gradients, by whether they are gradients.
+_RESULTS_OF = {False: RESULTS[:1], True: RESULTS[1:]}
 #: Maximum sequence length on a CPU without --max-seqlen and --cases.
 CPU_MAX_SEQLEN = 256
 

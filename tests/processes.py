@@ -72,12 +72,21 @@ def end_rank() -> None:
     os._exit(0)
 
 
+def environment(*folders: Path | str, **variables: str) -> dict[str, str]:
+    """Returns this process's environment with these folders as PYTHONPATH ("": none), and these variables."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, map(str, folders))), **variables}
+
+
+def sources() -> list[Path | str]:
+    """Returns the folder of volta_fa's sources, and what PYTHONPATH has."""
+    return [REPOSITORY / "python", os.environ.get("PYTHONPATH", "")]
+
+
 def run_pieces(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
     """Runs these pieces of code as one program, with PYTHONPATH `path`, then volta_fa's folder."""
     import volta_fa  # not at the top of this file, which the server runs without volta_fa
 
-    folders = [str(path), str(Path(volta_fa.__file__).parent.parent)]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    environ = environment(path, Path(volta_fa.__file__).parent.parent)
     return run_forked(["-c", "".join(map(textwrap.dedent, code))], environ, cwd="/")
 
 
@@ -94,8 +103,7 @@ def run_program(*arguments: object, path: Iterable[Path | str] = (), **variables
     Args:
         path: folders that come before these sources in PYTHONPATH, such as a release of another package.
         variables: environment variables."""
-    folders = [*map(str, path), str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
+    env = environment(*path, *sources(), **variables)
     return subprocess.run([sys.executable, *map(str, arguments)], env=env, cwd=REPOSITORY, capture_output=True, text=True)
 
 

@@ -3,7 +3,6 @@
 Most programs compare volta_fa with PyTorch themselves and fail if results differ, so tests look at a few printed lines only."""
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Sequence
 
@@ -12,16 +11,14 @@ import torch
 
 import volta_fa
 from conftest import REPOSITORY
-from processes import run_forked
+from processes import environment, run_forked, sources
 
 EXAMPLES = REPOSITORY / "examples"
 
 
 def run(name: str, *arguments: object, launcher: Sequence[str] = (), **variables: str) -> str:
     """Returns what the example prints. `launcher`: words of Python's command line before the example, for torchrun."""
-    path = [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
-    result = run_forked([*launcher, EXAMPLES / name, *arguments], environment, timeout=600)
+    result = run_forked([*launcher, EXAMPLES / name, *arguments], environment(*sources(), **variables), timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -194,6 +194,7 @@ def test_chunks_compile(backend, dynamic):
         q, k, v = leaf(backend, 2, seqlen, 4, 8), leaf(backend, 2, 11, 2, 8), leaf(backend, 2, 11, 2, 8)
         results = [f(q, k, v, causal=True, attention_chunk=4, return_attn_probs=True) for f in (compiled, fa3.flash_attn_func)]
         check(backend, *results, (q, k, v))
+    torch.compiler.reset()
 
 
 def cached(q, k_cache, v_cache, lengths, chunk, leftpad=None, **options):

@@ -25,6 +25,8 @@ MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
 def seeded():
     torch.manual_seed(0)
     torch.compiler.reset()
+    yield
+    torch.compiler.reset()  # so that later files compile anew
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
@@ -342,8 +344,11 @@ def ints(*values):
     "message, call",
     [
         (r"x: got shape \(5, 2, 8\), expected \(batch, seqlen", lambda x, c: apply_rotary_emb(x[0], c, c)),
-        (r"x: got shape \(2, 5, 2, 8\), expected \(total", lambda x, c: apply_rotary_emb(x, c, c, cu_seqlens=ints(0, 10), max_seqlen=5)),
-        (r"max_seqlen: got None", lambda x, c: apply_rotary_emb(x[0], c, c, cu_seqlens=ints(0, 5))),
+        (
+            r"x: got shape \(2, 5, 2, 8\), expected \(total",
+            lambda x, c: apply_rotary_emb(x, c, c, cu_seqlens=ints(0, 10).long(), max_seqlen=5),
+        ),
+        (r"max_seqlen: got None", lambda x, c: apply_rotary_emb(x[0], c, c, cu_seqlens=ints(0, 5).long())),
         (r"cos: got shape \(6, 5\)", lambda x, c: apply_rotary_emb(x, torch.ones(6, 5), torch.ones(6, 5))),
         (r"sin: got shape \(6, 3\), expected cos' shape \(6, 4\)", lambda x, c: apply_rotary_emb(x, c, c[:, :3])),
         (r"cos: got 6 positions, expected at least 7", lambda x, c: apply_rotary_emb(x, c, c, seqlen_offsets=2)),

@@ -466,19 +466,24 @@ UNCHECKED = {
 def test_unchecked_values(backend, name):
     """The invalid sequence's results are NaN, the other's right. The call writes nothing but appended tokens."""
     page, spoil = UNCHECKED[name]
-    arguments = good(backend, page=page) | {"num_splits": 1}  # so that no result depends on another sequence's length
     backend.simulate()
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-    caches = [{n: arguments[n].clone() for n in ("k_cache", "v_cache")} for _ in range(2)]
-    expected = call({**arguments, **caches[0]})()
-    if backend.machine == "cuda":
-        poison_cuda(arguments["q"])  # NaN in the memory of the results
-    out, lse = call({**arguments, **spoil(arguments), **caches[1]})()
-    assert out[0].isnan().all() and lse[0].isnan().all()
-    assert_same_bits("out", out[1], expected[0][1])
-    assert_same_bits("softmax_lse", lse[1], expected[1][1])
-    # of the invalid sequence nothing was written, or only where a valid call writes
-    for n in caches[0]:
-        before, right, found = arguments[n], caches[0][n], caches[1][n]
-        same = lambda x, y: (x == y) | (x.isnan() & y.isnan())  # noqa: E731
-        assert (same(found, before) | same(found, right)).all(), n
+    # 1: no result depends on another sequence's length; 0: it decides where blocks split a sequence, so bits may differ
+    for num_splits in (1, 0):
+        arguments = good(backend, page=page) | {"num_splits": num_splits}
+        caches = [{n: arguments[n].clone() for n in ("k_cache", "v_cache")} for _ in range(2)]
+        expected = call({**arguments, **caches[0]})()
+        if backend.machine == "cuda":
+            poison_cuda(arguments["q"])  # NaN in the memory of the results
+        out, lse = call({**arguments, **spoil(arguments), **caches[1]})()
+        assert out[0].isnan().all() and lse[0].isnan().all()
+        for name, result, right in (("out", out, expected[0]), ("softmax_lse", lse, expected[1])):
+            if num_splits == 1:
+                assert_same_bits(name, result[1], right[1])
+            else:
+                torch.testing.assert_close(result[1], right[1], rtol=0.01, atol=0.01)
+        # of the invalid sequence nothing was written, or only where a valid call writes
+        for n in caches[0]:
+            before, right, found = arguments[n], caches[0][n], caches[1][n]
+            same = lambda x, y: (x == y) | (x.isnan() & y.isnan())  # noqa: E731
+            assert (same(found, before) | same(found, right)).all(), n

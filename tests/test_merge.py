@@ -183,7 +183,10 @@ def test_nothing_to_merge(backend):
 NAMES = ("out_a", "softmax_lse_a", "out_b", "softmax_lse_b")
 #: Changes of arguments, and words of the error.
 WRONG = {
-    "rank": (lambda a: {"out_a": a["out_a"][0, 0]}, ["out_a: got a tensor of rank 2", "(batch, seqlen_q, nheads, headdim_v) or packed"]),
+    "rank": (
+        lambda a: {"out_a": a["out_a"][0, 0]},
+        ["out_a: got a tensor of rank 2", "expected (batch, seqlen_q, nheads, headdim_v) or packed"],
+    ),
     "rank 9": (lambda a: {"out_a": a["out_a"][(None,) * 5]}, ["out_a: got a tensor of rank 9"]),
     "dtype": (lambda a: {"out_a": a["out_a"].int()}, ["out_a: got dtype torch.int32", "torch.float16"]),
     "other dtype": (lambda a: {"out_b": a["out_b"].double()}, ["out_b: got dtype torch.float64"]),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..demo.simulated import aligned, microseconds  # a tensor on a boundary of 256 bytes; the time of all simulated kernels
+from ..demo.simulated import aligned, microseconds  # a tensor aligned as by CUDA's allocator; the time of all simulated kernels
 from ..integrations.flash_attn import v100
 from . import tolerance
 from .kernels import SIMULATED_GPU_VARIABLE, Target, lacks_memory, simulate

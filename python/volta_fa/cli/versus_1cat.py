@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import send  # a sentence on where to send a file
-from ..progress import Lines  # prints a line every 8 s
+from ..progress import Lines  # prints lines of progress until it is stopped
 from .check import choose_device  # cuda:N, cpu or simulator for --device
 
 if TYPE_CHECKING:

@@ -32,7 +32,8 @@ def _all_to_all_single(output: torch.Tensor, input_: torch.Tensor, *, group: dis
     """Replaces PyTorch's in vLLM's dcp_a2a_lse_reduce, which passes async_op=True and waits for the returned work."""
     received = torch.empty_like(output, device="cpu")
     work = dist.distributed_c10d.all_to_all_single(received, input_.cpu(), group=group, async_op=async_op)
-    work.wait()
+    if work is not None:  # None without async_op, when it has ended
+        work.wait()
     output.copy_(received)
     return work
 
