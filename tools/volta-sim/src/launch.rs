@@ -284,7 +284,7 @@ impl Prepared<'_> {
         scratch.restore(&self.mem);
         let n = o.ctas.unwrap_or(usize::MAX).min(share.ctas.len());
         let env = self.env(&scratch, 1);
-        let mut sim = SmSim::new(&env, m, occ.ctas, self.smem());
+        let mut sim = SmSim::new(&env, m, occ.ctas, self.smem(), share.busy_sms);
         let start = Instant::now();
         sim.run(&share.ctas[..n])?;
         let mut timing = Timing::new(&env, &sim, &share, n, m, o.flops, start.elapsed());

@@ -144,8 +144,10 @@ machine! {
     launch_us: [f64; 2] = [10.0, 20.0],
 
     // --- bandwidth, bytes per cycle for one SM -------------------------------------------
-    /// (Jia18): 2155 GB/s over 80 SMs at 1.53 GHz
+    /// where all SMs are equally busy (Jia18): 2155 GB/s over 80 SMs at 1.53 GHz
     l2_bytes_per_clk: f64 = 17.6,
+    /// at most, where other SMs are idle (GPGPU: an SM's port of the crossbar takes 32 bytes of data per cycle, the flit of 40 with its header)
+    l2_port_bytes_per_clk: f64 = 32.0,
     /// GB/s of the card's DRAM that kernels attain: 0.87 of the peak (1Cat: a GEMM that reads 624 MB; Jia18: 750 of 900)
     dram_gb_per_s: f64 = 783.0,
     /// L2 capacity, in bytes (WP)
@@ -304,7 +306,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Returns one SM's share of the DRAM rate in bytes per cycle.
+    /// Returns one SM's share of the DRAM rate in bytes per cycle, where all SMs are equally busy.
     pub(crate) fn dram_bytes_per_clk(&self) -> f64 {
         self.dram_gb_per_s * 1e3 / (f64::from(self.sms) * self.clock_mhz)
     }

@@ -82,6 +82,8 @@ pub struct Share {
     pub cost: Vec<u64>,
     /// cost of the average SM's CTAs relative to this one's
     pub balance: f64,
+    /// SMs that have at least half of this one's cost: the bandwidth of L2 and DRAM is theirs
+    pub busy_sms: u32,
     /// how the CTAs were dispatched, for the report
     pub note: String,
 }
@@ -91,7 +93,7 @@ pub fn static_share(env: &Env, m: &Machine, sm: u32) -> Share {
     let total: u32 = env.grid.iter().product();
     let ctas: Vec<_> = (sm..total).step_by(m.sms as usize).map(|i| cta_id(&env.grid, i)).collect();
     let cost = vec![1; ctas.len()];
-    Share { sm, ctas, cost, balance: 1.0, note: "static round-robin".into() }
+    Share { sm, ctas, cost, balance: 1.0, busy_sms: m.sms.min(total), note: "static round-robin".into() }
 }
 
 /// Returns the CTAs that each SM gets, and when it ends, if a CTA takes `cost` wherever it runs. In grid order, each CTA gets the first
@@ -198,6 +200,7 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
         ctas: per_sm[c].iter().map(|&i| cta_id(&env.grid, i)).collect(),
         cost: per_sm[c].iter().map(|&i| cost[i as usize]).collect(),
         balance: avg / load(c).max(1) as f64,
+        busy_sms: (0..m.sms as usize).filter(|&s| 2 * load(s) >= load(c)).count() as u32,
         note: format!("dynamic; CTA work varies along {axes:?}"),
     })
 }

@@ -148,7 +148,7 @@ impl SmSim<'_, '_> {
     /// Moves one 32-byte sector over this SM's share of the L2 bandwidth, with `dram` of DRAM's too, from cycle `at` on. Returns when it
     /// starts.
     pub(super) fn l2_xfer(&mut self, at: u64, dram: bool) -> u64 {
-        let c = 32.0 / self.machine.l2_bytes_per_clk;
+        let c = 32.0 / self.l2_rate;
         let mut t = (at as f64).max(self.l2_free);
         self.l2_free = t + c;
         self.counters.l2_busy += c;
@@ -160,7 +160,7 @@ impl SmSim<'_, '_> {
 
     /// Moves one sector over this SM's share of the DRAM bandwidth. Returns when it starts.
     pub(super) fn dram_xfer(&mut self, at: f64) -> f64 {
-        let c = 32.0 / self.machine.dram_bytes_per_clk();
+        let c = 32.0 / self.dram_rate;
         let t = at.max(self.dram_free);
         self.dram_free = t + c;
         self.counters.dram_busy += c;

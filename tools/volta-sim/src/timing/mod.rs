@@ -41,6 +41,9 @@ pub struct SmSim<'a, 'e> {
     l15_fill_free: u64,
     l2_free: f64,
     dram_free: f64,
+    /// rates of this SM in bytes per cycle
+    l2_rate: f64,
+    dram_rate: f64,
     l1: Cache,
     l2: Cache,
     /// sectors that were prefetched and not loaded yet, and when they arrive in L2
@@ -56,14 +59,14 @@ pub struct SmSim<'a, 'e> {
 
 impl<'a, 'e> SmSim<'a, 'e> {
     /// Returns an SM that holds `slots` CTAs with `smem_per_cta` bytes of shared memory each. Shared memory takes the least carve-out of
-    /// the L1 that holds them.
-    pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
+    /// the L1 that holds them. `busy_sms` SMs, this one among them, share the bytes and the bandwidth of L2 and DRAM.
+    pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32, busy_sms: u32) -> Self {
         let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
         let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
         let warps_per_cta = env.block.iter().product::<u32>().div_ceil(32);
         let n = env.prog.code.len();
         let lines = n.div_ceil(8); // of code
-        let sharers = m.sms.min(env.grid.iter().product()) as u64; // SMs that have a CTA
+        let share = f64::from(m.sms) / f64::from(busy_sms); // of the bandwidth, relative to that where all are busy
         SmSim {
             env,
             machine: m,
@@ -82,10 +85,12 @@ impl<'a, 'e> SmSim<'a, 'e> {
             l15_fill_free: 0,
             l2_free: 0.0,
             dram_free: 0.0,
+            l2_rate: m.l2_bytes_per_clk.max(m.l2_port_bytes_per_clk.min(m.l2_bytes_per_clk * share)),
+            dram_rate: m.dram_bytes_per_clk() * share,
             l1: Cache::new((m.l1_smem_total - carve) as u64, 64), // bytes, ways
             l2: Cache::new(m.l2_bytes, 16),
             in_flight: HashMap::new(),
-            dram_budget: env.mem.bufs.iter().map(|b| if b.exchanged { 0 } else { b.len.div_ceil(32).div_ceil(sharers) }).collect(),
+            dram_budget: env.mem.bufs.iter().map(|b| if b.exchanged { 0 } else { b.len.div_ceil(32).div_ceil(busy_sms.into()) }).collect(),
             clock_reads: None,
             clock_reader: None,
             launched: 0,
