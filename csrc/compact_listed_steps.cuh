@@ -3,7 +3,8 @@
 // (turing/forward/block_mask.cuh), and for the forward kernels of fp32 tensors (forward/split_block_mask.cuh).
 //
 // A list (block_lists.cuh) has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the
-// number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
+// number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first. A bit
+// tile says which scores of a partial block exist. Columns are keys.
 #pragma once
 
 #include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
@@ -41,7 +42,7 @@ public:
         next_block_ = block(grid.lists(), 1);
     }
     __device__ __forceinline__ bool exists() const { return first_ & kExists; }
-    // Whether its block is partial: a bit tile says which of its scores exist.
+    // Whether its block is partial.
     __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
     // Whether this step is a listed block's first.
     __device__ __forceinline__ bool begins_block() const { return position_ % kListedColumns == 0; }
