@@ -2,6 +2,8 @@
 //
 //   logits[query, key] = scale[key] * sum over heads of weight[query, head] * relu(q[query, head] . k[key])
 //
+// with q (batch, seqlen_q, nheads, 128), keys of 128 columns, and logits fp32 (batch, seqlen_q, columns). Logits of keys that a
+// query does not see are -inf if p.clean, else not written.
 // A row is one head of one query: 32 or 64 rows a query (2^head_shift), the last of them padding. A block of eight warps computes
 // a tile of 256 or 64 rows (Rows). Each warp keeps 32 rows in registers for all of the tile's keys, so products read only K from
 // shared memory. A step is 64 keys, double-buffered, with one barrier. With 256 rows each warp has all 64 keys, as four key tiles

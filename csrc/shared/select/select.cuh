@@ -1,6 +1,6 @@
 // Prepares sparse MLA (volta/decode/sparse_mla.cuh), whose queries attend to latents (a token's compressed key and value) that the
-// caller chose by index, from the call's own cache and an optional extra one: lists each query's tokens, casts bf16 queries to
-// fp16. src/ops/sparse.rs launches it.
+// caller chose by index, from the call's own cache and an optional extra one: lists each query's tokens, (queries, list_stride)
+// int32, and casts bf16 queries to fp16. src/ops/sparse.rs launches it.
 //
 // Grid: queries, then 1 or, with bf16 queries, 1 + heads / kWarps, rounded up. Blocks with blockIdx.y 0 make a query's list: the
 // valid indices in their order, those of the own cache first. An index outside its cache is no token. So the attention kernel reads
