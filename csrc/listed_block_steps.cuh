@@ -3,9 +3,8 @@
 //
 //   start(); while (exists()) { do step(); while (advance()); advance_block(); }
 //
-// A list (block_lists.cuh) has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the
-// number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first. A bit
-// tile says which scores of a partial block exist.
+// A list has counts of partial and full blocks (kPartialBlocks, kFullBlocks) of kListedColumns (64) columns, the number of the
+// first partial block's bit tile (kFirstTile; a bit for each score), and from kEntries on the blocks' numbers, partial first.
 #pragma once
 
 #include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
@@ -30,8 +29,7 @@ class ListedBlockSteps {
         const int first = decoded_entry(entry, i, partial_);
         return i < left_ ? first : kNoColumn;
     }
-    // Whether the step `steps` later (at most kListedColumns / Step) is in the next block. The compiler knows the first comparison,
-    // because callers pass constants.
+    // Whether the step `steps` later (at most kListedColumns / Step) is in the next block. Callers pass constants.
     __device__ __forceinline__ bool is_beyond(unsigned steps) const {
         return steps * Step >= kListedColumns || (steps > 0 && column_ + steps * Step >= kListedColumns);
     }

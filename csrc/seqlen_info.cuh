@@ -2,9 +2,8 @@
 //
 // SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens (packed
 // tensors) and seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past
-// max_seqlen (with packed tensors problem.seqlen_q and seqlen_k), has no rows and no keys. No kernel writes its rows: the host
-// fills them with NaN before the launch. SeqlenInfo<true, true>: the keys are the tokens of a KV cache (paged prefill). Kernels use
-// the alias BlockSeqlenInfo.
+// max_seqlen (problem.seqlen_q and seqlen_k), has no rows and no keys. No kernel writes its rows: the host fills them with NaN
+// before the launch. SeqlenInfo<true, true>: the keys are the tokens of a KV cache (paged prefill). Kernels use BlockSeqlenInfo.
 #pragma once
 
 #include "cache.cuh"  // CacheSeqlenInfo

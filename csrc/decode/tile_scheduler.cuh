@@ -44,8 +44,7 @@ constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
 constexpr int kStepTiles = IS_LATENTS || (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
 constexpr int kStepTokens = kTileTokens * kStepTiles;
 // int4 steps have still fewer bytes, so a warp loads further steps while it computes one (staged_loader.cuh). Kernels with 16
-// rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop already fills most of the instruction
-// cache.
+// rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop fills most of the instruction cache.
 constexpr bool kStaged = kKeyZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
 // Fewest steps of a block, on average: where an SM has one block 64 tokens, of latents 32, and where it has several 128, of steps
 // with two tiles 192. They limit the blocks that get work: with fewer, combining partials costs more than another block saves

@@ -1,9 +1,8 @@
 // Forward kernels of fp32 tensors, at fp32's precision on fp16 tensor cores. Every operand is the sum of two fp16 numbers, a high
 // and a low part (Markidis and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018). Every product is three
 // on the tensor cores: high * high + high * low + low * high. A low part is at most 2^-11 of its number (of P 2^-10: its high part
-// is truncated). So low * low, which is left out, is at most 2^-21 of the product, typically near fp32's own rounding. The cast
-// kernel (shared/cast/cast.cuh) has split q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P is split
-// here, and the output is fp32.
+// is truncated). So low * low, which is left out, is at most 2^-21 of the product. The cast kernel (shared/cast/cast.cuh) has split
+// q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
 //
 // Tensor cores truncate their sums, always toward 0. Over a long loop these errors add up to far more than fp32's rounding (Ootomo
 // and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance",
@@ -49,8 +48,7 @@ constexpr int kStep = 16;  // keys of a step
 constexpr int kWarpRows = 16;  // query rows of a warp
 
 // Grid policy of SeenKeys and ListedKeys: a block for each row tile (the rows of a block) and head. StreamKKeys
-// (split_stream_k.cuh) has the same functions for its own grid. remat_*() compute values of block() again, so that they hold no
-// registers in between.
+// (split_stream_k.cuh) has the same functions for its own grid. remat_*() compute values of block() again, to hold no registers.
 struct RowTileGrid {
     template <int Rows, bool EitherOrder>
     __device__ __forceinline__ static ForwardBlock<Rows, EitherOrder> block(const Problem& p) {
@@ -144,8 +142,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
                                                  CompensatedRows<typename Family::Layout>& softmax, Output& o) {
     using Layout = typename Family::Layout;
     const int key = keys.first();
-    // Computed again at each use: it holds no registers in between. Only varlen kernels read the batch entry, which they have on
-    // the grid's z axis; stream-K grids have no such axis.
+    // Computed again at each use, to hold no registers. Only varlen kernels, none with a stream-K grid, use the batch entry.
     const auto mask = [&] { return mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())); };
     if (kGeneric)
 #pragma unroll

@@ -124,10 +124,9 @@ struct Exponents {
     }
 };
 
-// Returns the further exponent of a row of q, 0 or negative: it lowers a row whose scores may exceed 2^max_score_exponent (log2
-// units) to 2^lowered_score_exponent (26 forward, 19 backward), and elements beyond 2^kMaxOrdinary to below that. The row's eight
-// lanes call it together. `largest` and `sum`: of the lane's |q|, both times 2^shift. `lse`: the row's softmax_lse in a backward
-// pass, else 0.
+// Returns the further exponent of a row of q, at most 0: it lowers a row whose scores may exceed 2^max_score_exponent (log2 units)
+// to 2^lowered_score_exponent (26 forward, 19 backward), and elements beyond 2^kMaxOrdinary to below. The row's eight lanes call it
+// together. `largest` and `sum`: of the lane's |q|, both times 2^shift. `lse`: the row's softmax_lse in backward, else 0.
 __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& exponents, int shift, float largest, float sum,
                                             float lse) {
 #pragma unroll

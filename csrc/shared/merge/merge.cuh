@@ -3,9 +3,9 @@
 //
 //   out = (exp(lse_a) * out_a + exp(lse_b) * out_b) / (exp(lse_a) + exp(lse_b)),  lse = log(exp(lse_a) + exp(lse_b))
 //
-// Each lse is fp32 (batch, nheads, seqlen_q), lse_a and lse perhaps rows of a larger tensor (lse_stride). Bound by memory: reads
-// both outputs once. Grid: blocks of BLOCK_ROWS queries, heads, batch entries. A thread takes eight columns of a row at a time. out
-// may be out_a, and lse may be lse_a: only the thread that writes an element reads it.
+// Each lse is fp32 (batch, nheads, seqlen_q); heads of lse_a and lse are lse_stride apart. Bound by memory. Grid: blocks of
+// BLOCK_ROWS queries, heads, batch entries. A thread takes eight columns of a row at a time. out may be out_a, and lse may be
+// lse_a: only the thread that writes an element reads it.
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows of a block) and THREADS (of a block).
 #pragma once
 

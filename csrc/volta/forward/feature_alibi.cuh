@@ -11,8 +11,7 @@ namespace volta {
 // after it. The term with i is constant in a row, so any row_max absorbs it. So products begin with a number that depends on the
 // key alone, only tiles on the diagonal need a correction, and the sign changes once.
 //
-// AfterFunction: products begin with 0, because the function takes them alone; the number is added to its value, in log2 units
-// (times log2(e)).
+// AfterFunction: products begin with 0, because the function takes them alone; the number times log2(e) is added to its value.
 //
 // RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys a step (nt). r is one of a lane's two rows of a tile.
 // Grid is the kernel's grid policy, which has a block's head and batch entry. mask.low and mask.high: row i sees keys i + low to i

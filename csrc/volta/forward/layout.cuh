@@ -63,8 +63,8 @@ struct ForwardLayout {
 };
 static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "each score of a tile has one place (score_layout.cuh)");
 
-// row[mt][r]: the lane's row r of row tile mt. It has the lazy maximum (row_max, log2 units), the limit, the unscaled score above
-// which row_max moves, and the lane's sum of probabilities (softmax.cuh).
+// row[mt][r], of the lane's row r of row tile mt: row_max, its lazy maximum in log2 units; limit, the unscaled score above which
+// row_max moves; sum of the lane's probabilities (softmax.cuh).
 template <int RowTiles>
 using SoftmaxState = SoftmaxRows<ForwardLayout, RowTiles>;
 

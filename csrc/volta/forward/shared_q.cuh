@@ -8,8 +8,8 @@
 // step has to fit the 12 KiB instruction cache.
 //
 // Score features are softcap, ALiBi, bias and dropout. A kernel with required features always applies them: features.*() do what
-// they need at that point (score_feature.cuh). A generic kernel (kGeneric) has code for all, under a block mask all but bias, and
-// tests its parameters for each one.
+// they need at that point (score_feature.cuh). A generic kernel (kGeneric) has all (no bias under a block mask), and tests its
+// parameters for each one.
 //
 //   mt, nt            a row tile of 16 of the warp; a tile of 16 keys
 //   w, u              in accumulate(), w is a quad-pair column, 0 for the lane's own and 1 for the other; in the softmax, a lane's

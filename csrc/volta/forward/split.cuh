@@ -1,6 +1,6 @@
 // Products of the forward kernels of fp32 tensors (forward/split.cuh, their template argument Family) on volta's tensor cores. Each
-// number is the sum of a high and a low fp16 part. The low one is at most 2^-11 of it (2^-10 of P, whose high part is truncated).
-// So low times low, which is left out, is at most 2^-21 of the product.
+// number is the sum of a high and a low fp16 part. The low one is at most 2^-11 of it, or 2^-10 of P, whose high part is truncated.
+// Low times low, so at most 2^-21 of the product, is left out.
 //
 // A step is 16 keys. split::Forward (headdim up to 128) holds both parts of K and V of a step in shared memory: multiply() and
 // add_output(). split::WideForward (larger headdims) has room for one part at a time: the functions for high and low.
