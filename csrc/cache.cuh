@@ -1,5 +1,5 @@
-// Lengths and addresses of the sequences of a KV cache. A paged cache has pages of cache.rows tokens, which a block table names; a
-// dense one has an entry per sequence. Used by all kernels that read or write one: decode, paged forward, append and dequantize.
+// Lengths and addresses of the sequences of a KV cache. A paged cache has cache.entries pages of cache.rows tokens, which a block
+// table names; a dense one cache.entries entries, one for a sequence. For decode, paged forward, append and dequantize kernels.
 //
 // Lengths and page numbers come from GPU memory, unvalidated. A sequence with impossible lengths is not valid(): it has no keys and
 // a NaN output, but keeps its queries, so that kernels write that NaN. (If cu_seqlens_q itself is wrong, it has no queries either.)

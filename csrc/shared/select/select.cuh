@@ -17,8 +17,9 @@ namespace select {
 constexpr int kWarps = THREADS / 32;
 constexpr int kChunk = 8;  // columns of a load
 
-// Appends the valid indices of one cache to the query's list, which has `length` tokens. Returns its new length. All threads call
-// it together: each takes an index, and a scan over lanes (ballot), then warps (warp_counts, shared) gives the place in the list.
+// Appends the valid indices of one cache (below tokens.count, of topk for each query) to the query's list of `length` tokens.
+// Returns its new length. All threads call it together: each takes an index, and a scan over lanes (ballot), then warps
+// (warp_counts, shared), gives its place in the list.
 __device__ __forceinline__ int append(const ChosenTokens& tokens, bool is_extra, int query, int* list, int length,
                                       int (&warp_counts)[kWarps]) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
