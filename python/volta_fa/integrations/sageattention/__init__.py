@@ -21,9 +21,8 @@ __all__ = [
     "sageattn_qk_int8_pv_fp16_triton", "sageattn_varlen",
 ]  # fmt: skip
 
-#: HND: (batch, nheads, seqlen, headdim). NHD: (batch, seqlen, nheads, headdim).
-_LAYOUTS = ("HND", "NHD")
-#: Keywords that no function here needs, and their accepted values.
+_LAYOUTS = ("HND", "NHD")  # (batch, nheads, seqlen, headdim); (batch, seqlen, nheads, headdim)
+#: Keywords without effect, and their accepted values. Functions that apply an `attn_mask` take it out first; the others accept None.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "qk_quant_gran": ("per_warp", "per_thread"),
     "pv_accum_dtype": ("fp32", "fp16", "fp16+fp32"),
