@@ -116,8 +116,8 @@ class Environment:
 
 
 def link_active_torch(environment: Environment) -> None:
-    """Lets the environment see the packages of this Python if they have a supported torch. Does nothing if the environment's own Python
-    runs this, because a link from it to itself would say nothing."""
+    """Lets the environment see the packages of this Python if they have a supported torch. Run by the environment's own Python, does
+    nothing."""
     if Path(sys.prefix) == environment.folder:
         return
     link = environment.site_packages() / _LINK

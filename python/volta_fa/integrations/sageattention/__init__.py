@@ -82,7 +82,7 @@ def sageattn_qk_int8_pv_fp16_triton(
     return_lse: bool = False,
     **kwargs: Any,
 ) -> Attention:
-    """Computes `sageattn`. `smooth_k=False` quantizes K without subtracting its mean."""
+    """Computes `sageattn`."""
     op = "sageattention.sageattn_qk_int8_pv_fp16_triton"
     _check_choices(op, {"quantization_backend": quantization_backend, **kwargs})
     return _attend(op, q, k, v, tensor_layout, is_causal, attn_mask, sm_scale, smooth_k, return_lse)
@@ -102,7 +102,7 @@ def sageattn_qk_int8_pv_fp16_cuda(
     return_lse: bool = False,
     **kwargs: Any,
 ) -> Attention:
-    """Computes `sageattn`. `smooth_k=False` quantizes K without subtracting its mean."""
+    """Computes `sageattn`."""
     op = "sageattention.sageattn_qk_int8_pv_fp16_cuda"
     mask = kwargs.pop("attn_mask", None)
     _check_choices(op, {"qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v, **kwargs})
