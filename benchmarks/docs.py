@@ -58,7 +58,8 @@ def predictions(page: str) -> dict:
                 points.append({"direction": direction, **numbers, "causal": bool(case["causal"]), **speeds})
     return {
         "use": "python -m volta_fa check shows speeds that it measures on a V100 beside these: fp16, batch 1, TFLOP/s of 2 matrix products "
-        "forward and 5 backward; a causal mask leaves half of them",
+        "forward and 5 backward; a causal mask leaves half of them. `python -m benchmarks.docs` takes the points from the tables of "
+        "made_by",
         "model": "tools/volta-sim: the sm_70 machine code on a simulated " + facts["device"],
         "kind": "simulated: nothing here was measured. tflops by the default machine model, tflops_no_icache by one with a perfect "
         "instruction cache",

@@ -121,7 +121,7 @@ class Row:
 class Result:
     """A row with its kernel launches (`_launch`) by model. Methods take the index of a model.
 
-    `peak`: the rate of share 1, in TFLOP/s, or GB/s if the case counts bytes.
+    `peak`: the rate of share 1: the simulated GPU's TFLOP/s, or GB/s of DRAM if the case counts bytes; measured, GB/s of `copy_rate`.
     """
 
     row: Row
@@ -178,7 +178,7 @@ class Benchmark:
     plot: Callable[[Sequence[Result], argparse.Namespace, dict[str, str], Path], None] | None = None  # the header and the PNG's path too
     gpus: tuple[str, ...] = ("v100",)  # default of --gpu
     several_gpus: bool = False  # --gpu takes several names
-    measurable: bool = False  # --device cuda exists
+    measurable: bool = False  # --device cuda exists; its cases count bytes
     strict: bool = False  # a missed target fails the command
 
 

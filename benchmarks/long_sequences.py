@@ -19,7 +19,8 @@ last: with blocks at independent places, the share C / S of its reads, for an L2
 misses and comes from DRAM. This command simulates a share of misses above 0 by other machine constants: all reads, hits too, have DRAM's
 latency, and L2's rate falls so far that the misses share DRAM's bandwidth.
 
-One wave of blocks over 2048 keys stands for the call: each step over keys costs the same. Miss shares of 0, 0.3 and 1 are there to compare.
+One wave of blocks over 2048 keys stands for the call: each step over keys costs the same. Rows "bound" have miss shares of 0, 0.3 and 1, to
+compare.
 docs/validation/real-cards.md compares the model with PyTorch's kernel on real V100s.
 """
 #: Of volta-sim's V100 (tools/volta-sim/src/machine.rs).

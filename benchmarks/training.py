@@ -2,8 +2,9 @@
 
 A 4-layer character GPT (the demo's) on the source of Python's standard library, once for each headdim, from the same weights and on the
 same batches with each attention: volta_fa, PyTorch's scaled_dot_product_attention as it chooses its kernel ("torch"), each of PyTorch's
-kernels by name, and its choice with every output and gradient element moved by one or two units in the last place. PyTorch's are all
-correct, and training amplifies any rounding difference. So the largest distance of their losses from "torch" is the band of correct runs.
+kernels by name, and its choice with one rounding error: every output and gradient element moved by one or two units in the last place.
+PyTorch's are all correct, and training amplifies any rounding. So the largest distance of their losses from "torch" is the band of correct
+runs.
 The loss of volta_fa must stay within twice the band (BAND_FACTOR). Its gradients, at the first and at volta_fa's last weights, may be at
 most three times as far from a float64 model's as PyTorch's (GRADIENT_FACTOR). Exits 1 if one of these fails.
 """
@@ -65,7 +66,7 @@ def with_kernel(backend: SDPBackend) -> Attention:
 
 def band_attentions(device: torch.device, settings: Settings) -> dict[str, Attention]:
     """Returns the attentions of the band by name, without kernels that this device lacks."""
-    found: dict[str, Attention] = {"torch, one rounding error": RoundedAttention(1)}  # 1: a seed of the directions of rounding
+    found: dict[str, Attention] = {"torch, one rounding error": RoundedAttention(1)}  # 1: the seed of directions
     probe = torch.zeros(1, 8, settings.nheads, settings.headdim, device=device, dtype=torch.float16 if settings.half else torch.float32)
     for name, backend in KERNELS.items():
         attention = with_kernel(backend)

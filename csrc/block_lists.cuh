@@ -51,7 +51,7 @@ __device__ __forceinline__ const int* bits_of(const BlockLists& lists, int tile,
     return reinterpret_cast<const int*>(from + static_cast<unsigned long long>(static_cast<unsigned>(tile)) * kTileWords);
 }
 
-// The lists of one query head of one batch entry of the call. `batch` and `heads` of BlockLists are the mask's sizes.
+// The lists of a query head of a batch entry of the call. BlockLists::lists: int32 (batch, heads, row blocks, 4 + max_entries).
 struct HeadLists {
     const int* first;
     __device__ __forceinline__ HeadLists(const BlockLists& lists, int batch, int head)

@@ -1,5 +1,5 @@
-// Lengths and addresses of the sequences of a KV cache. A paged cache has pages of cache.rows tokens, which a block table names; a
-// dense one has an entry per sequence. Used by all kernels that read or write one: decode, paged forward, append and dequantize.
+// Lengths and addresses of the sequences of a KV cache. A paged cache has cache.entries pages of cache.rows tokens, which a block
+// table names; a dense one cache.entries entries, one for a sequence. For decode, paged forward, append and dequantize kernels.
 //
 // Lengths and page numbers come from GPU memory, unvalidated. A sequence with impossible lengths is not valid(): it has no keys and
 // a NaN output, but keeps its queries, so that kernels write that NaN. (If cu_seqlens_q itself is wrong, it has no queries either.)
@@ -53,7 +53,7 @@ public:
     __device__ __forceinline__ int q_offset() const { return q_offset_; }
     // Row of token 0, from the first row of the sequence's entry or pages.
     __device__ __forceinline__ int k_offset() const { return k_offset_; }
-    // Offset of the sequence's first element in softmax_lse. The static form takes q_offset from a caller that has it already.
+    // Element offset of query 0 in softmax_lse, (batch, nheads, seqlen_q); packed: (nheads, total_q). Static: for a known q_offset.
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
         return lse_row(problem_, lengths_, q_offset_, batch, head);
     }

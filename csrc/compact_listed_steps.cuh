@@ -1,9 +1,9 @@
 // CompactListedSteps: iterates over the key blocks that a block-sparse mask lists, in steps of Step columns, with few registers.
 // For turing's generic forward kernels (score features chosen by parameters) at headdims 128 and 256
-// (turing/forward/block_mask.cuh), and for the forward kernels of fp32 tensors (forward/split_block_mask.cuh).
+// (turing/forward/block_mask.cuh), and for the forward kernels of fp32 tensors (forward/split_block_mask.cuh). Columns are keys.
 //
-// A list (block_lists.cuh) has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the
-// number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
+// A list has counts of partial and full blocks (kPartialBlocks, kFullBlocks) of kListedColumns (64) columns, the number of the
+// first partial block's bit tile (kFirstTile; a bit for each score), and from kEntries on the blocks' numbers, partial first.
 #pragma once
 
 #include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
@@ -41,13 +41,12 @@ public:
         next_block_ = block(grid.lists(), 1);
     }
     __device__ __forceinline__ bool exists() const { return first_ & kExists; }
-    // Whether its block is partial: a bit tile says which of its scores exist.
+    // Whether its block is partial.
     __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
     // Whether this step is a listed block's first.
     __device__ __forceinline__ bool begins_block() const { return position_ % kListedColumns == 0; }
     __device__ __forceinline__ int first() const { return first_ & ~kFlags; }
-    // First column of the step `steps` later, at most kListedColumns / Step: in this block or the next. The functions below take
-    // the same `steps`.
+    // Of the step `steps` later (at most kListedColumns / Step), in this block or the next: first column, and whether it has bits.
     __device__ __forceinline__ int after(int steps) const { return with_flags_after(steps) & ~kFlags; }
     __device__ __forceinline__ bool has_bits_after(int steps) const { return with_flags_after(steps) & kHasBits; }
     // Number of that step's bit tile, and its first column there.

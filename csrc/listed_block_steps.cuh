@@ -1,10 +1,10 @@
 // ListedBlockSteps: iterates over the key blocks that a block-sparse mask lists, and over the steps (Step keys) of each. For
-// turing's forward kernels without score features (turing/forward/block_mask.cuh):
+// turing's forward kernels without softcap, ALiBi, bias and dropout (turing/forward/block_mask.cuh). Columns are keys:
 //
 //   start(); while (exists()) { do step(); while (advance()); advance_block(); }
 //
-// A list (block_lists.cuh) has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the
-// number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
+// A list has counts of partial and full blocks (kPartialBlocks, kFullBlocks) of kListedColumns (64) columns, the number of the
+// first partial block's bit tile (kFirstTile; a bit for each score), and from kEntries on the blocks' numbers, partial first.
 #pragma once
 
 #include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
@@ -29,7 +29,7 @@ class ListedBlockSteps {
         const int first = decoded_entry(entry, i, partial_);
         return i < left_ ? first : kNoColumn;
     }
-    // Whether the step `steps` later (at most kListedColumns / Step) is in the next block. The first clause is a constant.
+    // Whether the step `steps` later (at most kListedColumns / Step) is in the next block. Callers pass constants.
     __device__ __forceinline__ bool is_beyond(unsigned steps) const {
         return steps * Step >= kListedColumns || (steps > 0 && column_ + steps * Step >= kListedColumns);
     }
@@ -57,7 +57,7 @@ public:
         block_ = decoded(block_, 0), next_block_ = decoded(next_block_, 1);
     }
     __device__ __forceinline__ bool exists() const { return block_ & kExists; }
-    // Whether the block is partial: a bit tile says which of its scores exist.
+    // Whether the block is partial.
     __device__ __forceinline__ bool has_bits() const { return block_ & kHasBits; }
     __device__ __forceinline__ int first() const { return after(0); }
     // First column of the step `steps` later, in this block or the next.

@@ -2,9 +2,9 @@
 // loop. Columns are keys; in main backward kernels, whose blocks own keys, they are queries. For the backward kernels, volta's
 // forward kernels and turing's generic one (score features chosen by parameters) of headdim 64.
 //
-// A list (block_lists.cuh) has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the
-// number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first. A
-// partial block has a tile with a bit for each score. The partial blocks' tiles are numbered in their order.
+// A list has counts of partial and full blocks (kPartialBlocks, kFullBlocks) of kListedColumns (64) columns, the number of the
+// first partial block's bit tile (kFirstTile; a bit for each score), and from kEntries on the blocks' numbers, partial first. The
+// partial blocks' tiles are numbered in their order.
 #pragma once
 
 #include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
@@ -65,7 +65,7 @@ public:
         ahead_ = Ahead * Step < kListedColumns ? first_ + Ahead * Step : entries_.take();
     }
     __device__ __forceinline__ bool exists() const { return first_ & kExists; }
-    // Whether its block is partial: a bit tile says which scores exist.
+    // Whether its block is partial.
     __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
     // Whether this step is a listed block's first.
     __device__ __forceinline__ bool begins_block() const { return column_in_block(first_) == 0; }

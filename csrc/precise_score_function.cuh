@@ -24,7 +24,7 @@ public:
     __device__ __forceinline__ PreciseSoftcap(const Problem& p, const ScoreOptions& o)
         : to_argument_(p.scale_log2 * o.inverse_function_parameter / kLog2e), cap_(o.function_parameter * kLog2e) {}
 
-    // Returns the score of a product q.k, in log2 units. Sets `slope` to the derivative by softmax_scale * product, 1 - tanh^2.
+    // Returns the score of a product q.k, times log2(e). Sets `slope` to the derivative by softmax_scale * product, 1 - tanh^2.
     __device__ __forceinline__ float operator()(float product, float& slope) const {
         const float x = tanh(product * to_argument_);
         slope = fmaf(-x, x, 1.f);

@@ -32,8 +32,7 @@ public:
     __device__ __forceinline__ unsigned second() const { return (packed_ >> 16) * 2; }
 };
 
-// Reads threadIdx.x again (rematerialization, as in CUTLASS), for code that runs rarely: what is derived from it is computed there,
-// and holds no register elsewhere.
+// Reads threadIdx.x again, for code that runs rarely: what is derived from it is computed there, and holds no register elsewhere.
 __device__ __forceinline__ int remat_thread_index() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -226,8 +225,7 @@ __device__ __forceinline__ void add_global(float* p, float x) {
 
 // ---- barriers -------------------------------------------------------------------------------------
 
-// A barrier for all warps of the block, which may reach it at different places of the code, as in masked and unmasked steps. So it
-// is not __syncthreads().
+// A barrier for all warps of the block, which may reach it at different places (masked and unmasked steps): not __syncthreads().
 __device__ __forceinline__ void block_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
 // Barriers number `barrier` (1 to 15) of some of a block's warps: `threads` threads in all. named_arrive() does not wait.
 __device__ __forceinline__ void named_sync(int barrier, int threads) {

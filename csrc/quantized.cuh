@@ -4,7 +4,7 @@
 #pragma once
 
 #include "half.cuh"
-#include "volta_fa_params.h"  // generated from src/params: Operand, CacheScale; CacheFormat; CacheFormatInfo
+#include "volta_fa_params.h"  // generated from src/params: Operand, CacheScale, CacheFormat, CacheFormatInfo
 
 // Address of row `row` of a page of K or V, for KV head `head`. Strides count bytes.
 __device__ __forceinline__ unsigned char* bytes_of_page(const Operand& x, int page, int row, int head) {

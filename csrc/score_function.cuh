@@ -2,7 +2,7 @@
 // modifiers, before ALiBi and bias (score_mod.cuh, which includes this file). Kernels use ScoreFunction and know no formula. It
 // maps a product q.k to a state, from which scores and derivatives follow cheaply:
 //
-//   f(softmax_scale * product) = factor() * state(product) + constant()      in log2 units
+//   f(softmax_scale * product) = factor() * state(product) + constant()      in log2 units (times log2(e))
 //   f'(softmax_scale * product) = derivative(state(product))
 //
 // f is increasing, so the largest product of a row has the largest score. (Its state is the smallest: factor() is negative.) A

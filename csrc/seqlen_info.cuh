@@ -2,9 +2,8 @@
 //
 // SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens (packed
 // tensors) and seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past
-// max_seqlen, has no rows and no keys. No kernel writes its rows: the host fills them with NaN before the launch. SeqlenInfo<true,
-// true>: the keys are the tokens of a KV cache (paged prefill). Kernels use the alias BlockSeqlenInfo, which has the kernel's own
-// features.
+// max_seqlen (problem.seqlen_q and seqlen_k), has no rows and no keys. No kernel writes its rows: the host fills them with NaN
+// before the launch. SeqlenInfo<true, true>: the keys are the tokens of a KV cache (paged prefill). Kernels use BlockSeqlenInfo.
 #pragma once
 
 #include "cache.cuh"  // CacheSeqlenInfo
@@ -29,7 +28,7 @@ public:
     // First row of the sequence in q and in k, from the batch entry's row 0; in packed tensors from the whole tensor's.
     __device__ __forceinline__ int q_offset() const { return 0; }
     __device__ __forceinline__ int k_offset() const { return 0; }
-    // Offset of the sequence's first element in softmax_lse, (batch, nheads, seqlen_q); packed: (nheads, total_q).
+    // Element offset of the sequence's row 0 in softmax_lse, (batch, nheads, seqlen_q); packed: (nheads, total_q).
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
         return (static_cast<long long>(batch) * problem_.nheads + head) * problem_.seqlen_q;
     }

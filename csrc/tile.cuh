@@ -176,7 +176,7 @@ struct TileStream {
     static_assert(kPasses == 1 || kRowsPerPass % 8 == 0, "the rows of one thread have the same swizzle");
 
     const unsigned short* next;  // the thread's first chunk of the next tile
-    int end;  // rows before this one exist, counted from the thread's first
+    int end;  // the matrix's rows end here: `last` less the thread's row in a tile, for has_row()
     int chunks_left;  // of a row, from the thread's first chunk on
 
     __device__ __forceinline__ static int row_of(int thread) { return thread / kThreadsPerRow; }

@@ -317,7 +317,7 @@ def test_functions_whose_values_do_not_show_are_not_recorded(name):
 
 
 def test_constants_of_other_types_are_other_masks():
-    """5 // 2.0 and 5 // 2 have other types, and True and 1 other operators."""
+    """Numbers that are equal in Python give other masks if their types or signs of zero differ: q * 1.0 is floating-point, q * 1 is not."""
     values = [1, True, 1.0, 0.0, -0.0]
     recordings = [recorded(lambda b, h, q, kv, n=n: q * n <= kv, torch.device("cpu")) for n in values]
     assert len({r.key for r in recordings}) == len(values)

@@ -14,7 +14,8 @@ Environment:
 - VOLTA_FA_TEST_VLLM: folders (separated by colons) in each of which `import vllm` works, with which the tests run again: the Python files
   of a release and what these import. To make one: `pip download --no-deps vllm==0.33.0`, `unzip` of its `vllm/*.py`, `vllm/*.json` and
   `*/METADATA` into the folder, and the packages of the section [vllm] of tools/requirements.txt:
-  `pip install --no-deps --target FOLDER $(sed -n '/^# .vllm/,/^$/{/^#/d;p}' tools/requirements.txt)`. No GPU is needed"""
+  `pip install --no-deps --target FOLDER $(sed -n '/^# .vllm/,/^$/{/^#/d;p}' tools/requirements.txt)`. No GPU is needed
+- VOLTA_FA_TEST_VLLM_HERE: test_real_vllm sets it, so that vllm_server.py imports the real vLLM in place of the stub (REAL)"""
 
 import dataclasses
 import importlib.util

@@ -6,12 +6,12 @@
 
 The first two take `torch==2.10.0` too: then the environment gets this release, whatever else is installed.
 
-- If the Python that runs `nvrtc` has a supported torch (tools/torch_releases.py), the new environment uses it: it sees the packages of
-  this Python.
+- If the Python that runs `nvrtc` has a supported torch (tools/torch_releases.py), the new environment uses it, by a link to that Python's
+  packages.
 - Otherwise, `torch` installs the default release. On a machine with a Volta GPU, it comes from PyTorch's CUDA 12.6 index,
   because the default wheels have no code for sm_70.
-- NVRTC is in a folder of its own, in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME), because a torch for CUDA 12
-  requires an older one, and ours only compiles the kernels.
+- NVRTC is in a folder of its own, in the form of a CUDA toolkit (`.venv/cuda12`; the build takes $VOLTA_FA_CUDA_HOME instead if set),
+  because a torch for CUDA 12 requires an older one, and ours only compiles the kernels.
 - The simulator (tools/volta-sim) runs machine code that nvdisasm disassembled. Triton's wheels have an nvdisasm, up to CUDA 13.0 one that
   knows sm_70. If torch's triton is newer, an older triton goes into `.venv/triton`. `.venv/nvdisasm` links to the right program.
 - Tests need more, which `make run` does without: the newest transformers in the environment, the oldest supported one in
@@ -31,7 +31,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import heartbeat
+import heartbeat  # heartbeat.run prints the seconds of a silent command, and returns its exit status
 import torch_releases
 
 # Checks return a problem as text, or None. requirements() returns the pins of a section of tools/requirements.txt.
@@ -111,12 +111,13 @@ class Environment:
         # pip would count packages on the caller's PYTHONPATH or user site as installed.
         environ = {**os.environ, "PYTHONNOUSERSITE": "1"}
         environ.pop("PYTHONPATH", None)
-        if heartbeat.run(command, environ) != 0:  # pip's exit status
+        if heartbeat.run(command, environ) != 0:
             raise SystemExit(f"volta_fa: `{' '.join(map(str, command))}` failed: its last lines above say why")
 
 
 def link_active_torch(environment: Environment) -> None:
-    """Lets the environment see the packages of this Python if they have a supported torch. The environment's own Python changes nothing."""
+    """Lets the environment see the packages of this Python if they have a supported torch. Run by the environment's own Python, does
+    nothing."""
     if Path(sys.prefix) == environment.folder:
         return
     link = environment.site_packages() / _LINK

@@ -1,7 +1,8 @@
 """What tools/suites.py has to know of each suite: how its calls run on volta_fa, and which changes its files need.
 
-A suite may have three functions. install_...() puts volta_fa in the place of the suite's package in this process. adapt_...() edits the
-source of a test file, prepare_...() the module that it became. `options` are the arguments of tools/suites.py. SUITES is the list.
+Suites are tests of flash-attn, flash-attention-turing, FlashMLA, PyTorch (SDPA, nested tensors, FlexAttention), SageAttention,
+comfy-kitchen and xformers (SUITES). install_...() puts volta_fa in the place of the suite's package in this process. Some have adapt_...(),
+which edits the source of a test file, prepare_...(), which changes its module, or wanted_...(). `options`: arguments of tools/suites.py.
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ import pytest
 
 @dataclass(frozen=True)
 class Suite:
-    """What the runner has to know of a suite."""
-
     #: Folder below --sources, which is copied, and the files of tests in it. Those that are missing in a release are left out.
     folder: str
     files: tuple[str, ...]
-    #: Makes the suite's calls run on volta_fa. Returns a function that lists why calls since its own last call did not: `list`, which
-    #: returns [], if all calls do.
+    #: Makes the suite's calls run on volta_fa. Returns a function: it returns a reason for each call since its own last call that ran
+    #: elsewhere. Suites whose calls all run on volta_fa return `list`, which makes [].
     install: Callable[[Any], Callable[[], list[str]]]
     adapt: Callable[[str, Any], str] = lambda source, options: source  # changes a file's source
     prepare: Callable[[dict, Any], None] = lambda module, options: None  # changes a file's module at its end

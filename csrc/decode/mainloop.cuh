@@ -502,8 +502,7 @@ private:
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q,
                                                         Bf16Scaler& scaler) {
         if constexpr (kBf16) {
-            // Reads Q twice: for the factor, then, from L1, to convert. With column groups one row tile at a time, because two
-            // spill.
+            // Reads Q twice: for the factor, then, from L1, to convert. With column groups one row tile at once: two spill.
             float largest = 0.f;
             each_query<(kColumnGroups > 1 ? 1 : RowTiles)>(p, s, first_row, [&](int, int, const uint4& x) {
                 for (unsigned word : {x.x, x.y, x.z, x.w}) {

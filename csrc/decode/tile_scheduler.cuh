@@ -9,7 +9,7 @@
 //
 // The build defines macros from the kernel's row in src/kernels: HEADDIM, HEADDIM_V, the cache's formats, IS_LATENTS (keys and
 // values are one latent: MLA), BLOCK_ROWS (packed query rows of a row tile), THREADS (of a block), BLOCKS_PER_SM (resident) and
-// STEP: rows of a warp, or of MLA the rows of output that shared memory holds at a time (volta/decode/mla.cuh).
+// STEP, not the step above: rows of a warp, or of MLA the rows of output that shared memory holds at a time (volta/decode/mla.cuh).
 #pragma once
 
 #include "cache.cuh"
@@ -38,14 +38,13 @@ constexpr int kTileTokens = 8;
 // at headdim 256 has one, because it is staged (staged_loader.cuh).
 constexpr int kTileBytes = kTileTokens * (HEADDIM * KeyInfo::kBits + HEADDIM_V * ValueInfo::kBits) / 8;
 constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kKeyZeroPoints);
-// Latents have two tiles (volta/decode/mla.cuh). Two also pay where four warps share bf16 steps of few columns: instructions are
-// the limit there, and the two share those that a step needs once.
+// Latents have two tiles (volta/decode/mla.cuh). Two also pay where four warps (BLOCK_ROWS of 64) share bf16 steps of few columns:
+// instructions are the limit there, and the two share those that a step needs once.
 constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
 constexpr int kStepTiles = IS_LATENTS || (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
 constexpr int kStepTokens = kTileTokens * kStepTiles;
 // int4 steps have still fewer bytes, so a warp loads further steps while it computes one (staged_loader.cuh). Kernels with 16
-// rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop already fills most of the instruction
-// cache.
+// rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop fills most of the instruction cache.
 constexpr bool kStaged = kKeyZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
 // Fewest steps of a block, on average: where an SM has one block 64 tokens, of latents 32, and where it has several 128, of steps
 // with two tiles 192. They limit the blocks that get work: with fewer, combining partials costs more than another block saves

@@ -1,6 +1,6 @@
 // Tree mask of speculative decoding: the seqlen_q queries of a sequence are draft tokens, and so are its last seqlen_q keys. A
-// query sees the draft tokens whose bits are set in its word of tree_mask, and all keys before them. The word of query i has 64
-// bits, and bit j is key seqlen_k - seqlen_q + j. Used by block.cuh, in kernels with kTree.
+// query sees the draft tokens whose bits are set in its word of tree_mask, and the keys before them, unless a window hides them.
+// The word of query i has 64 bits, and bit j is key seqlen_k - seqlen_q + j. Used by block.cuh, in kernels with kTree.
 //
 // A query sees itself and its ancestors in the tree, which come before it in the sequence. The number of ancestors is its depth. A
 // window counts by depth: a query's position is that of the first draft token plus its depth. So it hides the lowest set bits.
@@ -15,7 +15,7 @@ namespace decode {
 template <bool>
 struct DraftTokens {
     unsigned long long bits;
-    // Returns whether the row sees draft token i, at most 63; negative numbers are the keys before them, which all rows see.
+    // Returns whether the row sees draft token i, at most 63; true for negative i, keys before them, which only a window may hide.
     __device__ __forceinline__ bool visible(int i) const { return i < 0 || (bits >> (i & 63) & 1); }
 };
 template <>

@@ -5,9 +5,8 @@
 #include "tile.cuh"
 #include "volta_fa_params.h"  // generated from src/params: Problem
 
-// Returns whether the grid's x axis is heads and its y axis blocks of rows, which EitherOrder allows (Layout::kEitherOrder; now
-// true in all kernels). The planner decides, and the kernel infers it from the grid's size. With as many heads as blocks of rows,
-// both mappings cover the same (rows, head) pairs.
+// Returns whether the grid's x axis is heads and its y axis blocks of rows, which EitherOrder allows (Layout::kEitherOrder). The
+// planner decides, and the kernel infers it from the grid's size. With as many heads as blocks of rows, both cover the same pairs.
 template <bool EitherOrder>
 __device__ __forceinline__ bool heads_first(const Problem& p) {
     return EitherOrder && gridDim.x == p.nheads;

@@ -15,6 +15,7 @@ struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
     const int* list;
     __device__ __forceinline__ explicit ListedBlock(const FwdBlockParams& p)
         : ForwardBlock<BlockRows, EitherOrder>(p.forward.problem) {
+        // first_batch: batch entries of the call's earlier launches
         const HeadLists lists(p.blocks, p.forward.lengths.first_batch + this->batch, this->head);
         const bool heads_on_x = heads_first<EitherOrder>(p.forward.problem);
         const int row_block = lists.launched(p.blocks, heads_on_x ? blockIdx.y : blockIdx.x, heads_on_x ? gridDim.y : gridDim.x);
@@ -59,7 +60,7 @@ public:
     }
     // Prepares the step that comes `steps` after the current one: takes the bits that were loaded for it, or all ones in a full
     // block. With `masked` clears the bits of keys that lengths, causal mask or window hide: so masks and bits share the code that
-    // hides scores, which has to fit the instruction cache. `row`: the warp's first.
+    // hides scores, which has to fit the instruction cache. `row`: the warp's first. Row i sees keys i + mask.low to i + mask.high.
     template <class Keys>
     __device__ __forceinline__ void combine(const Keys& keys, const Mask& mask, int row, bool masked, int steps = 0) {
         word_ = keys.has_bits_after(steps) ? loaded_ >> keys.column_in_tile(steps) % 32 / Step * Step : ~0u;

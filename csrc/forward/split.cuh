@@ -1,13 +1,13 @@
 // Forward kernels of fp32 tensors, at fp32's precision on fp16 tensor cores. Every operand is the sum of two fp16 numbers, a high
-// and a low part, and every product is three on the tensor cores: high * high + high * low + low * high. What is left out, low *
-// low, is at most 2^-21 of the product, typically near fp32's own rounding. (Markidis and others, "NVIDIA Tensor Core
-// Programmability, Performance & Precision", 2018.) The cast kernel (shared/cast/cast.cuh) has split q, k and v: a row has the high
-// parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
+// and a low part (Markidis and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018). Every product is three
+// on the tensor cores: high * high + high * low + low * high. A low part is at most 2^-11 of its number (of P 2^-10: its high part
+// is truncated). So low * low, which is left out, is at most 2^-21 of the product. The cast kernel (shared/cast/cast.cuh) has split
+// q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
 //
 // Tensor cores truncate their sums, always toward 0. Over a long loop these errors add up to far more than fp32's rounding (Ootomo
 // and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance",
-// 2022). So no accumulator of a product lives longer than a step: its sum is added to the output by ordinary additions. And
-// products with a low part, which are 2^-11 of the others, have accumulators of their own, or come first.
+// 2022, who also leave out low * low). So no accumulator of a product lives longer than a step: its sum is added to the output by
+// ordinary additions. And products with a low part have accumulators of their own, or come first.
 //
 // Forward: K and V of a step of 16 keys lie in one of two slots of shared memory, one barrier a step. While a step computes, the
 // next one is stored to the other slot, and the one after it is in flight. WideForward: for wider heads, see there.
@@ -20,7 +20,7 @@
 // has a lane's sums o[0][j][v], element v of tile j of kOutputTiles<Columns>: it lies in column(lane, j, v).
 //
 // The kernel's row in src/kernels/shared.rs names Forward or WideForward. It gives HEADDIM and HEADDIM_V (of v; equal here),
-// BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
+// BLOCK_ROWS (query rows of a block), STEP (keys of a step: kStep), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "dense_steps.cuh"  // DenseSteps, NoMaskBits: without a block-sparse mask
@@ -44,12 +44,11 @@ __device__ __forceinline__ Pair split_probabilities(float a, float b) {
     return {upper_halves(__float_as_uint(x) * 8u, __float_as_uint(y) * 8u), pack_shifted(x - x_high, y - y_high)};
 }
 
-constexpr int kStep = 16;  // keys
+constexpr int kStep = 16;  // keys of a step
 constexpr int kWarpRows = 16;  // query rows of a warp
 
 // Grid policy of SeenKeys and ListedKeys: a block for each row tile (the rows of a block) and head. StreamKKeys
-// (split_stream_k.cuh) has the same functions for its own grid. remat_*() compute values of block() again, so that they hold no
-// registers in between.
+// (split_stream_k.cuh) has the same functions for its own grid. remat_*() compute values of block() again, to hold no registers.
 struct RowTileGrid {
     template <int Rows, bool EitherOrder>
     __device__ __forceinline__ static ForwardBlock<Rows, EitherOrder> block(const Problem& p) {
@@ -143,7 +142,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
                                                  CompensatedRows<typename Family::Layout>& softmax, Output& o) {
     using Layout = typename Family::Layout;
     const int key = keys.first();
-    // Computed again at each use, from special registers that remat_*() read again (ptx.cuh): it holds no registers in between.
+    // Computed again at each use, to hold no registers. Only varlen kernels, none with a stream-K grid, use the batch entry.
     const auto mask = [&] { return mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())); };
     if (kGeneric)
 #pragma unroll

@@ -1,8 +1,8 @@
 // Block-sparse masks in the forward kernels of fp32 tensors, which split each number into two fp16 ones: ListedKeys is their
 // template argument Keys (split.cuh). A list (block_lists.cuh) names the blocks of 64 keys that 128 query rows see; bits say which
-// scores of a partial block exist. A thread block has at most those 128 rows, so several may share a list. Other kernels start with
-// the longest lists, but that order has lists, not the thread blocks of one. So this grid starts with the last rows, as without
-// lists (ForwardBlock). kStep: keys of a step, 16; kWarpRows: rows of a warp, 16; kListedRows: rows of a list, 128.
+// scores of a partial block exist. A thread block has at most those 128 rows, so several may share a list. (Other kernels have one
+// for each list, and start the longest lists first. This grid starts with the last rows, as without lists: ForwardBlock.) kStep:
+// keys of a step, 16; kWarpRows: rows of a warp, 16; kListedRows: rows of a list, 128.
 #pragma once
 
 #include "compact_listed_steps.cuh"
@@ -16,8 +16,8 @@ class ListedKeys : public RowTileGrid {
     const BlockLists& lists_;
 
 public:
-    // The iterator with the fewest registers: ListedSteps would spill. It waits for a load at each block of 64 keys, every four
-    // steps. Ahead: how many steps ahead the kernel asks. CompactListedSteps tells up to 4 (64 / kStep) in any case.
+    // The iterator with the fewest registers: with ListedSteps kernels would spill. It waits for a load at each block of 64 keys,
+    // every four steps. Ahead, by how many steps loads precede their use, is at most the 4 (64 / kStep) that it knows.
     template <int Ahead>
     using Steps = CompactListedSteps<kStep>;
     struct Bits : MaskBits<kWarpRows, kStep> {

@@ -2,10 +2,11 @@
 //
 //   logits[query, key] = scale[key] * sum over heads of weight[query, head] * relu(q[query, head] . k[key])
 //
-// A row is one head of one query: 32 or 64 rows a query (2^head_shift), the last of them padding. A block of eight warps computes
-// a tile of 256 or 64 rows (Rows). Each warp keeps 32 rows in registers for all of the tile's keys, so products read only K from
-// shared memory. A step is 64 keys, double-buffered, with one barrier. With 256 rows each warp has all 64 keys, as four key tiles
-// of 16. With 64 rows, four warps divide the keys of the same 32 rows, one key tile each.
+// with q (batch, seqlen_q, nheads, 128) and fp32 logits (batch, seqlen_q, columns): -inf for unseen keys, if p.clean. A row is one
+// head of one query: 32 or 64 rows a query (2^head_shift), the last of them padding. A block of eight warps computes a tile of 256
+// or 64 rows (Rows). Each warp keeps 32 rows in registers for all of the tile's keys, so products read only K from shared memory. A
+// step is 64 keys, double-buffered, with one barrier. With 256 rows each warp has all 64 keys, as four key tiles of 16. With 64
+// rows, four warps divide the keys of the same 32 rows, one key tile each.
 //
 // The two warps of an SM's scheduler leave the barrier together, and would leave the tensor cores idle together. So the sum over
 // heads of a key tile, and the conversion of the next step's keys, run between the products of the next key tile. write() follows

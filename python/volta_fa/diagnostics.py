@@ -84,7 +84,8 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def loads_machine_code() -> bool:
-    """Returns False if this machine's driver is too old for the kernels' machine code, and compiles their PTX: it is older than 525."""
+    """Returns False if this machine's driver is older than 525 (CUDA 12.0): it compiles the kernels' PTX, because it cannot load their
+    machine code. True without a driver."""
     cuda = driver_cuda()
     return cuda is None or cuda >= _MACHINE_CODE_CUDA
 

@@ -1,6 +1,7 @@
 """Runs ComfyUI's models through volta_fa and compares images, time and memory with ComfyUI's own attention.
 
-    python tools/programs/run_comfyui.py COMFYUI_FOLDER [--device cpu|cuda] [--dtype float16|float32] [--models sdxl,flux,...] [--json FILE]
+    python tools/programs/run_comfyui.py COMFYUI_FOLDER [--device cpu|cuda] [--dtype float16|float32] [--models sdxl,flux,...]
+        [--starts pytorch,flash,...] [--limit SECONDS_PER_WORKER] [--json FILE]
 
 COMFYUI_FOLDER has ComfyUI's source; this Python has its requirements. The models are ComfyUI's classes with random weights, sampled by
 ComfyUI's KSampler: on a GPU whole SDXL and Flux and a third of Qwen-Image's layers, small ones on the CPU. Each way to start ComfyUI is a
@@ -11,11 +12,11 @@ process of its own, a worker. It takes one or several paths: ways to compute att
     split, quad --use-split-cross-attention, --use-quad-cross-attention
     xformers    no flag, on a GPU and with xformers installed, which ComfyUI then prefers: that, with enable_xformers(), with the node
 
-Errors are those of the latents, or of the VAE's image, from ComfyUI's own model with equal weights in a wider dtype (EXACT); `ratio` is a
-path's error by that of ComfyUI's SDPA. The column `attention` has the worst ratio of the node's error to that of ComfyUI's attention, both
-against fp64, over the distinct shapes of attention calls; on the CPU the node's error is that of the simulated V100. Both ratios may be 2
-(ALLOWED), the first more below ROUNDING. `ms/step` of a VAE is its whole decode. The exit status is 1 if a path breaks this rule, fails, or
-runs no call on volta_fa where it should.
+The error of a path is the largest difference of its latents, or its VAE's image, from ComfyUI's own model with equal weights in a wider
+dtype (EXACT). `ratio`: this error divided by that of the first path, ComfyUI's SDPA. `attention`: the worst such ratio of single attention
+calls against fp64, of the node (on the CPU, of the simulated V100), over their distinct shapes. Both ratios may be 2 (ALLOWED), the first
+more below ROUNDING. `ms/step` of a VAE is its whole decode. The exit status is 1 if a path breaks this rule, fails, or runs no call on
+volta_fa where it should.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ __device__ __forceinline__ float factor(const void* row, ElementType element, in
     return unpack2(x, element == ElementType::Bf16).x;
 }
 
-// Rotary embedding at one position: columns a and b of a pair become a * cos - b * sin and b * cos + a * sin.
+// Rotary embedding: columns a, b of a pair become a cos - b sin, b cos + a sin. Tables: (rotary_rows, rotary_dim / 2).
 class Rotation {
     const AppendParams& p_;
     const char *cos_, *sin_;

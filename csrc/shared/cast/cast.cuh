@@ -47,8 +47,8 @@ constexpr int kColumns = 8;  // that a lane has at a time, 16 bytes of bf16
 constexpr int kLanes = 8;  // lanes that share a row
 constexpr int kRowsAtOnce = THREADS / kLanes;
 
-// A group is ordinary, and needs no scale, if its largest magnitude is from 2^(kMinOrdinary - 1) to below 2^kMaxOrdinary. (fp16's
-// normal numbers are from 2^-14 to below 2^16.)
+// A group is ordinary, and needs no scale, if its largest magnitude is from 2^(kMinOrdinary - 1) to below 2^kMaxOrdinary. fp16's
+// normal numbers are from 2^-14 to below 2^16. So at least a factor of 8 is left up to fp16's end, and 2^6 down to subnormals.
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
 // Outlying are magnitudes beyond 2^kSpread times kSmallest. With normally distributed numbers the ratio stays below 2^5.
 constexpr int kSpread = 6;
@@ -84,9 +84,9 @@ __device__ __forceinline__ unsigned largest_of(const CastParams& p, Tensor tenso
     return visible ? visible : p.largest[(kLargest + tensor) * p.groups + group];
 }
 
-// Returns the exponent of a group's values, which brings the largest |v| below 2^largest_v_exponent. Ordinary groups are scaled
-// too: v times a power of two then gives out times this power, bitwise. With keeps_ordinary_v (batch-invariant calls) they are
-// not: the exponent depends on all tokens of the group, and bits of v must not depend on other tokens.
+// Returns the exponent of a group's values, which brings the largest |v| below 2^largest_v_exponent (2, with low parts 13).
+// Ordinary groups are scaled too: v times a power of two then gives out times this power, bitwise. With keeps_ordinary_v
+// (batch-invariant calls) they are not: the exponent depends on all tokens of the group, and bits of v must not.
 __device__ __forceinline__ int value_exponent(const CastParams& p, int group) {
     const unsigned largest = largest_of(p, kV, group);
     const int exponent = exponent_of(largest);
@@ -124,10 +124,9 @@ struct Exponents {
     }
 };
 
-// Returns the further exponent of a row of q, 0 or negative: it lowers a row whose scores may exceed 2^max_score_exponent (log2
-// units) to 2^lowered_score_exponent, and a row with elements beyond 2^kMaxOrdinary to below 2^kMaxOrdinary. The row's eight lanes
-// call it together. `largest` and `sum`: of the lane's |q|, both times 2^shift. `lse`: the row's softmax_lse in a backward pass,
-// else 0.
+// Returns the further exponent of a row of q, at most 0: it lowers a row whose scores may exceed 2^max_score_exponent (log2 units)
+// to 2^lowered_score_exponent (26 forward, 19 backward), and elements beyond 2^kMaxOrdinary to below. The row's eight lanes call it
+// together. `largest` and `sum`: of the lane's |q|, both times 2^shift. `lse`: the row's softmax_lse in backward, else 0.
 __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& exponents, int shift, float largest, float sum,
                                             float lse) {
 #pragma unroll

@@ -1,6 +1,5 @@
 // Tests whether any query sees a key, under causal and window masks, block lists and a bias. Used by the cast kernel (cast.cuh),
-// which makes fp16 of bf16 or fp32. It chooses the power of two for keys and values by the largest magnitude, without keys that no
-// query sees.
+// which makes fp16 of bf16 or fp32. It chooses powers of two for keys and values by the largest magnitudes that a query sees.
 #pragma once
 
 #include "block_lists.cuh"  // HeadLists: lists in memory; clamped_...(): counts; a listed block: 128 queries by 64 keys

@@ -3,8 +3,9 @@
 //
 //   out = (exp(lse_a) * out_a + exp(lse_b) * out_b) / (exp(lse_a) + exp(lse_b)),  lse = log(exp(lse_a) + exp(lse_b))
 //
-// Bound by memory: reads both outputs once. Grid: blocks of BLOCK_ROWS queries, heads, batch entries. A thread takes eight columns
-// of a row at a time. out may be out_a, and lse may be lse_a: only the thread that writes an element reads it.
+// Each lse is fp32 (batch, nheads, seqlen_q); heads of lse_a and lse are lse_stride apart. Bound by memory. Grid: blocks of
+// BLOCK_ROWS queries, heads, batch entries. A thread takes eight columns of a row at a time. out may be out_a, and lse may be
+// lse_a: only the thread that writes an element reads it.
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows of a block) and THREADS (of a block).
 #pragma once
 
@@ -81,7 +82,7 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
     char* out = reinterpret_cast<char*>(p.out.ptr) + first_element(p.out, batch, head) * kBytes<Element>;
     const long long entry = static_cast<long long>(batch) * p.nheads + head;
 
-    // One thread reads and writes a row's lse, and leaves the weights to the others. lse_a and lse may be rows of a larger tensor.
+    // One thread reads and writes a row's lse, and leaves the weights to the others.
     for (int i = threadIdx.x; i < rows; i += THREADS) {
         const long long at = entry * p.lse_stride + first + i;
         const float sum_a = log_sum(p.lse_a[at]), sum_b = log_sum(p.lse_b[entry * p.seqlen_q + first + i]);

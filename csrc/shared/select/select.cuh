@@ -1,6 +1,6 @@
 // Prepares sparse MLA (volta/decode/sparse_mla.cuh), whose queries attend to latents (a token's compressed key and value) that the
-// caller chose by index, from the call's own cache and an optional extra one: lists each query's tokens, casts bf16 queries to
-// fp16. src/ops/sparse.rs launches it.
+// caller chose by index, from the call's own cache and an optional extra one: lists each query's tokens, (queries, list_stride)
+// int32, and casts bf16 queries to fp16. src/ops/sparse.rs launches it.
 //
 // Grid: queries, then 1 or, with bf16 queries, 1 + heads / kWarps, rounded up. Blocks with blockIdx.y 0 make a query's list: the
 // valid indices in their order, those of the own cache first. An index outside its cache is no token. So the attention kernel reads
@@ -17,8 +17,9 @@ namespace select {
 constexpr int kWarps = THREADS / 32;
 constexpr int kChunk = 8;  // columns of a load
 
-// Appends the valid indices of one cache to the query's list, which has `length` tokens. Returns its new length. All threads call
-// it together: each takes an index, and a scan over lanes (ballot), then warps (warp_counts, shared) gives the place in the list.
+// Appends the valid indices of one cache (below tokens.count, of topk for each query) to the query's list of `length` tokens.
+// Returns its new length. All threads call it together: each takes an index, and a scan over lanes (ballot), then warps
+// (warp_counts, shared), gives its place in the list.
 __device__ __forceinline__ int append(const ChosenTokens& tokens, bool is_extra, int query, int* list, int length,
                                       int (&warp_counts)[kWarps]) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

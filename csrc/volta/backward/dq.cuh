@@ -4,10 +4,10 @@
 //
 //   S = Q K^T     P = exp(scale * S - lse)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
 //
-// with lse = softmax_lse and delta = rowsum(dO * O), which the preprocess kernel has computed. So S and dP are computed twice, and
-// dQ is a sum in a fixed order: deterministic. The products are those of the main kernel with queries in the place of keys. A group
-// of kGroupWarps warps shares 32 queries. Each warp computes some 16x16 tiles of S and dP, stores dS to shared memory, and computes
-// some columns of dQ from all of the group's dS. csrc/entry.cu calls run().
+// with lse = softmax_lse and delta = rowsum(dO * O), which the preprocess kernel has computed. So S and dP are computed
+// twice, and dQ is a sum in a fixed order: deterministic. At the end it is multiplied by scale. The products are those of the main
+// kernel with queries in the place of keys. A group of kGroupWarps warps shares 32 queries. Each warp computes some 16x16 tiles of
+// S and dP, stores dS to shared memory, and computes some columns of dQ from all of the group's dS. csrc/entry.cu calls run().
 //
 //   S (Shape)         sizes (shape.cuh): kRows own rows (queries), kStep step rows (keys), kChunks chunks of eight columns,
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V),

@@ -1,5 +1,5 @@
 // dQ += dS K in the main kernels of volta, whose blocks own keys: the product that all warps of a block share. The result is added
-// to the fp32 accumulator by atomics (add_to), or stored as dq by the fused kernel, whose block has all keys (store).
+// to the fp32 accumulator by atomics, unscaled (add_to), or stored as dq by the fused kernel, whose block has all keys (store).
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh). A
 // chunk is eight fp16 elements (16 bytes) of a row.

@@ -52,9 +52,8 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int key_slot(int v) { return key(0, v); }
 
     // kKeyRows: rows of the product are keys.
-    // In all other names below, "row" means query. A lane has kRows queries, each with kKeys keys that are kKeyStride apart.
-    // Element v is of query row_of(v), and element(r, j) is that of query r and key j. Lane ^ 1 has the keys between, lane ^ 2 the
-    // queries 4 before or after.
+    // In all other names below, "row" means query. A lane has kRows queries, each with kKeys keys kKeyStride apart. Element v is of
+    // query row_of(v), and element(r, j) is that of query r and key j. Lane ^ 1 has the keys between, lane ^ 2 queries 4 away.
     static constexpr bool kKeyRows = true;
     static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 1, kQueryPartnerMask = 2;
     __device__ __forceinline__ static constexpr int row_of(int v) { return query_slot(v); }

@@ -9,8 +9,7 @@ namespace volta {
 
 // The grid's first axis is blocks of keys and its second KV heads, or the other way round; the third is batch entries. Blocks start
 // in the order of blockIdx, first axis first. Under a causal mask the first keys are seen by the most queries, so they start first.
-// remat_* functions read blockIdx from its special register again, so that it holds no register in between. BatchAxis has batch(),
-// the batch entry.
+// remat_* functions read blockIdx from its special register again: it holds no register. BatchAxis has batch(), the batch entry.
 struct KeyBlock : BatchAxis {
     static constexpr bool kStreamK = false;  // a block visits all queries of its keys
     // The planner (src/plan) chooses the order of the axes; the kernel infers it from the grid's size. With as many KV heads as

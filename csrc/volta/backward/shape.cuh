@@ -6,8 +6,9 @@
 //   S^T  = K Q^T                 P = exp(scale * S - lse)     dV += P^T dO
 //   dP^T = V dO^T - delta        dS = P * dP                  dK += dS^T Q        dQ += dS K
 //
-// K and V stay in shared memory, dK and dV in registers. The transposed scores leave the first two products as accumulators, and go
-// to shared memory as fp16. They are read back as operand A: row-major for dV and dK, column-major for dQ.
+// dK and dQ are multiplied by scale at the end. K and V stay in shared memory, dK and dV in registers. The transposed scores leave
+// the first two products as accumulators, and go to shared memory as fp16. They are read back as operand A: row-major for dV and
+// dK, column-major for dQ.
 //
 // dQ is added up by atomics, or stored by a block that has all keys, or left to dq.cuh, whose blocks own queries and visit keys.
 // There own rows are Q and dO, and each step brings K and V. "Own" and "step" below are these two sides; S and Dp name the product

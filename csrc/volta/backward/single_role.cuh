@@ -1,5 +1,5 @@
 // Main kernel of the volta backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. Computes dK and dV, and
-// adds dQ to the accumulator by atomics, or leaves dQ to dq.cuh. shape.cuh has the products. csrc/entry.cu calls run().
+// adds dQ, unscaled, to an fp32 accumulator by atomics, or leaves it to dq.cuh. shape.cuh has the products.
 //
 // A warp has dV and dK of its own 32 keys. It computes both S^T and dP^T of its keys, so P and dS meet in registers, and use
 // one tile of shared memory one after the other. Kernels with score features (softcap, ALiBi, bias, dropout) require exactly one of

@@ -17,9 +17,9 @@
 namespace volta {
 
 // multiply_* add a step's products to c. add_* sum them apart first, because tensor cores truncate long sums, whose bits the
-// two-part numbers of fp32 tensors need. They multiply sums by `factor`, by which dS was divided, and compute part number `part` of
-// kLoadParts. Terms are a step's 32 values of the summed index k: columns of tiles TermColumns, rows of TermRows and OtherTermRows
-// (backward/staged_tiles.cuh).
+// two-part numbers of fp32 tensors need. They multiply sums by `factor`, the power of two by which dS was divided, and compute part
+// number `part` of kLoadParts. Terms are a step's 32 values of the summed index k: columns of TermColumns tiles, rows of TermRows
+// (operand A) and OtherTermRows (B) tiles (backward/staged_tiles.cuh).
 struct StoredFamily {
     using RowStats = volta::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
 

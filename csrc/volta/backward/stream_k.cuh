@@ -72,7 +72,7 @@ public:
     template <int Step>
     __device__ __forceinline__ int clip(const BwdParams& p, int query_head, int& first, int end) const {
         const int head_in_group = query_head % (p.problem.nheads / p.problem.nheads_k);
-        // each head has as many `steps`; the split counts its steps over all heads; `before` of them are of earlier heads
+        // all heads have the same number of `steps`; the split counts its steps over all heads; `before` are those of earlier heads
         const int head_first = first, steps = (end - first + Step - 1) / Step, before = head_in_group * steps;
         first += max(split().first - before, 0) * Step;
         return min(end, head_first + max(split().end - before, 0) * Step);

@@ -1,5 +1,5 @@
-// Decode layout of the volta family: which lane has which (packed query) rows, tokens and columns of m8n8k4 products. A template
-// argument of DecodeMainloop (decode/mainloop.cuh), which computes scores of eight tokens, then adds their values to the output.
+// Decode layout of the volta family: which lane has which rows ((query, head) pairs of a KV head), tokens and columns of m8n8k4
+// products. Template argument of DecodeMainloop (decode/mainloop.cuh): it computes scores of eight tokens, and adds their values.
 //
 // One m8n8k4 is four independent 8x8x4 products, one per quad-pair of a warp (lanes 4q to 4q + 3 and 16 + 4q to 16 + 4q + 3).
 // Scores: each quad-pair multiplies a quarter of the columns (k), for eight rows (m) and eight tokens (n). Shuffles add the four

@@ -177,8 +177,7 @@ class MlaMainloop {
             from_ += pages_.row * p.cache.k.row_stride;
         }
         __device__ __forceinline__ bool page_valid() const { return page_valid_ != 0; }
-        // Loads the step that begins at token `first`; zeros for tokens that do not exist. load_columns<0, n>(1, ...) loads n
-        // words, if 1 > 0: always.
+        // Loads the step from token `first` on; zeros for missing tokens. load_columns<0, n>(1, ...) loads n words, because 1 > 0.
         __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
             int exists = page_valid_;
             if (first + kTokens > end) {

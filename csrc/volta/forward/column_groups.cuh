@@ -16,7 +16,8 @@
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
 //
 //   mt, r, j          a row tile of 16; one of a lane's two rows in it; an output tile of 16 columns
-//   w, u              in O += P V: w is 0 for the keys of the lane's quad-pair column, 1 for the others, u which four of these
+//   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the others; u is 0 for the even
+//                     four of these, 1 for the odd
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   named_sync(), named_arrive()  bar.sync and bar.arrive of a named barrier, for this many threads
 //   remat_*()         read a special register again, so that it holds no register; keep_in_register() stops that (ptx.cuh)

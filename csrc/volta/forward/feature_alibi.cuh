@@ -11,7 +11,7 @@ namespace volta {
 // after it. The term with i is constant in a row, so any row_max absorbs it. So products begin with a number that depends on the
 // key alone, only tiles on the diagonal need a correction, and the sign changes once.
 //
-// AfterFunction: products begin with 0, because the function takes them alone; the number is added to its value, log2 units.
+// AfterFunction: products begin with 0, because the function takes them alone; the number times log2(e) is added to its value.
 //
 // RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys a step (nt). r is one of a lane's two rows of a tile.
 // Grid is the kernel's grid policy, which has a block's head and batch entry. mask.low and mask.high: row i sees keys i + low to i
@@ -79,6 +79,7 @@ public:
             float dot = 0.f;
 #pragma unroll 1
             for (int c = 0; c < problem.headdim; c += kChunk) {
+                // a negative softmax_scale flips the signs of Q
                 const uint4 a = flipped(load_global(q + i * p.q.row_stride + c), problem.sign_flip);
                 const uint4 b = load_global(k + key * p.k.row_stride + c);
                 const u32 pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
@@ -158,7 +159,7 @@ public:
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 const float by = 2.f * slope_ * static_cast<float>(row_of(mt, r));
-                softmax.row[mt][r].limit -= by;  // in the scores' units, as slope_ and by; row_max is in log2 units
+                softmax.row[mt][r].limit -= by;  // score above which row_max moves; in units of slope_, row_max in log2 units
                 softmax.row[mt][r].row_max -= by * scale(p);
             }
         slope_ = -slope_;

@@ -81,8 +81,8 @@ public:
         memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),
                                    ForwardLayout::first_key(lane)));
     }
-    // Keys past the last give the bias of the last four keys, rows past the last that of the last row: these scores are masked or
-    // not stored.
+    // Keys past the last group of four read that group (the host pads rows to a multiple of 4 keys), rows past the last the last
+    // row: these scores are masked or not stored.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
         BiasAddress address = address_;
         if (kStarts) {

@@ -38,9 +38,9 @@ public:
             return factor;
         });
     }
-    // Masked products are -inf. Their scores must be -inf, so their states infinite (factor() is negative). A plain tile's state 1
-    // / (e^2x + 1) would be 1. So in tiles with masked products (kMaskable) states are 1 / e^2y, infinite for y = -inf.
-    // maskable_product() turns other products into those of y with e^2y = e^2x + 1: their states stay. `unit` turns log2(e^2y) into
+    // Masked products are -inf. Their scores must be -inf, so their states infinite (factor() is negative). A plain tile's state,
+    // 1 / (e^2x + 1), would be 1. So in tiles with masked products (kMaskable) states are 1 / e^2y, infinite for y = -inf.
+    // maskable_product() turns other products into those of y with e^2y = e^2x + 1: their states stay. `unit`: from log2(e^2y) to
     // that product.
     __device__ __forceinline__ void set_masked(bool masked, Tile& s) {
         kind_ = ScoreFunction::kPlain;

@@ -63,7 +63,8 @@ struct ForwardLayout {
 };
 static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "each score of a tile has one place (score_layout.cuh)");
 
-// row[mt][r] has the lazy maximum (row_max, log2 units), the sum and the limit of the lane's row r of row tile mt (softmax.cuh).
+// row[mt][r], of the lane's row r of row tile mt: row_max, its lazy maximum in log2 units; limit, the unscaled score above which
+// row_max moves; sum of the lane's probabilities (softmax.cuh).
 template <int RowTiles>
 using SoftmaxState = SoftmaxRows<ForwardLayout, RowTiles>;
 
@@ -80,7 +81,7 @@ __device__ __forceinline__ RowPair to_operand_rows(const Lane& lane, u32 x, u32 
 
 // Probabilities of 16 keys as operand A of the second product, O += P V. A quad-pair has the scores of eight of the 16 keys, and
 // needs all 16 for its rows. [0] are its own, [1] those of the neighboring quad-pair (lane ^ 8), which it multiplies with that
-// one's rows of V. u (0 or 1): which four of the eight keys.
+// one's rows of V. u is 0 for the even four of the eight keys, 1 for the odd.
 template <int RowTiles>
 struct Probabilities {
     RowPair part[RowTiles][2][2];  // [row tile][own, other][u]

@@ -9,8 +9,8 @@
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
 //
 //   mt, c, j          one of the warp's two row tiles of 16; a chunk (eight columns) of Q and K; four chunks of V
-//   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the other eight; u (0 or 1) says
-//                     which four of these. In the softmax, w is a lane's element (0 to 7) of a row tile, u its half
+//   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the other eight; u is 0 for the
+//                     even four of these, 1 for the odd. In the softmax, w is a lane's element (0 to 7) of a row tile, u its half
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   bits              under a block mask, which single scores exist; else calls compile to nothing
 //   features.*()      what the kernel's required score features need at that point (score_feature.cuh)

@@ -44,7 +44,7 @@ public:
     // May shorten the range of tiles that need no mask. ALiBi: ends it at the diagonal, where its terms change their sign.
     __device__ __forceinline__ ScoreFeature(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneScratch&, int, int) {}
     // Returns the factor of scores in the softmax. Score function: its factor, because the softmax takes its states. ALiBi after
-    // one: 1, because scores are already in log2 units. So are those of generic kernels, which use this primary template too.
+    // one: 1, because scores are already times log2(e). So are those of generic kernels, which use this primary template too.
     __device__ __forceinline__ float scale(const FwdParams& p) const { return kGeneric ? 1.f : p.problem.scale_log2; }
     // Sets initial row maxima. ALiBi: to the score of each row's nearest visible key, which it computes from `q` and `k`, the
     // sequence's first rows. Lazy maxima that began lower would rescale the output in several of the first tiles.

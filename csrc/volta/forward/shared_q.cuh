@@ -8,11 +8,12 @@
 // step has to fit the 12 KiB instruction cache.
 //
 // Score features are softcap, ALiBi, bias and dropout. A kernel with required features always applies them: features.*() do what
-// they need at that point (score_feature.cuh). A generic kernel (kGeneric) has all of them, and tests its parameters for each one.
+// they need at that point (score_feature.cuh). A generic kernel (kGeneric) has all (no bias under a block mask), and tests its
+// parameters for each one.
 //
 //   mt, nt            a row tile of 16 of the warp; a tile of 16 keys
 //   w, u              in accumulate(), w is a quad-pair column, 0 for the lane's own and 1 for the other; in the softmax, a lane's
-//                     element (0 to 7). u (0 or 1): which four of eight keys a product O += P V takes
+//                     element (0 to 7). A product O += P V takes four of eight keys: the even ones with u = 0, the odd with 1
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   bits              under a block mask, which single scores exist; else calls compile to nothing
 //   swizzled()        permutes a row's chunks against bank conflicts (tile.cuh)
@@ -146,7 +147,7 @@ struct ForwardSharedQ {
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x;
         const int warp_row = thread / 32 % kGroupWarps * kWarpRows;
-        const int group = thread / 32 / kGroupWarps, group_key = group * Step;  // of keys
+        const int group = thread / 32 / kGroupWarps, group_key = group * Step;  // key group; its first key in a tile
         const int row = block.row + warp_row;
 
         {

@@ -1,5 +1,6 @@
 // Products of the forward kernels of fp32 tensors (forward/split.cuh, their template argument Family) on volta's tensor cores. Each
-// number is the sum of a high and a low fp16 part. Low times low, at most 2^-21 of the product, is left out.
+// number is the sum of a high and a low fp16 part. The low one is at most 2^-11 of it, or 2^-10 of P, whose high part is truncated.
+// Low times low, so at most 2^-21 of the product, is left out.
 //
 // A step is 16 keys. split::Forward (headdim up to 128) holds both parts of K and V of a step in shared memory: multiply() and
 // add_output(). split::WideForward (larger headdims) has room for one part at a time: the functions for high and low.
@@ -55,8 +56,8 @@ struct Split {
             }
             __syncwarp();
         }
-        // S = Q K^T. `tile`: K of the step, whose rows are `pitch` bytes apart. `small` sums the products with a low part, 2^-11 of
-        // the others. Tensor cores truncate sums, so those would lose digits in one accumulator with the large ones.
+        // S = Q K^T. `tile`: K of the step, whose rows are `pitch` bytes apart. `small` sums the products with a low part. Tensor
+        // cores truncate sums, so those would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[1], u32 tile, int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
             Accumulator small, large;
@@ -123,15 +124,16 @@ struct Split {
         }
     };
 
-    // O += P V. `tile`: V of the step. In each product w is 0 for the lane's own eight keys and 1 for the other eight, u (0 or 1)
-    // is which four of them, j counts groups of four chunks (32 columns), t (not the lane's number) their two output tiles.
+    // O += P V. `tile`: V of the step. In each product w is 0 for the lane's own eight keys and 1 for the other eight, u is 0 for
+    // the even four of them and 1 for the odd, j counts groups of four chunks (32 columns), t (not the lane's number) their two
+    // output tiles: the first four columns of each chunk, and the last four.
     template <int Headdim>
     __device__ __forceinline__ static void add_output(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         const ForwardLane lane(remat_thread_index() & 31);
         const u32 v_own = tile + lane.v_row() * pitch + lane.v_chunk() * kChunkBytes;
         const int to_other = (lane.qn ? -8 : 8) * pitch;
 #pragma unroll
-        for (int j = 0; j < Headdim / 32; j++) {  // four chunks
+        for (int j = 0; j < Headdim / 32; j++) {
             Accumulator small[2], large[2];
 #pragma unroll
             for (int t = 0; t < 2; t++) {

@@ -27,8 +27,7 @@ class StreamKGrid {
     const StreamKParams& params_;
 
     using TileCoord = ::TileCoord<BlockRows>;
-    // First row, head and batch entry of the block's row tile, computed again from blockIdx, for code that runs rarely: it holds no
-    // registers in between.
+    // First row, head and batch entry of the block's row tile, computed again from blockIdx, for code that runs rarely.
     __device__ __forceinline__ TileCoord remat_coord(const Problem& p) const {
         return TileCoord(p, TileSplit(params_, remat_block_x()).row_block);
     }

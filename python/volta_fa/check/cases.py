@@ -49,7 +49,7 @@ class CpuSource:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
-#: Fields of a Case that use each feature of a kernel. `info()` names the features.
+#: Fields that make a Case use a feature of kernels, by the feature's name in `info()`.
 ASKING: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 20.0},
     "alibi": {"alibi": "bh"},
@@ -94,7 +94,7 @@ class ScoreOptions:
 
     @property
     def score_numbers(self) -> dict[str, Any]:
-        """Keyword arguments that are numbers and that not every operator has: `fwd_mla` does not."""
+        """The operators' keyword arguments for window and softcap. `fwd_mla` has none of them."""
         return {"window_left": self.window_left, "window_right": self.window_right, "softcap": self.softcap}
 
 
@@ -120,7 +120,7 @@ class Case(ScoreOptions):
     spare: int = 0  # how much max_seqlen_q and max_seqlen_k exceed the longest sequence
     used: tuple[int, ...] = ()  # seqused_k: keys that count, of each entry
     dtype: torch.dtype | None = None  # None: the source that draws the tensors decides
-    deterministic: bool = False
+    deterministic: bool = False  # `bwd` gets deterministic=True: gradients bitwise the same in each run, without atomics
     as_fp32: bool = False  # `fwd` gets q, k and v as float32 under torch's precision "high": scaled fp16 products, and out in fp32
 
     def __repr__(self) -> str:
@@ -179,7 +179,7 @@ class Case(ScoreOptions):
         is_bf16 = self.dtype == torch.bfloat16
         asked = {
             "varlen": bool(self.lengths or self.used),
-            "fp32_gradients": is_bf16,
+            "fp32_gradients": is_bf16,  # `bwd` runs bf16 on fp16 kernels, which must store gradients beyond fp16's range
             **self.score_features,
             "bias": bool(bias),
             "dropout": self.dropout_p > 0,
@@ -192,7 +192,7 @@ class Case(ScoreOptions):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The operators' keyword arguments that are no tensors, those of every operator. `tolerance.attend` takes the same."""
+        """The keyword arguments that are no tensors, which `fwd`, `bwd` and the reference, `tolerance.attend`, share."""
         o: dict[str, Any] = {"is_causal": self.is_causal, **self.score_numbers}
         if self.softmax_scale is not None:
             o["softmax_scale"] = self.softmax_scale

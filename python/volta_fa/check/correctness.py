@@ -371,7 +371,7 @@ def _check_merge(record: _Record, target: Target, variant: dict[str, Any]) -> No
         states: list[Tensor] = []
         for _ in range(2):
             out, lse = torch.randn(2, 77, 3, 40, generator=generator), 3 * torch.randn(2, 3, 77, generator=generator)
-            lse.flatten()[:: 5 + len(states)] = math.inf  # rows without a key
+            lse.flatten()[:: 5 + len(states)] = math.inf  # what the operators return for rows without a key
             states += [out.to(dtype), lse]
         merge = torch.ops.volta_fa.merge_attention_states
         expected = merge(states[0].double(), states[1], states[2].double(), states[3])
@@ -401,9 +401,9 @@ _CAST_MAGNITUDES = ((0, 0), (20, -20), (-40, 40), (-30, -30), (16, 16))
 
 def _check_cast(record: _Record, target: Target, magnitudes: tuple[int, int]) -> None:
     """Checks the kernel that casts bf16 to fp16, by the results and gradients of a call that needs it. Errors may be two units of bf16,
-    relative to the largest exact number; softmax_lse 2^-18. With large scores the gradients of q and k nearly vanish, and only dv is
-    compared. The backward pass scales these scores down to 2^19 and subtracts an lse as large (log2 units). Each is rounded by up to 2^-5,
-    so the largest probability is right within _LARGE_ROW_ERROR."""
+    relative to the largest exact number; softmax_lse 2^-18. In scores of 2^32, a row's largest key takes a probability of 1, unless keys
+    tie. So the operators may scale such scores down: `bwd` to 2^19 (log2 units). The gradients of q and k nearly vanish, and only dv is
+    compared. A score and an lse of 2^19 are each rounded by up to 2^-5, so that probability is right within _LARGE_ROW_ERROR."""
     generator = torch.Generator().manual_seed(record.seed)
     shapes = ((2, 45, 4, 40), (2, 70, 2, 40), (2, 70, 2, 40), (2, 45, 4, 40))  # q, k, v, dout
     factors = (*(2.0**x for x in magnitudes), 1.0, 1.0)

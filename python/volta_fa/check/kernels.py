@@ -17,7 +17,7 @@ import torch
 from .. import inspection
 from .cases import ASKING, EVERY, Case, asking
 
-#: The passes of `volta_fa::fwd`.
+#: The passes of `volta_fa::fwd`. StreamK: grids that also divide the keys of a tile among blocks. Split: `is_split`.
 FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit", "ForwardSplitStreamK")
 #: The passes that `correctness` checks without a problem from here.
 WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla", "Indexer")

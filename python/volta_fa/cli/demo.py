@@ -30,7 +30,7 @@ Exit status: 0 if the two runs agree within rounding and the layer, where it run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu, cuda or cuda:N")
-    parser.add_argument("--steps", type=_positive, help="training steps of each run (default: 150 on a CPU, 300 on a GPU)")
+    parser.add_argument("--steps", type=_positive, help="training steps of each run (default: 60 on a CPU, 300 on a GPU)")
     parser.add_argument("--quick", action="store_true", help="train for 15 steps")
     parser.add_argument("--ranks", type=_positive, default=1, help="processes that share volta_fa's sequences (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the plot (default: ./demo-output)")

@@ -1,4 +1,5 @@
-"""Prints the demo's setup, progress and results, and draws the plot of losses. demo/__init__.py and demo/ranks.py call it."""
+"""Prints what `python -m volta_fa demo` shows, and draws its plot of losses. The demo trains a small GPT with volta_fa and with PyTorch's
+attention, compares them, and times one layer on simulated GPUs. demo/__init__.py and demo/ranks.py call this module."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ class Progress(Bar):
 
 
 def summarize(runs: Sequence[Run], peaks: Sequence[int], comparison: Comparison) -> None:
-    """Prints last losses, times and memory of both runs, and the differences."""
+    """Prints last losses, times and memory of both runs (REFERENCE, CANDIDATE; `peaks` in bytes), and the differences."""
     table = Table()
     for column in ("", *(run.name for run in runs)):
         table.add_column(column, justify="right" if column else "left")
@@ -171,7 +172,7 @@ def introduce_simulation() -> None:
 
 
 def show_simulation(results: Sequence[Simulated]) -> None:
-    """Prints times and errors, and the busy parts of an SM as bars."""
+    """Prints times and errors, and the busy parts of an SM as bars. PyTorch's TFLOP/s are constants of an earlier simulation (`Gpu`)."""
     table = Table()
     table.add_column("simulated")
     for result in results:

@@ -101,7 +101,8 @@ def ring_attention(
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), k: (batch, seqlen_k, nheads_k, headdim), v: (batch, seqlen_k, nheads_k, headdim_v), sharded
-            by `shard_sequence`; packed sequences are (total, nheads, headdim) with cu_seqlens.
+            by `shard_sequence`; packed sequences are (total, nheads, headdim) with cu_seqlens. float16 or bfloat16, on the CPU also
+            float32 or float64.
         group: a process group or mesh of one dimension; all processes unless given.
         alibi_slopes: float32, (nheads) or (batch, nheads); the same on all ranks.
         sinks: (nheads), the same on all ranks. Its gradient is that of this rank's rows: sum it over the group, as the gradients of
@@ -111,7 +112,7 @@ def ring_attention(
         cu_seqlens: int32, (sequences + 1), or a sequence of ints: where each packed sequence begins in the whole batch, from 0, and
             at the end the number of all tokens; for queries and keys alike. The same on all ranks. Read on the host, so a tensor on
             a GPU synchronizes.
-        layout: the layout of the shards.
+        layout: that of `shard_sequence`.
 
     Returns this rank's shard of the output, (batch, seqlen_q of the shard, nheads, headdim_v) or packed.
 

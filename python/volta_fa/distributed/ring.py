@@ -133,7 +133,8 @@ def _lse_rows(t: Tensor, rows: Range) -> Tensor:
 
 
 def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns this rank's out in q's dtype, softmax_lse over all keys, and the rng_state of each launch."""
+    """Returns this rank's out in q's dtype, softmax_lse over all keys, and the rng_state of each launch. q, k, v: this rank's shards,
+    (batch, rows, heads, headdim); packed sequences have a batch of 1. sinks: (nheads)."""
     batch, seqlen_q, nheads, _ = q.shape
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(batch, seqlen_q, nheads, v.shape[-1], dtype=wide, device=q.device)
@@ -161,7 +162,8 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 def backward(
     p: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, states: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, k, v and sinks; the last is that of this rank's rows only."""
+    """Returns the gradients of q, k, v and sinks; the last is that of this rank's rows only. Shapes are those of `forward`, whose results
+    are out, lse and states."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     of_rows, of_keys = _parts(p)
     dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)

@@ -48,7 +48,7 @@ def cascade_attention(
         shared_seqlen: number of shared tokens, as an int or as an int32 tensor (1) on q's device.
         block_table: int32 (batch, max_pages): each sequence's own pages, without the shared ones.
         cache_seqlens: int32 (batch): each sequence's own tokens before this call appends, without the shared ones.
-        k, v: appended after those, in place, as by `volta_fa::fwd_kvcache`.
+        k, v: (batch, seqlen_new, nheads_k, headdim or headdim_v), or packed like q: appended after those, in place.
         sinks: (nheads), q's dtype or float32: a logit of each head's softmax without a value.
         softmax_scale: headdim ** -0.5 unless given. softcap: scores x become softcap * tanh(x / softcap); 0: off.
         num_splits: maximum number of parts into which a sequence's keys are split; 0: the scheduler decides.

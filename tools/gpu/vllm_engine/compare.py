@@ -1,11 +1,12 @@
 """Compares the results of run.py: python compare.py OUTPUT. Exits with 1 if anything is wrong or failed. run.py calls report() too.
 
-"Ours" is a job with volta_fa, "theirs" the same with vLLM's own backend (jobs.COMPARISONS). Greedy tokens of two backends part where
-the best two tokens of a step tie within rounding. reference.py measures the largest error of each backend's log-probabilities (nats)
-against float32, and their root mean square. Ours must be at most twice theirs. Two backends can rank two tokens differently only if the gap
-between them is at most twice the sum of both errors, so a larger gap at the first difference is wrong.
+"Ours" is a job with volta_fa (names in -custom), "theirs" the same with vLLM's own backend (-triton, -flash): jobs.COMPARISONS. Greedy
+tokens of two backends part where the best two tokens of a step tie within rounding. reference.py measures the largest error of each
+backend's log-probabilities (nats) against float32, and their root mean square. Ours must be at most twice theirs. Two backends can rank two
+tokens differently only if the gap between them is at most twice the sum of both errors, so a larger gap at the first difference is wrong.
 
 Without reference.json, the gap and the differences before it must be within twice those between vLLM's own backends (jobs.CONTROLS).
+jobs.ALONE: ours without a counterpart (anchored windows), whose error may be twice that of a job with full attention.
 """
 
 import json
@@ -21,7 +22,7 @@ from jobs import ACCEPTED, ALONE, COMPARISONS, CONTROLS  # ACCEPTED: vLLM's coun
 
 #: Largest difference of log-probabilities, in nats, that counts as rounding in a version without controls.
 ASSUMED = 0.05
-#: MB by which a server under load may grow.
+#: MB by which a server's host memory, and its GPU memory, may grow in the last third of a load.
 GROWTH_MB = 16
 
 

@@ -91,7 +91,8 @@ def start(job: dict, models: Path, **options):
 
 
 def run_tokens(job: dict, models: Path) -> dict:
-    """Generates greedily, twice. Returns both rounds, a model's prompts with images expanded, and the counters of jobs.COUNTS."""
+    """Generates greedily, twice. Returns both rounds, a model's prompts with images expanded, and the counters of jobs.COUNTS. By prompt, a
+    round has tokens and, of each step, the best two log-probabilities (nats); `cached`: all prompt tokens from the prefix cache."""
     from vllm import SamplingParams
 
     with_images = job.get("prompts") == "images"

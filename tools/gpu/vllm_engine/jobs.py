@@ -275,6 +275,7 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
             job("repeated-custom", "llama128", OURS, prompts="repeated", engine=_EAGER),
             job("int8k_int4v-custom", "llama128", OURS, engine={"kv_cache_dtype": "int8k_int4v"}),
             job("int4-triton", "llama128", TRITON, engine=_EAGER | {"kv_cache_dtype": "int4_per_token_head"}),
+            # a query sees the first 4 tokens and the last 100,000, so all, or the last 200
             job("anchored-custom", "llama128", OURS, env={"VOLTA_FA_VLLM_ANCHORED_WINDOW": "4:100000"}),
             job("anchored-short-custom", "llama128", OURS, env={"VOLTA_FA_VLLM_ANCHORED_WINDOW": "4:200"}),
             job("volta-custom", "llama64", OURS, env={"VOLTA_FA_FAMILY": "volta"}, engine=_EAGER),

@@ -1,10 +1,12 @@
 """Runs volta_fa's backend inside vLLM's own model without a GPU, in float32, and measures its error: python on_cpu.py MODEL MODELS
 
-MODEL is a name of models.py, with its folder in MODELS; CACHE in the environment is a value of --kv-cache-dtype. vLLM (0.33.0) loads the
-model, plans its cache and builds the metadata of each step. One prompt goes through the model in chunks, and its end token by token. The
-library's CPU backend computes the attention, PyTorch all else. Prints the largest error of a log-probability in each step, against
-transformers (reference.py). Exits with 1 if one exceeds LIMIT, or is NaN with a quantized cache. The environment is that of README.md's
-`Without a GPU`, with run.py's PYTHONPATH.
+MODEL is a name of models.py, with its folder in MODELS. vLLM (0.33.0) loads the model, plans its cache and builds the metadata of each
+step. One prompt goes through the model in chunks, and its end token by token. The library's CPU backend computes the attention, PyTorch
+all else. Prints the largest error of a log-probability in each step, against transformers (reference.py). Exits with 1 if one exceeds
+LIMIT, or with a quantized cache, whose errors are larger, only if one is NaN. Without a GPU it needs stub CUDA libraries (README.md).
+
+Environment: CACHE, a value of --kv-cache-dtype. VOLTA_FA_VLLM_ANCHORED_WINDOW=ANCHORS:WINDOW limits attention, here and in the reference,
+to a sequence's first ANCHORS tokens and the last WINDOW ones. PYTHONPATH as run.py sets it.
 """
 
 import math

@@ -21,9 +21,8 @@ __all__ = [
     "sageattn_qk_int8_pv_fp16_triton", "sageattn_varlen",
 ]  # fmt: skip
 
-#: HND: (batch, nheads, seqlen, headdim). NHD: (batch, seqlen, nheads, headdim).
-_LAYOUTS = ("HND", "NHD")
-#: Keywords that no function here needs, and their accepted values.
+_LAYOUTS = ("HND", "NHD")  # (batch, nheads, seqlen, headdim); (batch, seqlen, nheads, headdim)
+#: Keywords without effect, and their accepted values. Functions that apply an `attn_mask` take it out first; the others accept None.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "qk_quant_gran": ("per_warp", "per_thread"),
     "pv_accum_dtype": ("fp32", "fp16", "fp16+fp32"),
@@ -83,7 +82,7 @@ def sageattn_qk_int8_pv_fp16_triton(
     return_lse: bool = False,
     **kwargs: Any,
 ) -> Attention:
-    """Computes `sageattn`. `smooth_k=False` quantizes K without subtracting its mean."""
+    """Computes `sageattn`."""
     op = "sageattention.sageattn_qk_int8_pv_fp16_triton"
     _check_choices(op, {"quantization_backend": quantization_backend, **kwargs})
     return _attend(op, q, k, v, tensor_layout, is_causal, attn_mask, sm_scale, smooth_k, return_lse)
@@ -103,7 +102,7 @@ def sageattn_qk_int8_pv_fp16_cuda(
     return_lse: bool = False,
     **kwargs: Any,
 ) -> Attention:
-    """Computes `sageattn`. `smooth_k=False` quantizes K without subtracting its mean."""
+    """Computes `sageattn`."""
     op = "sageattention.sageattn_qk_int8_pv_fp16_cuda"
     mask = kwargs.pop("attn_mask", None)
     _check_choices(op, {"qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v, **kwargs})

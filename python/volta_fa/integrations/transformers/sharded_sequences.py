@@ -39,8 +39,10 @@ def context_parallel(mesh: Any = None, *, cu_seqlens: Any = None, layout: str = 
     too, because activation checkpointing computes forward passes in it.
 
     Args:
-        mesh, layout: as of `volta_fa.distributed.context_parallel_attention`.
-        cu_seqlens: for packed batches of one row: where the sequences begin in it, as of the same function.
+        mesh: a process group, a DeviceMesh of one dimension (a ring), or of two (ring, Ulysses); all processes unless given.
+        cu_seqlens: for packed batches of one row: where each sequence begins in the whole row, and its total, as int32 or ints.
+        layout: that of `shard_sequence`. "zigzag": a rank has a chunk from the front and one from the back, which balances causal
+            masks; "contiguous": one chunk.
 
     Inside, attention raises NotImplementedError for caches, padding and masks other than causality or a window of transformers' own.
     """
@@ -54,7 +56,7 @@ def context_parallel(mesh: Any = None, *, cu_seqlens: Any = None, layout: str = 
 
 @dataclass
 class Sharded:
-    """A mesh of devices, and how sequences are sharded over it: the arguments of `context_parallel`."""
+    """The arguments of the open `context_parallel`."""
 
     mesh: Group
     cu_seqlens: Tensor | Sequence[int] | None
@@ -86,8 +88,9 @@ class Sharded:
         is_causal: bool,
         deterministic: bool,
     ) -> Tensor:
-        """Replaces the attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, nheads, headdim) out.
-        `unsupported`: arguments that must be None, by name. `scores`: options of the operators that act on scores, sinks included."""
+        """Replaces the attention function on this rank's shards: (batch, nheads, seqlen, headdim) in, (batch, seqlen, nheads, headdim) out.
+        `unsupported`: arguments that must be None, by name. `scores`: softmax_scale, softcap and sinks. `sliding_window`: keys that a
+        query sees, its own included."""
         from ...distributed import context_parallel_attention
 
         for name, argument in unsupported.items():

@@ -36,8 +36,8 @@ from .paged import anchored_window
 from .ranks import Earlier, Ranks
 from .spans import find_spans
 
-#: Minimum bytes of KV cache that a cascade (it reads a shared prefix once for all sequences) must save in a layer: what a V100 reads at
-#: 750 GB/s in 15 us. These are an estimate, not measured, of its cost: two more launches, and no CUDA graph of the whole step.
+#: A cascade reads a shared prefix once for all sequences. It runs if that saves at least these bytes of a layer's KV cache: a V100 reads
+#: them in 15 us (at 750 GB/s), the estimated, unmeasured cost of its two more launches and of running outside a full CUDA graph.
 _MIN_CASCADE_BYTES = 15e-6 * 750e9
 
 
@@ -361,6 +361,7 @@ class VoltaAttentionImpl(AttentionImpl):
         Args:
             query: (tokens, num_heads, head_size).
             key, value: (tokens, num_kv_heads, head_size), read in encoders and with ranks that share the cache. Else kv_cache is read.
+            kv_cache: (blocks, 2, block_size, num_kv_heads, head_size), or (0.33) (blocks, num_kv_heads, block_size, 2 * head_size).
             attn_metadata: None while vLLM measures memory: output becomes zeros.
         """
         for name, t in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):

@@ -157,7 +157,8 @@ class VoltaMLABackend(VoltaBackend):
 
 
 class VoltaMLAImpl(MLAAttentionImpl):
-    """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mha` for prompts and `forward_mqa` for the other tokens."""
+    """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mha` for prompts and `forward_mqa` for the other tokens. Caches
+    are (blocks, block_size, kv_lora_rank + rotary), in int8 with 16 columns before these: a token's scale."""
 
     def __init__(
         self,
