@@ -113,7 +113,8 @@ struct InitialScores {
 struct TileDropoutMask {
     u32 kept[4];  // [key]; low half: first query, high half: second; 0xffff if the probability is kept, else 0
 
-    // Draws the numbers. `row` and `key`: first of the tile. Philox numbers are those of two queries 4 apart and four keys.
+    // Draws the numbers. `row` and `key`: first of the tile. A call has 16-bit numbers of two queries 4 apart and four keys: those
+    // of query r and keys c (lower half) and c + 2 (upper half) are in philox_word(drawn, r, c).
     template <class Layout>
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
         static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "one call draws for all keys of a lane");

@@ -14,11 +14,11 @@
 // Most steps need no mask. Where registers allow (kUnmaskedLoop) they have a loop of their own, because the test alone takes 3 to
 // 6% of the time. With a block mask (Grid::kListed) lists name the blocks of 64 keys that the rows see.
 //
-// Row maxima lag: a tile takes the maxima so far. If a sum of probabilities then exceeds kLargestSum, end_softmax() moves the
-// maxima and computes the tile's probabilities again. With kRescaleBeforeExp the test comes first: fewer registers, more time. A
-// thread copies one chunk (8 columns) of K and of V in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias,
-// kOnlyFunction and kCarriedDropout: all problems of the kernel use that feature. Carried: registers keep the generator (`philox`)
-// for the whole loop. kGeneric: parameters say which features a problem uses.
+// Row maxima lag: a tile takes the maxima so far. If a lane's two probabilities of a row then sum to more than kLargestSum, 2^7,
+// end_softmax() moves the maxima and computes the tile's probabilities again: times 2^8, as P is packed, they must fit fp16. With
+// kRescaleBeforeExp the test comes first: fewer registers, more time. A thread copies at most one chunk (8 columns) of K and of V
+// in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias, kOnlyFunction (the score function, softcap) and
+// kCarriedDropout: all problems of the kernel use that feature. Carried: registers keep the generator, `philox`.
 //
 // PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers, and the reason of each constant kName below. run() is the
 // schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
@@ -29,7 +29,7 @@
 //   mt, r, c          a tile of 16 query rows of the warp; one of a lane's two rows in it; a group of four chunks
 //   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
 //   bits              under a block mask, which single scores exist
-//   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh)
+//   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh); generic: parameters choose score features
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and K, and of V;
 //                     query rows, keys of a step, threads and shared memory of a block
@@ -125,7 +125,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
             // Where not all threads take part, the first ones load K, the last ones V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
-            // With pages these point into page 0, and address() adds the page: that of group 0, because a step is one group.
+            // With pages these point into page 0, and address() adds that of the step's only group of kPageGroup tokens, 0.
             const StreamK kept_k(
                 thread,
                 kPaged ? head_base(p.cache.k, 0, block.head_k) : rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
@@ -366,8 +366,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                         dropout.keep_all(p);
                     }
                 }
-                // kHidesAll: a block mask's bits, which also hide what other masks hide. combine() prepares them, of this step or
-                // of that 1 later; `true` makes it clear the keys that causal mask, window or lengths hide.
+                // kHidesAll: a block mask's bits hide scores. combine() prepares those of this step, or of the next (1). `true`: it
+                // also clears the bits of keys that causal mask, window or lengths hide.
                 if constexpr (Bits::kHidesAll) {
                     if (!kBlockLoop) {
                         if (may_mask && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row(), true);
@@ -541,7 +541,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 }
             }
             end_softmax(scores[1], probabilities[1], 1);
-            if (kOnlyFunction)  // the softmax took states for scores, which are states times a factor plus a constant: lse needs it
+            if (kOnlyFunction)  // score = factor * state + constant; row_max has only factor * state, and lse needs both
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -561,8 +561,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
     }
 };
 
-// The kernel of a row in src/kernels. Its ring has as many slots as fit its shared memory, rounded down to four or eight. A slot
-// has STEP rows of K and V, of 2 bytes a column.
+// The kernel of a row in src/kernels. Its ring has as many slots as fit its shared memory, rounded down to a multiple of four. A
+// slot has STEP rows of K and V, of 2 bytes a column.
 constexpr int kRingSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
 template <class Grid>
 using Pipelined = ForwardPipelined<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, kRingSlots, Grid>;

@@ -7,6 +7,9 @@
 //   listed            where a block mask names the blocks of 64 keys (BlockMaskGrid)
 //   mt, r, half       a tile of 16 query rows of the warp; one of a lane's two rows in it (kRows); tile 0 or 1 of a step
 //   ...V, ...K        of V and the output, or of K; without a letter of Q and K
+//   scale, row_max    product * scale is a score in log2 units: |softmax_scale| * log2(e), or 1 (generic); a row's maximum, log2
+//                     units. It lags: it moves if a score exceeds it by more than kRescaleThreshold, 7. So P stays up to 2^7, and
+//                     packed times kPackedOne (2^8) it fits fp16. `limit`: the product from which on it moves
 //   remat_*()         compute or load again what would otherwise hold a register; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kRequires..., kGeneric  what this kernel is compiled for (features.cuh). kRequires...: all problems
 //                     use the feature, so no test. kGeneric: parameters say which score features a problem uses
@@ -23,8 +26,8 @@
 
 namespace turing {
 
-// The default grid: one block per tile of rows, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one.
-// kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
+// The default grid: one block per row tile, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one. kEitherOrder:
+// heads may be on the grid's first axis.
 struct DenseGrid {
     static constexpr bool kListed = false;  // whether keys come from lists
     static constexpr bool kBlockLoop = false;  // whether the kernel loops over listed blocks, and inside over their steps
@@ -60,9 +63,9 @@ struct PipelinedParts {
     static constexpr bool kInitialAlibi = kRequiresAlibi;
     static constexpr bool kInitialBias = kRequiresBias;
     // Whether the kernel's only score feature is a score function (softcap). It is applied late, where probabilities are computed
-    // beside the next products. Row maxima can be found from products alone, because softcap is an increasing function. The softmax
-    // takes the function's states as scores: score = factor * state(product) + constant (score_function.cuh). Row maxima are
-    // corrected by the constant at the end.
+    // beside the next products: as it increases, the largest product has the largest score. The softmax takes the function's
+    // states as products, and its factor as `scale`: score = factor * state(product) + constant (score_function.cuh). Row maxima
+    // are corrected by the constant at the end.
     static constexpr bool kOnlyFunction = kRequiresScoreFunction;
     static constexpr bool kCarriedDropout = kRequiresDropout;  // the generator's state stays in registers for the whole loop
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then the
@@ -95,8 +98,8 @@ struct PipelinedParts {
     // found by trial, until nothing spilled.
     static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kRegistersFull = kOperandRegisters >= 192;
-    static constexpr bool kFragmentsAhead =
-        !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);  // else a group is loaded when it is used
+    // Whether a group of K and V is loaded while the group before it multiplies. Else it is loaded when it is used.
+    static constexpr bool kFragmentsAhead = !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);
     // Whether registers keep the row and chunk that a thread copies. Else each copy computes them again.
     static constexpr bool kChunkCoordsKept = !(
         // each of these takes registers of its own
@@ -112,13 +115,13 @@ struct PipelinedParts {
     static constexpr bool kMaskKept = !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged) ||
                                                            Grid::kListed));  // else each masked tile computes it again
     // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because nothing
-    // else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.) The test compares each
-    // tile's largest product with row_max. Not with kOnlyFunction: there row_max is in units of states, not of products.
+    // else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.) The test compares a
+    // row's largest product with its limit. There is none with kOnlyFunction, whose row_max follows from states, not from products.
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
     static_assert(!kRescaleBeforeExp || !kOnlyFunction, "update_row_max_before_exp needs a maximum per step");
     // Whether a warp has one row tile of headdim 256, without pages.
     static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
-    // Whether registers keep rows' limits, above which a score moves row_max (softmax.cuh); else they are computed from row_max.
+    // Whether registers keep rows' limits, (row_max + kRescaleThreshold) / scale. Else they follow from row_max in each test.
     static constexpr bool kLimitsKept =
         !(kStreamsInShared || kFullRow || (kRegistersFull && Grid::kListed) || (Headdim <= 32 && kVarlen));
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // whether registers keep Philox's keys of all rounds
@@ -203,10 +206,11 @@ struct PipelinedParts {
         return upper_halves(a, b);
     }
 
-    // Softmax of one tile, whose probabilities may turn out to be too large.
+    // Softmax of one tile. Without kRescaleBeforeExp it takes the row maxima so far. If P is then too large for fp16,
+    // update_row_max() repeats it.
     struct TileSoftmax {
-        float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        float largest = 0.f;  // of these sums: tells whether a probability may exceed 2^kRescaleThreshold
+        float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's two probabilities in a row
+        float largest = 0.f;  // of these sums: above kLargestSum, P may exceed 2^kRescaleThreshold
 
         // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
         template <bool MayMask>
@@ -227,7 +231,6 @@ struct PipelinedParts {
                 if ((MayMask || kBatchInvariant) && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
-            // With softcap alone, states stand for scores: score = factor * state + constant (score_function.cuh).
             float x[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -245,7 +248,7 @@ struct PipelinedParts {
     static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
     // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again (<true>: s may be
-    // masked). `half`: which of the step's two tiles s is, 0 or 1. 1 / scale is 0, because it only sets a limit, which is unused.
+    // masked). `half`: which of the step's two tiles s is, 0 or 1. Passes 0 for 1 / scale, which only sets the unused `limit`.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
@@ -265,7 +268,7 @@ struct PipelinedParts {
             }
     }
 
-    // Whether a score exceeds its row's limit (up to rounding, where the limit is not kept), so that row_max must move first.
+    // Whether a product exceeds its row's limit (up to rounding, where the limit is not kept), so that row_max must move first.
     __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
         if (kLimitsKept) return s.needs_rescale(softmax);
         bool exceeds = false;
@@ -279,7 +282,7 @@ struct PipelinedParts {
     // Moves row maxima before the probabilities of s are computed. The last tile's, p_last, are packed already: rescales them.
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
-        // 1 / scale, computed again so that it holds no register in between.
+        // 1 / scale, computed again so that it holds no register in between. Generic kernels have scale = 1.
         const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(scale))));
         const auto rescale = rescale_output<ForwardLayout>(o);
 #pragma unroll
