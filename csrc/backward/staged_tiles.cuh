@@ -93,8 +93,8 @@ struct StagedTile {
 // what was loaded last to the buffer at that shared address, and multiply(buffer, part) computes a part of the product's elements,
 // over all terms of the buffer's step. The last barrier is after the last product, so the caller may reuse both buffers.
 //
-// The special cases of one part (here and in StagedTile) and of no shift look superfluous: with empty loops and shifts by 0
-// instead, ptxas (CUDA 12) schedules kernels of one part differently, and turing_bwd_gradients_512 spills.
+// One part (here and in StagedTile) and no shift are special cases: with empty loops and shifts by 0, ptxas (CUDA 12) schedules
+// kernels of one part differently, and turing_bwd_gradients_512 spills.
 template <int Parts = 1, class Load, class Store, class Multiply>
 __device__ __forceinline__ void staged_steps(unsigned shared, int steps, Load load, Store store, Multiply multiply) {
     load(0, 0);

@@ -23,7 +23,7 @@ constexpr int kStoredElements = kStoredRows * kStoredRows;
 template <bool Split>
 constexpr int kStoredTile = Split ? 2 * kStoredElements + kStoredRows : kStoredElements;
 constexpr int kStoredUnits = 2 * kStoredElements;  // where the units begin in a tile of dS, fp16 elements
-constexpr float kAbsentUnit = 0.f;  // no unit: units are at least 2^-67, so that they and their inverses are normal fp32 numbers
+constexpr float kAbsentUnit = 0.f;  // no unit: these are 2^-67 to 2^73, so that they and their inverses are normal fp32 numbers
 
 // Returns the number of a sequence's first query tile for one head. `head`: query head, counted from the launch's first.
 __device__ __forceinline__ long long first_stored_tile(const BwdParams& p, const StoredScores& stored,

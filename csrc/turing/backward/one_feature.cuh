@@ -29,7 +29,7 @@ struct InitialScores {
         const ScoreOptions& o = p.score_options;
         const int batch = remat_block_batch();
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        // By a volatile load: it holds no register between the steps.
+        // volatile: it holds no register between the steps
         const float slope = load_float_constant(o.alibi_slopes + batch * o.alibi_batch_stride + head);
         const float neg_slope = __fdividef(-slope, p.problem.scale);  // in units of the product
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
@@ -75,7 +75,6 @@ struct InitialScores {
                 load_global2_constant(loaded[n][r], from);
             }
     }
-    // Adds an fp32 bias after the product.
     static __device__ __forceinline__ void add_fp32_bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);

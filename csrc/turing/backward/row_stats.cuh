@@ -21,7 +21,7 @@ struct RowStats {
     static constexpr int kRowRounding = ROW_ROUNDING;  // 32, the longest step of a main kernel: so no step reaches past the rows
 
     static constexpr int kRowFloats = kGroupFloats / kGroupRows;  // of a query, on average
-    // A statistic lies here once. volta's accumulators need two copies (volta/backward/row_stats.cuh).
+    // One copy of each; volta's accumulators need two.
     static constexpr int kCopies = 1, kCopyDistance = 0;
 
     // Offset, in floats, of a row's statistic from row 0's.

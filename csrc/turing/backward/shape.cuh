@@ -87,7 +87,6 @@ struct HeadRows {
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
         : head(head_), origin_(kVarlen && !kHasScoreFeatures ? keep_in_register(sequence.q_offset()) : 0),
           scratch(keep_in_register(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
-    // The sequence's first row in the tensors.
     __device__ __forceinline__ int origin(const BwdParams& p) const {
         return kHasScoreFeatures ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
     }

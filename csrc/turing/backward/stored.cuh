@@ -2,8 +2,7 @@
 // tensors. backward/store_scores.cuh computes P and dS, backward/stored_gradients.cuh dV, dK and dQ from them. Here are a warp's
 // products, 64 by 64 elements, and the lane layout. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh). by_rows()
 // and by_chunks() give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks (16 elements) after x.
-// remat_swizzled() is the offset of a chunk in a swizzled tile (tile.cuh). kChunks, kRowBytes: of a row of a tile. kStagedTerms
-// (32): terms of a step.
+// remat_swizzled() is the offset of a chunk in a swizzled tile (tile.cuh). kChunks, kRowBytes: of a row of a tile.
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -12,8 +11,8 @@
 namespace turing {
 
 // multiply_* add a step's products to c. add_* sum them apart first: fp32 tensors need that, because tensor cores truncate long
-// sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, 32 in a step: columns of
-// TermColumns, rows of TermRows and OtherTermRows, which are shapes of tiles in shared memory (backward/staged_tiles.cuh).
+// sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, kStagedTerms (32) in a
+// step: columns of TermColumns, rows of TermRows and OtherTermRows, shapes of tiles in shared memory (backward/staged_tiles.cuh).
 struct StoredFamily {
     using RowStats = turing::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
 

@@ -13,7 +13,7 @@
 namespace turing {
 
 constexpr int kScaleKeys = 64, kScales = 4;  // keys of a block, and scales of it
-// Maximum number of keys, evenly spaced, in KeyCodes::mean. With smooth_k, K less this mean is quantized. A sample is enough: the
+// Maximum number of keys, evenly spaced, in KeyCodes::mean. With smooth_k, K less this mean is quantized. It need not be exact: the
 // softmax is the same for any vector that all keys lose.
 constexpr int kMeanKeys = 128;
 // Smallest scale: the product of two is a normal number, so that a score of -inf stays -inf.

@@ -31,8 +31,7 @@ __device__ __forceinline__ const T* load_pointer(u32 address) {
     return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
 }
 
-// Store and load one float for each of the lane's rows, two or four, in shared memory. load_shared() loads four, load_shared2()
-// two.
+// Store and load one float for each of the lane's rows, two or four, in shared memory.
 template <int Rows>
 __device__ __forceinline__ void store_rows(u32 address, const float (&x)[Rows]) {
 #pragma unroll

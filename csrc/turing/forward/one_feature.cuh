@@ -2,7 +2,7 @@
 // function, needs nothing here.) Called by the forward kernel, pipelined.cuh and pipelined_parts.cuh. ALiBi and an fp16 bias are
 // initial accumulators of Q K^T, so that nothing comes between product and softmax. An fp32 bias, which is rare, is added after the
 // product. As products are not scaled yet, all three are divided by |softmax_scale| (Problem::scale; a negative scale flips the
-// signs of Q). Dropout masks packed probabilities; generic kernels use that too.
+// signs of Q). Dropout masks packed probabilities, also in generic kernels; finish_row() (forward/output.cuh) scales the output.
 //
 //   half              tile of 8 keys of a step of 16, 0 or 1. A lane has four neighboring keys of a step, two in each tile. (With
 //                     dropout alone, kEverySecondKey: keys 0 and 2, then 1 and 3.)
@@ -134,8 +134,8 @@ struct StepDropoutMask {
         for (int mt = 0; mt < RowTiles; mt++) {
             const uint4 drawn = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
                                         key + ForwardLayout::first_key(lane));
-            // [row r][c]: the numbers of columns c and c + 2 of the call's four, in the lower and upper half. halves(a, b, half)
-            // packs this half of both words: columns 0 and 1, or 2 and 3.
+            // [row r][c]: the numbers of columns c and c + 2 of the call's four, in the lower and upper half. So halves() takes
+            // columns 0 and 1, or 2 and 3.
             const u32 words[2][2] = {{philox_word(drawn, 0, 0), philox_word(drawn, 0, 1)},
                                      {philox_word(drawn, 1, 0), philox_word(drawn, 1, 1)}};
 #pragma unroll

@@ -4,12 +4,11 @@
 //   chunk, tile, step 8 columns of a row (16 bytes); 8 keys (kTileKeys); two tiles
 //   ring, slot        Slots slots of shared memory, each with a step's rows of K and V
 //   stream            a thread's part of the copies of K or V to the ring (RowStream, row_stream.cuh)
-//   listed            where a block mask names the blocks of 64 keys (BlockMaskGrid)
 //   mt, r, half       a tile of 16 query rows of the warp; one of a lane's two rows in it (kRows); tile 0 or 1 of a step
 //   ...V, ...K        of V and the output, or of K; without a letter of Q and K
-//   scale, row_max    product * scale is a score in log2 units: |softmax_scale| * log2(e), or 1 (generic); a row's maximum, log2
-//                     units. It lags: it moves if a score exceeds it by more than kRescaleThreshold, 7. So P stays up to 2^7, and
-//                     packed times kPackedOne (2^8) it fits fp16. `limit`: the product from which on it moves
+//   scale             makes a product a score in log2 units: |softmax_scale| * log2(e), or 1 in generic kernels
+//   row_max, limit    a row's maximum so far, log2 units. It lags, until a score exceeds it by more than kRescaleThreshold (7), or
+//                     a product `limit`. So P is up to 2^7, and fits fp16 even times kPackedOne (2^8), as it is packed
 //   remat_*()         compute or load again what would otherwise hold a register; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kRequires..., kGeneric  what this kernel is compiled for (features.cuh). kRequires...: all problems
 //                     use the feature, so no test. kGeneric: parameters say which score features a problem uses
@@ -29,7 +28,7 @@ namespace turing {
 // The default grid: one block per row tile, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one. kEitherOrder:
 // heads may be on the grid's first axis.
 struct DenseGrid {
-    static constexpr bool kListed = false;  // whether keys come from lists
+    static constexpr bool kListed = false;  // whether keys come from a block mask's lists, of blocks of 64 keys
     static constexpr bool kBlockLoop = false;  // whether the kernel loops over listed blocks, and inside over their steps
     template <int Step>
     using Steps = DenseSteps<Step>;
@@ -69,7 +68,7 @@ struct PipelinedParts {
     static constexpr bool kOnlyFunction = kRequiresScoreFunction;
     static constexpr bool kCarriedDropout = kRequiresDropout;  // the generator's state stays in registers for the whole loop
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then the
-    // keys before it in descending order, then the keys after it in descending order.
+    // keys before it, then those after it, both in descending order.
     static constexpr bool kBackwards = kInitialAlibi;
     static constexpr int kNextTile = ForwardLayout::kNextTile;  // from a lane's keys in a step's first tile to those in its second
     // ---- pipeline ----
@@ -127,11 +126,11 @@ struct PipelinedParts {
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // whether registers keep Philox's keys of all rounds
     static constexpr bool kBlockLoop = Grid::kBlockLoop;
     // ---- copies from global memory to the ring ----
-    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store, and
-    // both before the products of a tile. There the warp waits, because the load writes the registers that the store reads. In
-    // tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads or
-    // stores, and the second one does the other; with two passes each tile stores one and loads the next. Loops over listed blocks
-    // do both at products of the tiles (copy_positions). The choice is by simulated times.
+    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts both before the products of a tile.
+    // There the warp waits, because the load writes the registers that the store reads. In tiles they come after the branch for row
+    // maxima, which ptxas moves no store across: with one pass the first tile loads or stores, and the second one does the other;
+    // with two passes each tile stores one and loads the next. Loops over listed blocks do both at products (copy_positions). The
+    // choice is by simulated times.
     enum class CopyPlacement { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
     // Kernels that copy between tiles. Those with pages and generic block masks were not tried otherwise. With 32 rows per warp
     // most kernels are slower with copies in tiles. Varlen kernels of headdim 256 would spill 8 bytes.
