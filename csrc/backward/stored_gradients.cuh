@@ -49,7 +49,6 @@ struct BackwardGradients {
     static constexpr int kLaneSums = 128;
     static_assert(sizeof(KeySums) == 4 * kLaneSums && sizeof(QuerySums) == 4 * kLaneSums, "64 by 64 of a warp");
 
-    // First row and column of the warp.
     static __device__ __forceinline__ int warp_row() { return 64 * (threadIdx.x / 32 % 2); }
     static __device__ __forceinline__ int warp_column() { return threadIdx.x / 64 * 64; }
     static __device__ __forceinline__ int column_tiles_of(int headdim) { return (headdim + kStagedColumns - 1) / kStagedColumns; }

@@ -1,8 +1,8 @@
 // P and dS in scratch memory, between the two main kernels of the backward pass for large headdims and for fp32 tensors. The scores
 // kernel (store_scores.cuh) stores them for some KV heads and some keys, the gradients kernel (stored_gradients.cuh) multiplies
 // them. Then the library launches both for the next heads or keys, so that P and dS take at most 128 MiB, or what one tile of keys
-// takes if that is more. Of fp32 tensors they take at most 257 MiB; twice or four times that where a launch would have too few
-// blocks to fill the GPU (MAX_GROWTH, src/plan/backward/plan.rs).
+// takes if that is more. Of fp32 tensors they take 257 MiB, or up to four times that where launches would not fill the GPU
+// (src/plan/backward/plan.rs).
 //
 // Both are transposed fp16 matrices in tiles of 128 keys by 128 queries. A tile is contiguous, and its rows are keys. The order of
 // tiles is (batch, query heads of the launch, query tiles, key tiles of the launch). Packed sequences share one batch entry. There

@@ -24,7 +24,7 @@ struct InitialScores {
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
     // Sets s to ALiBi's terms, -slope / scale * |i + o - j|, where o = seqlen_k - seqlen_q. `row`: the step's first query; `key`:
-    // the warp's first key. The functions below take the same.
+    // the warp's first key; also below.
     static __device__ __forceinline__ void alibi(Scores& s, const BwdParams& p, int head, int row, int key) {
         const ScoreOptions& o = p.score_options;
         const int batch = remat_block_batch();

@@ -30,9 +30,9 @@ struct StoredFamily {
         __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
         __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
 
-        // A lane has kRows queries ("rows" here), each with kKeys keys that are kKeyStride apart. row_of(v) is the query of element
-        // v. element(r, j) is the element of query r and key j. kKeyRows says whether the rows of the product are keys. A
-        // PartnerMask is the XOR of the lane that shares a Philox call, for keys or for queries (score_coord.cuh).
+        // A lane has kRows queries ("rows" here), each with kKeys keys, kKeyStride apart. row_of(v): query of element v.
+        // element(r, j): that of query r and key j. kKeyRows: rows of the product are keys. k...PartnerMask: XOR to the lane that
+        // shares a Philox call, for keys or for queries (score_coord.cuh).
         static constexpr bool kKeyRows = true;
         static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 4, kQueryPartnerMask = 1;
         __device__ __forceinline__ static constexpr int row_of(int v) { return query_slot(v); }

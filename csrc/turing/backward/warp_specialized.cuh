@@ -362,7 +362,6 @@ struct BackwardWarpSpecialized {
         clear_tiles(gradient);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
-        // The end of the loop over heads, computed again in each iteration.
         const auto remat_heads_end = [&] {
             return (remat_block_y() + 1u) * (keep_in_register(p.problem.nheads) / p.problem.nheads_k);
         };

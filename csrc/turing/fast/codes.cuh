@@ -25,8 +25,8 @@ constexpr float kSmallestScale = 1e-18f;
 // of 64. p.v_max_stride: maxima of one KV head and entry, one for each thread block of the longest sequence.
 template <int Headdim>
 struct KeyCodes {
-    signed char* codes;  // of key 0
-    float* scales;  // of block 0
+    signed char* codes;  // of key 0; Headdim bytes a key
+    float* scales;  // of block 0; kScales a block
     float* mean;  // Headdim columns, 0 without smooth_k
     float* v_max;  // largest finite |V| of each thread block of the prepare kernel
 

@@ -80,7 +80,7 @@ struct SharedSources {
     __device__ __forceinline__ int v_last() const { return load_shared1(block_address + 24); }
     __device__ __forceinline__ u32 v_factor() const { return load_shared1(block_address + 28); }
 };
-// Scale and reference of each of the lane's rows: in registers, or in shared memory.
+// Scale and reference of each of the lane's rows.
 template <int Rows>
 struct RegisterRows {
     float scale[Rows], reference[Rows];

@@ -194,7 +194,7 @@ struct ForwardColumnGroups {
             row = row_ + first * kChunk;
             chunks_left = exists ? columns / kChunk - first : 0;
         }
-        // Loads all chunks. What does not exist is 0.
+        // What does not exist is 0.
         __device__ __forceinline__ void load_all(Staging& data) const {
 #pragma unroll
             for (int c = 0; c < kThreadChunks; c++) {
