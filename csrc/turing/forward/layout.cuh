@@ -23,7 +23,7 @@ struct ForwardLayout {
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;  // grids may have heads on their first axis
     static constexpr bool kFourKeys = kHasScoreFeatures;  // whether a lane's keys of a step are four neighbors
-    // Then a lane's two keys in a tile are two apart, in an aligned group of four: their random numbers share a word (philox.cuh).
+    // Whether a lane's two keys in a tile are two apart, in an aligned group of four. Their random numbers then share a word.
     static constexpr bool kEverySecondKey = kRequiresDropout;
     // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane's two rows share a Philox call.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {

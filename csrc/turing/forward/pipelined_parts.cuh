@@ -7,8 +7,8 @@
 //   mt, r, half       a tile of 16 query rows of the warp; one of a lane's two rows in it (kRows); tile 0 or 1 of a step
 //   ...V, ...K        of V and the output, or of K; without a letter of Q and K
 //   scale             makes a product a score in log2 units: |softmax_scale| * log2(e), or 1 in generic kernels
-//   row_max, limit    a row's maximum so far, log2 units. It lags, until a score exceeds it by more than kRescaleThreshold (7), or
-//                     a product `limit`. So P is up to 2^7, and fits fp16 even times kPackedOne (2^8), as it is packed
+//   row_max, limit    a row's maximum so far, log2 units. It lags, until a score exceeds it by more than kRescaleThreshold (7): a
+//                     product above `limit`. So P is up to 2^7, and fits fp16 even times kPackedOne (2^8), as it is packed
 //   remat_*()         compute or load again what would otherwise hold a register; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kRequires..., kGeneric  what this kernel is compiled for (features.cuh). kRequires...: all problems
 //                     use the feature, so no test. kGeneric: parameters say which score features a problem uses
@@ -62,9 +62,9 @@ struct PipelinedParts {
     static constexpr bool kInitialAlibi = kRequiresAlibi;
     static constexpr bool kInitialBias = kRequiresBias;
     // Whether the kernel's only score feature is a score function (softcap). It is applied late, where probabilities are computed
-    // beside the next products: as it increases, the largest product has the largest score. The softmax takes the function's
-    // states as products, and its factor as `scale`: score = factor * state(product) + constant (score_function.cuh). Row maxima
-    // are corrected by the constant at the end.
+    // beside the next products. It is increasing, so the largest product has the largest score. The softmax takes its states as
+    // products, and its factor as `scale`: score = factor * state(product) + constant (score_function.cuh). Row maxima are
+    // corrected by the constant at the end.
     static constexpr bool kOnlyFunction = kRequiresScoreFunction;
     static constexpr bool kCarriedDropout = kRequiresDropout;  // the generator's state stays in registers for the whole loop
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then the
