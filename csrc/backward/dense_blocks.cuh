@@ -21,7 +21,7 @@ struct DenseBlocks {
     template <class Layout, int Rows>
     using Bits = NoScoreBits;
     // Iterates over the columns from `first` up to `end`, Step at a time. Unnamed arguments are those of ListedBlocks: a head, a
-    // row, and the sequence's columns. DenseSteps ignores its first two, which other iterators need for lists.
+    // row, and the sequence's columns. DenseSteps ignores its first two.
     template <int Step>
     __device__ __forceinline__ DenseSteps<Step> steps(const BwdParams&, int, int, int first, int end, int) const {
         return DenseSteps<Step>(0, 0, first, end);

@@ -29,7 +29,7 @@ struct QueryRange {
     static __device__ __forceinline__ int end_of_seen(const Mask& mask, int first_key) {
         return kVarlen && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, Keys);
     }
-    // Returns the first row of the first step, a multiple of Step. Used once per query head, so no member keeps it.
+    // Returns the first row of the first step, a multiple of Step.
     static __device__ __forceinline__ int first(const Mask& mask) { return first(mask, remat_block_x()); }
     // The same for the block of keys number `block`, where that is not blockIdx.x.
     static __device__ __forceinline__ int first(const Mask& mask, int block) { return mask.row_first(block * Keys) / Step * Step; }

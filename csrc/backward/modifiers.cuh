@@ -5,7 +5,7 @@
 //
 // Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
-// parameters of features, so that they hold no registers in between. (remat_block_batch() reads blockIdx.z again.)
+// parameters of features and blockIdx.z (remat_block_batch()), so that they hold no registers in between.
 //
 // Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element in it, r its query, j a key.
 #pragma once
@@ -147,7 +147,7 @@ __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, 
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "a lane has four keys of two queries");
-    // Rows r and r + 4 share the call of row r, whose bit 2 is clear (philox.cuh): hence `& ~4`. The lane draws for one of its two.
+    // Rows r and r + 4 share the call of row r, whose bit 2 is clear (philox.cuh): hence `& ~4`.
     const int has_bit_of_4 = coord.query(0) >> 2 & 1;
     const int row = (coord.query(0) & ~4) + has_bit_of_4 * Layout::row_slot(1);
     const unsigned mine = rule.kept_bits(philox.numbers(row, coord.key(0)));
@@ -164,7 +164,6 @@ __device__ __forceinline__ unsigned draw_kept_pairs(const Philox& philox, const 
     const unsigned mine = rule.kept_bits(philox.numbers(row & ~4, coord.key(0) & ~3));
     return merge_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kKeyPartnerMask), row >> 2 & 1, odd) >> odd;
 }
-// Calls the one of the two that fits the Layout.
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_tile(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     if constexpr (Layout::kKeys == 4)

@@ -35,7 +35,7 @@ struct BackwardPreprocess {
             statistics.write(row, delta);
         }
 
-        // Clears the block's rows linearly: they are contiguous in each accumulator, whatever the order of elements inside.
+        // Clears the block's rows linearly: in each accumulator they are rows * headdim_rounded contiguous floats, in any order.
         const int rows = min(kBlockRows, all_rows - block_row);
         float* accum = p.dq_accum + (statistics.first_row + block_row) * p.headdim_rounded;
         for (int split = 0; split < p.dq_accum_splits; split++, accum += p.dq_accum_split_stride)

@@ -35,7 +35,6 @@ struct ExponentAddends {
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) of_row[t][r] = fmaf(of_row[t][r], scale_log2, shift);
     }
-    // Of element v of tile t.
     __device__ __forceinline__ float of(int t, int v) const { return of_row[t][Layout::row_of(v)]; }
 };
 

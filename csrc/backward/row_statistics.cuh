@@ -1,8 +1,9 @@
-// Row statistics of the backward pass, two floats for each query row: -lse / scale and -delta, where delta = rowsum(dout * out)
-// (FlashAttention-2). The exponents of P add the first (probabilities.cuh). Divided by scale it has the unit of a product Q K^T, so
-// one factor, scale_log2 = scale * log2(e), turns product and statistic into log2 units. volta's accumulators of dO V^T begin with
-// the second, so that dP - delta costs nothing; turing's kernels add it in multiply-adds. Written by the preprocess kernel, or by
-// the fused kernel itself (write_row_statistics). Eight lanes compute a row's delta, in loads of 16 bytes each.
+// Row statistics of the backward pass, two floats for each query row: -lse / scale and -delta, from lse (softmax_lse, natural log),
+// scale (|softmax_scale|) and fp16 dout and out: delta = rowsum(dout * out) (FlashAttention-2). The exponents of P add the first
+// (probabilities.cuh). It has the unit of a product Q K^T, so one factor, scale_log2 = scale * log2(e), turns both into log2 units.
+// volta's accumulators of dO V^T begin with the second, so that dP - delta costs nothing; turing's kernels add it in multiply-adds.
+// Written by the preprocess kernel, or by the fused kernel (write_row_statistics). Eight lanes compute a row's delta, in loads of
+// 16 bytes each.
 //
 // A family's RowStats is their memory layout: kRowFloats floats a row on average, rows of a sequence padded to a multiple of
 // kRowRounding. In floats, a row's first copy of a statistic lies at offset(row) plus kNegLseAt or kNegDeltaAt. kCopies copies lie
@@ -27,10 +28,9 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
     return sum;
 }
 
-// Lanes that compute one row's delta.
 constexpr int kLanesPerStatistic = 8;
 
-// Computes and writes the statistics of one head of one sequence.
+// The statistics of one head of one sequence.
 template <class RowStats>
 struct RowStatistics {
     static_assert(RowStats::kCopies <= kLanesPerStatistic, "a lane stores each copy of a statistic");

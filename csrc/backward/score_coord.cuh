@@ -9,7 +9,7 @@
 //   kKeyRows                       true: rows of the product are keys (S^T); scores s[m][n] then have tiles of keys in m
 //   kRows, row_of(v), row_slot(r)  element v is of the lane's query r = row_of(v) < kRows, which is first_query + row_slot(r)
 //   kKeys, kKeyStride              number and stride of each query's keys in an aligned group of four: (0, 1, 2, 3), or (0, 2)
-//                                  or (1, 3). (In a forward Layout kKeys is the size of the aligned group.)
+//                                  or (1, 3)
 //   element(r, j)                  the element of query r and key j of the lane
 //   kQueryPartnerMask              where kKeys or kRows is 4: XOR mask to the lane whose queries are 4 before or after; one call of
 //                                  dropout's generator (Philox) draws numbers for both (modifiers.cuh, packed_tile.cuh)

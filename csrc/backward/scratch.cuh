@@ -10,8 +10,8 @@
 #include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Returns the scratch row of a sequence's first query, counted over all heads. The rows of dense batches are (batch, nheads,
-// seqlen_q_rounded). Those of packed sequences (cu_seqlens) are (nheads, scratch_rows): a sequence begins at its q_offset rounded
-// down to kRowRounding, plus kRowRounding for each sequence before it, so that rounded lengths do not overlap.
+// seqlen_q_rounded). Those of packed sequences (cu_seqlens) are (nheads, scratch_rows), room for all: a sequence begins at its
+// q_offset rounded down to kRowRounding, plus kRowRounding for each sequence before it, so that rounded lengths do not overlap.
 template <class RowStats>
 __device__ __forceinline__ long long rounded_row(const BwdParams& p, const BlockSeqlenInfo& sequence, int batch, int head) {
     constexpr int kRowRounding = RowStats::kRowRounding;

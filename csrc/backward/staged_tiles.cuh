@@ -1,7 +1,8 @@
-// Operand tiles of the backward kernels that store scores (store_scores.cuh, stored_gradients.cuh: large headdims, and fp32
-// tensors of any headdim): 128 by 128 elements of a product, or 128 by 64, in steps of 32 terms (k of the product: columns of the
-// headdim, queries or keys). A step's two operands lie in one of two buffers of shared memory, so that a step has one barrier.
-// While a step multiplies, loads of the next step are in flight.
+// Operands of the backward kernels that store P and dS (store_scores.cuh, stored_gradients.cuh: large headdims, and fp32 tensors of
+// any). A block computes 128 by 128 elements of a product, or 128 by 64, in steps of 32 terms (k of the product: columns of the
+// headdim, queries or keys). All elements are fp16: an fp32 number is two, a high and a low part, whose products have steps of
+// their own. A step's two operand tiles lie in one of two buffers of shared memory, so that a step has one barrier. While a step
+// multiplies, loads of the next are in flight.
 //
 // A warp has 64 by 64 elements of the product, and a block has two warps for its rows. Blocks of gradients of at most 64 columns
 // have one warp for their columns (64 threads), others two: so a product has as many columns as the block has threads.
@@ -13,7 +14,7 @@
 
 constexpr int kStagedThreads = THREADS, kStagedRows = 128, kStagedColumns = kStagedThreads, kStagedTerms = 32;
 constexpr int kStagedTile = kStagedRows * kStagedTerms * 2;  // bytes of the first operand
-constexpr int kStagedBuffer = kStagedTile + kStagedColumns * kStagedTerms * 2;  // bytes of both operands, of fp16
+constexpr int kStagedBuffer = kStagedTile + kStagedColumns * kStagedTerms * 2;  // bytes of both operands
 static_assert(2 * kStagedBuffer == SHARED_BYTES && kStagedRows == BLOCK_ROWS && kStagedTerms == STEP && kStagedThreads % 64 == 0,
               "the row in src/kernels and the kernel disagree");
 
@@ -43,7 +44,8 @@ struct StagedTile {
     static __device__ __forceinline__ int row() { return threadIdx.x / Shape::kChunks; }
     static __device__ __forceinline__ int column() { return threadIdx.x % Shape::kChunks * kChunk; }
 
-    // Loads a part whose element (0, 0) is at `first`. Its first `rows` rows and `columns` columns exist; the rest becomes 0.
+    // Loads a part whose element (0, 0) is at `first`. Its first `rows` rows and `columns` columns (a multiple of 8) exist; the
+    // rest becomes 0.
     __device__ __forceinline__ void load(const unsigned short* first, long long row_stride, int rows, int columns) {
         const unsigned short* from = first + row() * row_stride + column();
         if (rows >= kRows && columns >= Shape::kChunks * kChunk) {
@@ -91,8 +93,8 @@ struct StagedTile {
 // what was loaded last to the buffer at that shared address, and multiply(buffer, part) computes a part of the product's elements,
 // over all terms of the buffer's step. The last barrier is after the last product, so the caller may reuse both buffers.
 //
-// The special cases of one part (here and in StagedTile) and of no shift look superfluous: with empty loops and shifts by 0
-// instead, ptxas (CUDA 12) schedules kernels of one part differently, and turing_bwd_gradients_512 spills.
+// One part (here and in StagedTile) and no shift are special cases: with empty loops and shifts by 0, ptxas (CUDA 12) schedules
+// kernels of one part differently, and turing_bwd_gradients_512 spills.
 template <int Parts = 1, class Load, class Store, class Multiply>
 __device__ __forceinline__ void staged_steps(unsigned shared, int steps, Load load, Store store, Multiply multiply) {
     load(0, 0);

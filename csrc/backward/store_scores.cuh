@@ -63,7 +63,6 @@ struct BackwardScores {
     using Coord = ScoreCoord<Layout>;
     using RowStats = typename Family::RowStats;
     using Function = typename Conditional<Split, PreciseScoreFunction, ScoreFunction>::Type;
-    // A tile of P or dS.
     using Packed = typename Conditional<Split, SplitTile, PackedTile>::Type;
     static __device__ __forceinline__ Packed pack(const Tile& x) {
         if constexpr (Split)
@@ -95,7 +94,6 @@ struct BackwardScores {
                 for (int r = 0; r < Layout::kRows; r++) x[0][r] = value;
             }
         }
-        // Of element v.
         __device__ __forceinline__ float of(int v) const { return x[0][Layout::row_of(v)]; }
     };
     // With Split, dS of a warp's 64 keys by 64 queries is stored divided by a unit: a power of two from their largest P and dP -
@@ -176,7 +174,6 @@ struct BackwardScores {
         __device__ __forceinline__ void load(int m, int n, SplitTile& tile) const { tile = {load(m, n), low().load(m, n)}; }
     };
 
-    // Head, keys and queries of the block and its warp.
     struct Place {
         int head, first_key, first_row;  // query head; first key and query of the warp
         int row_end;  // one past the last query that sees one of the block's keys

@@ -49,7 +49,6 @@ struct BackwardGradients {
     static constexpr int kLaneSums = 128;
     static_assert(sizeof(KeySums) == 4 * kLaneSums && sizeof(QuerySums) == 4 * kLaneSums, "64 by 64 of a warp");
 
-    // First row and column of the warp.
     static __device__ __forceinline__ int warp_row() { return 64 * (threadIdx.x / 32 % 2); }
     static __device__ __forceinline__ int warp_column() { return threadIdx.x / 64 * 64; }
     static __device__ __forceinline__ int column_tiles_of(int headdim) { return (headdim + kStagedColumns - 1) / kStagedColumns; }
@@ -73,8 +72,8 @@ struct BackwardGradients {
     // A step's loads come in kParts parts, each before its part of the products. With Split, registers also hold the step's own
     // sums, and lack room for all loads at once.
     static constexpr int kParts = Split ? Family::kLoadParts : 1;
-    // Which of a step's products comes next: 0 is low * high, 1 high * low, 2 high * high. a() and b() are the offsets, in
-    // elements, of that part of the operands A and B. `low`: offset of B's low parts.
+    // Which of a step's products comes next, in the order above; 2, high * high, ends the step. a() and b() are the offsets, in
+    // elements, of that part of A and B. `low`: offset of B's low parts.
     struct Product {
         int number = 0;
         __device__ __forceinline__ int a() const { return Split && number == 0 ? kStoredElements : 0; }
@@ -104,7 +103,6 @@ struct BackwardGradients {
         int next_ = 0;
 
     public:
-        // Returns how many of `all` halves have scores.
         template <class HasScores>
         static __device__ __forceinline__ int count(int all, HasScores has_scores) {
             int present = 0;
@@ -256,7 +254,7 @@ struct BackwardGradients {
             });
         }
         float factor = p.signed_scale;  // softmax_scale with its sign
-        // P^T is stored times kProbabilityUnit, 2^12.
+        // P^T is stored times kProbabilityUnit, 2^12
         if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         Output selected_out;
         if constexpr (Split) selected_out = choose(is_dv, p.dv, p.dk);

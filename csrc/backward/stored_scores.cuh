@@ -1,7 +1,8 @@
 // P and dS in scratch memory, between the two main kernels of the backward pass for large headdims and for fp32 tensors. The scores
 // kernel (store_scores.cuh) stores them for some KV heads and some keys, the gradients kernel (stored_gradients.cuh) multiplies
-// them. Then the library launches both for the next heads or keys, so that P and dS take at most 128 MiB (of fp32 tensors 257 to
-// 1,028), or what one tile of keys takes if that is more (src/plan/backward/plan.rs).
+// them. Then the library launches both for the next heads or keys, so that P and dS take at most 128 MiB, or what one tile of keys
+// takes if that is more. Of fp32 tensors they take 257 MiB, or up to four times that where launches would not fill the GPU
+// (src/plan/backward/plan.rs).
 //
 // Both are transposed fp16 matrices in tiles of 128 keys by 128 queries. A tile is contiguous, and its rows are keys. The order of
 // tiles is (batch, query heads of the launch, query tiles, key tiles of the launch). Packed sequences share one batch entry. There
@@ -22,7 +23,7 @@ constexpr int kStoredElements = kStoredRows * kStoredRows;
 template <bool Split>
 constexpr int kStoredTile = Split ? 2 * kStoredElements + kStoredRows : kStoredElements;
 constexpr int kStoredUnits = 2 * kStoredElements;  // where the units begin in a tile of dS, fp16 elements
-constexpr float kAbsentUnit = 0.f;  // no unit: units are at least 2^-67
+constexpr float kAbsentUnit = 0.f;  // no unit: these are 2^-67 to 2^73, so that they and their inverses are normal fp32 numbers
 
 // Returns the number of a sequence's first query tile for one head. `head`: query head, counted from the launch's first.
 __device__ __forceinline__ long long first_stored_tile(const BwdParams& p, const StoredScores& stored,

@@ -49,8 +49,7 @@ __device__ __forceinline__ void clear_shared(unsigned address) {
 // when the previous tiles are free. A thread takes one chunk of every kRowsAtOnce-th row of both.
 //
 // Unlike TileLoader it pads only rows with zeros. Columns past headdim meet zeros of the block's own rows in S and dP, and
-// produce only gradient columns that are not stored. So threads of these columns read the last existing chunk again. A thread has
-// one chunk of a row: with two, whether the second exists would take a register.
+// produce only gradient columns that are not stored. So threads of these columns read the last existing chunk again.
 template <class S>
 class StepTiles {
     // lanes that share a row

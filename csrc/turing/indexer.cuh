@@ -1,7 +1,8 @@
-// Products q . k of DeepSeek V3.2's lightning indexer, which scores keys for sparse attention, on Turing: 32 query rows by 16 keys
-// at a time, by mma.m16n8k8, with operands by ldmatrix. It is the Products argument of indexer::Kernel (indexer/indexer.cuh), which
-// has the formula and uses all members. The rows are kRowTiles (2) row tiles of 16. A row of Q or K has 128 fp16 columns: kChunks
-// (16) chunks of 8, kChunkBytes (16) each. A lane's group is lane / 4, its quad lane % 4 (turing/mma.cuh).
+// Products q . k of DeepSeek V3.2's lightning indexer, which scores keys for sparse attention, on Turing: 32 rows (a row is one
+// head of one query) by 16 keys at a time, by mma.m16n8k8, with operands by ldmatrix. It is the Products argument of
+// indexer::Kernel (indexer/indexer.cuh), which sums relu(q . k) over heads, with weights. The rows are kRowTiles (2) row tiles of
+// 16. A row of Q or K has 128 fp16 columns: kChunks (16) chunks of 8, kChunkBytes (16) each. Scores are fp32. A lane's group is
+// lane / 4, its quad lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "indexer/indexer.cuh"

@@ -3,11 +3,9 @@
 //
 //   S = Q K^T      P = exp(scale * S - lse)      dP = dO V^T      dS = P * (dP - delta)      dQ += dS K
 //
-// lse is softmax_lse, delta is rowsum(dO * O). Both kernels compute S and dP, and dQ is a sum in a fixed order: deterministic. A
-// warp has Q, dO and dQ of its queries in registers. Accumulators of S have the layout of operand A, so dS needs no shared memory,
-// which has two tiles of K and of V.
-//
-// csrc/entry.cu calls run().
+// scale is |softmax_scale|, lse softmax_lse, delta rowsum(dO * O). Inputs are fp16, dq fp16 or fp32. Both kernels compute S and dP,
+// and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in registers. Accumulators of S have the
+// layout of operand A, so dS needs no shared memory, which has two tiles of K and of V. csrc/entry.cu calls run().
 //
 //   S (Shape)         sizes (shape.cuh): kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row, kSlotBytes of
 //                     a slot (K, and kStepTile after it V)

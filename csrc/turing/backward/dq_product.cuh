@@ -2,7 +2,7 @@
 // dq's fp32 accumulator by atomics, or stored as dq by the fused kernel, whose block has all keys. A Shape S (shape.cuh) gives
 // sizes: kRows keys of the block, kStep queries of a step, kChunks chunks (8 columns) of a row of K, kRowBytes bytes, kScoreChunks
 // and kScoreRowBytes of a row of dS^T. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh). remat_*() reads a
-// special register again (ptx.cuh). kTileFloats, kElementFloats: of a tile of the accumulator, and between a lane's elements.
+// special register again (ptx.cuh).
 #pragma once
 
 #include "turing/backward/dq_accumulator.cuh"
@@ -71,7 +71,7 @@ struct DqProduct {
     }
 
     // Adds the warp's pairs j to j + Pairs - 1 to the accumulator by atomics. `accum`: at output_offset() of the step's first row.
-    // A tile of the accumulator, 16 queries by 8 columns, is [element v][lane], so a warp's atomics cover whole 128-byte lines.
+    // A tile of it, 16 queries by 8 columns, is [element v][lane]: 4 x 32 floats. So a warp's atomics cover whole 128-byte lines.
     template <int Pairs>
     static __device__ __forceinline__ void add(const Accumulator (&c)[Pairs][2], float* accum, int j) {
 #pragma unroll

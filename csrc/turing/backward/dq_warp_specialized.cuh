@@ -1,6 +1,7 @@
 // dQ kernel of the turing backward pass without atomics, for headdims above 128, where Q and dO of a warp's rows do not both fit
 // its registers (dq.cuh: up to 128). It follows a main kernel that computes dK and dV only. A block owns queries and visits the
 // keys that they see, a step of 16 at a time: S = Q K^T, P = exp(scale * S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K.
+// scale is |softmax_scale|, lse softmax_lse, delta rowsum(dO * O). Inputs are fp16, dq fp16 or fp32.
 //
 // 8 warps in two roles of four. Two partner warps have the same queries. One computes S and P, the other dP and dS; each computes
 // half of dQ's columns. P goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.

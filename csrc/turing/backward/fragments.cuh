@@ -70,8 +70,8 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
     __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
 
-    // A lane has kRows queries ("rows" here), each with kKeys keys that are kKeyStride apart. row_of(v) is the query of element v.
-    // element(r, j) is the element of query r and key j. kKeyRows says whether the rows of the product are keys.
+    // A lane has kRows queries ("rows" here), each with kKeys keys, kKeyStride apart. row_of(v): query of element v. element(r, j):
+    // that of query r and key j. kKeyRows: rows of the product are keys.
     static constexpr bool kKeyRows = true;
     static constexpr int kRows = 2, kKeys = 2 * KeyTiles, kKeyStride = 2 / KeyTiles;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v & 1; }

@@ -24,12 +24,12 @@ struct InitialScores {
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
     // Sets s to ALiBi's terms, -slope / scale * |i + o - j|, where o = seqlen_k - seqlen_q. `row`: the step's first query; `key`:
-    // the warp's first key. The functions below take the same.
+    // the warp's first key; also below.
     static __device__ __forceinline__ void alibi(Scores& s, const BwdParams& p, int head, int row, int key) {
         const ScoreOptions& o = p.score_options;
         const int batch = remat_block_batch();
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        // By a volatile load: it holds no register between the steps.
+        // volatile: it holds no register between the steps
         const float slope = load_float_constant(o.alibi_slopes + batch * o.alibi_batch_stride + head);
         const float neg_slope = __fdividef(-slope, p.problem.scale);  // in units of the product
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
@@ -75,7 +75,6 @@ struct InitialScores {
                 load_global2_constant(loaded[n][r], from);
             }
     }
-    // Adds an fp32 bias after the product.
     static __device__ __forceinline__ void add_fp32_bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
@@ -113,7 +112,8 @@ struct InitialScores {
 struct TileDropoutMask {
     u32 kept[4];  // [key]; low half: first query, high half: second; 0xffff if the probability is kept, else 0
 
-    // Draws the numbers. `row` and `key`: first of the tile. Philox numbers are those of two queries 4 apart and four keys.
+    // Draws the numbers. `row` and `key`: first of the tile. A call has 16-bit numbers of two queries 4 apart and four keys: those
+    // of query r and keys c (lower half) and c + 2 (upper half) are in philox_word(drawn, r, c).
     template <class Layout>
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
         static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "one call draws for all keys of a lane");

@@ -19,8 +19,8 @@ namespace turing {
 // XU pipe has time for conversions, while the tensor cores work.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
 // Returns dS = P * (dP - delta), where delta is rowsum(dO * O). p: P * kProbabilityUnit. neg_delta: -delta / kProbabilityUnit, from
-// StepStats::scale. fp32 until the result is packed, because dP - delta may be far beyond fp16 where P is small. Beyond 65504
-// packed dS becomes infinity, which a GradScaler detects.
+// StepStats::scale. fp32 until the result is packed, because dP - delta may be far beyond fp16 where P is small. Packed dS is
+// infinity from 65520 on, which a GradScaler detects.
 __device__ __forceinline__ float score_gradient(float p, float dp, float neg_delta) {
     return p * fmaf(dp, 1.f / kProbabilityUnit, neg_delta);
 }

@@ -5,9 +5,9 @@
 //   S^T  = K Q^T          P = exp(scale * S - lse)      dV += P^T dO
 //   dP^T = V dO^T         dS = P * (dP - delta)         dK += dS^T Q        dQ += dS K  (not if a dq kernel follows)
 //
-// Registers hold dK, dV, the operands P^T and dS^T, and operands of V or of K. Shared memory holds K (for dQ, and for warps that
-// have no registers for its operands), tiles of Q and dO, and dS^T (for dQ). In warp_specialized.cuh it also holds P^T in flight
-// between warps, and the chunks of V that do not fit registers.
+// scale is |softmax_scale|, delta rowsum(dO * O). Registers hold dK, dV, the operands P^T and dS^T, and operands of V or of K.
+// Shared memory holds K (for dQ, and for warps that have no registers for its operands), tiles of Q and dO, and dS^T (for dQ). In
+// warp_specialized.cuh it also holds P^T in flight between warps, and the chunks of V that do not fit registers.
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -15,7 +15,7 @@
 #include "backward/iteration_range.cuh"
 #include "backward/dq_mode.cuh"
 #include "backward/row_statistics.cuh"
-#include "turing/backward/dq_product.cuh"
+#include "turing/backward/dq_product.cuh"  // for the main kernels, which include this file: dQ += dS K
 #include "turing/backward/fragments.cuh"
 
 namespace turing {
@@ -33,9 +33,9 @@ struct Shape {
     static constexpr int kChunks = kHeaddim / kChunk, kRowBytes = kChunks * kChunkBytes;  // of a row of Q, K, V, dO
     static constexpr int kScoreChunks = kStep / kChunk, kScoreRowBytes = kScoreChunks * kChunkBytes;  // of a row of dS^T or P^T
 
-    // Offsets in shared memory, bytes: K, slots of step tiles, dS^T, P^T.
+    // Offsets in shared memory, bytes: own rows (K; none in dq kernels), slots of step tiles, dS^T, P^T.
     static constexpr int kOwnTile = kRows * kRowBytes, kStepTile = kStep * kRowBytes, kScoreTile = kRows * kScoreRowBytes;
-    static constexpr int kSlotBytes = 2 * kStepTile;  // Q, then dO
+    static constexpr int kSlotBytes = 2 * kStepTile;  // Q, then dO; in dq kernels K, then V
     static constexpr int kOwn = 0, kStepTiles = kOwnTile, kScores = kStepTiles + kSlots * kSlotBytes;
     static constexpr int kPartner = kScores + kScoreSlots * kScoreTile;
     static constexpr int kSharedBytes = kPartner + PartnerTiles * kScoreTile;
@@ -76,9 +76,9 @@ struct VisitedQueries : QueryRange<S::kRows, S::kStep> {
 
 // Where the rows of one query head lie, in the tensors and in scratch memory. kVarlen: the kernel reads lengths from memory, so
 // packed sequences are possible; kHasScoreFeatures: it has code for softcap, ALiBi, bias or dropout (features.cuh). Each step
-// computes its addresses again from these few numbers (and shared addresses from the thread index), because pointers would take
-// more registers than there are. keep_in_register() and remat_*(), which read special registers again, are volatile: otherwise the
-// compiler would move what does not change out of the loop, and then spill it.
+// computes its addresses from these numbers again, because pointers would take more registers than there are. keep_in_register()
+// and remat_*(), which read special registers again, are volatile: otherwise the compiler would move what does not change out of
+// the loop, and then spill it.
 struct HeadRows {
     int head;
     int origin_;  // the sequence's first row in the tensors; 0 without packed sequences, and where origin() reads it again
@@ -87,7 +87,6 @@ struct HeadRows {
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
         : head(head_), origin_(kVarlen && !kHasScoreFeatures ? keep_in_register(sequence.q_offset()) : 0),
           scratch(keep_in_register(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
-    // The sequence's first row in the tensors.
     __device__ __forceinline__ int origin(const BwdParams& p) const {
         return kHasScoreFeatures ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
     }

@@ -1,6 +1,6 @@
 // Main kernel of the turing backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. A warp has dV and dK of
 // its own 32 keys, and computes both S^T = K Q^T and dP^T = V dO^T, with V in registers and K from shared memory. Then P^T =
-// exp(scale * S^T - lse), dS^T = P^T * (dP^T - delta), dV += P^T dO and dK += dS^T Q.
+// exp(scale * S^T - lse), dS^T = P^T * (dP^T - delta), dV += P^T dO and dK += dS^T Q. Inputs are fp16, gradients fp16 or fp32.
 //
 // DqMode says what becomes of dQ += dS K: another kernel computes it (kSeparate, "dkdv kernels"), atomics add it, or the block
 // stores it, which has all keys (kStore, "fused"). Kernels with score features are compiled for exactly one (one_feature.cuh), for
@@ -78,7 +78,6 @@ struct BackwardSingleRole {
         clear_tiles(dv);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
-        // No kernel before a fused one writes them. Here, because no registers are free between heads.
         if (kFused) write_all_statistics<S>(p, sequence);
         if (kFused) __syncthreads();  // the statistics are written
 #pragma unroll 1
@@ -249,7 +248,7 @@ struct BackwardSingleRole {
         const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,
                        end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
-        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
+        // P^T has the factor kProbabilityUnit
         const float dv_factor = (kHasDropout ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end.k_offset()), dv_factor, key,
                        end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);

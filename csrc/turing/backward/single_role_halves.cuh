@@ -1,5 +1,5 @@
-// Main kernel of the turing backward pass (dK and dV of a block of keys) for headdim 64, plain and varlen, with dq by atomics: the
-// algorithm of single_role.cuh, with steps of 32 queries instead of 16.
+// Main kernel of the turing backward pass for headdim 64, plain and varlen: dK and dV of a block of keys, fp16 or fp32, and dq by
+// atomics, from fp16 inputs. The algorithm is that of single_role.cuh, with steps of 32 queries instead of 16.
 //
 // A warp has 32 keys: S^T = K Q^T, P^T = exp(scale * S^T - lse), dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dV += P^T dO, dK +=
 // dS^T Q. All warps compute dQ += dS K of the step before. A fragment of K serves 32 queries of S, and a fragment of dS two pairs
@@ -122,7 +122,8 @@ struct BackwardSingleRoleHalves {
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
                                        remat_block_x() * S::kRows + thread / 32 * 32);
                 }
-                // -lse / scale becomes -lse in log2 units plus 12, so P has the factor 2^12 (kProbabilityUnit), and -delta 2^-12.
+                // -lse / scale becomes -lse in log2 units plus 12, so P has the factor 2^12 (kProbabilityUnit), with which small P
+                // fit fp16, and -delta 2^-12.
                 stats.scale(p.problem.scale_log2);
 
 #pragma unroll
@@ -195,7 +196,7 @@ struct BackwardSingleRoleHalves {
         const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,
                        end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
-        // dV has the factor of P^T, with which small P fit fp16.
+        // dV has the factor of P^T
         write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end.k_offset()), 1.f / kProbabilityUnit,
                        key, end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
     }

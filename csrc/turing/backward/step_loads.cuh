@@ -27,8 +27,9 @@ struct StepStats {
             x[i] = load_float(from);
         }
     }
-    // Converts them for P, which kernels keep as P * kProbabilityUnit (2^kProbabilityBits = 4096). So -lse / scale becomes -lse in
-    // log2 units plus `shift`, and -delta is divided by kProbabilityUnit. So P * (dP - delta), with dP scaled alike, is dS itself.
+    // Converts them for P, which kernels keep times kProbabilityUnit (2^kProbabilityBits = 4096): -lse / scale becomes -lse in log2
+    // units plus `shift` (kExponentShift for pack_shifted), and -delta is divided by kProbabilityUnit, as callers do with dP. So
+    // P * (dP - delta) is dS itself.
     __device__ __forceinline__ void scale(float scale_log2, float shift = kProbabilityBits) {
         const bool is_lse = remat_thread() % 32 < RowStats::kNegDeltaAt;
 #pragma unroll

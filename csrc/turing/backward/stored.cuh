@@ -2,8 +2,7 @@
 // tensors. backward/store_scores.cuh computes P and dS, backward/stored_gradients.cuh dV, dK and dQ from them. Here are a warp's
 // products, 64 by 64 elements, and the lane layout. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh). by_rows()
 // and by_chunks() give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks (16 elements) after x.
-// remat_swizzled() is the offset of a chunk in a swizzled tile (tile.cuh). kChunks, kRowBytes: of a row of a tile. kStagedTerms
-// (32): terms of a step.
+// remat_swizzled() is the offset of a chunk in a swizzled tile (tile.cuh). kChunks, kRowBytes: of a row of a tile.
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -12,8 +11,8 @@
 namespace turing {
 
 // multiply_* add a step's products to c. add_* sum them apart first: fp32 tensors need that, because tensor cores truncate long
-// sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, 32 in a step: columns of
-// TermColumns, rows of TermRows and OtherTermRows, which are shapes of tiles in shared memory (backward/staged_tiles.cuh).
+// sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, kStagedTerms (32) in a
+// step: columns of TermColumns, rows of TermRows and OtherTermRows, shapes of tiles in shared memory (backward/staged_tiles.cuh).
 struct StoredFamily {
     using RowStats = turing::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
 
@@ -31,9 +30,9 @@ struct StoredFamily {
         __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
         __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
 
-        // A lane has kRows queries ("rows" here), each with kKeys keys that are kKeyStride apart. row_of(v) is the query of element
-        // v. element(r, j) is the element of query r and key j. kKeyRows says whether the rows of the product are keys. A
-        // PartnerMask is the XOR of the lane that shares a Philox call, for keys or for queries (score_coord.cuh).
+        // A lane has kRows queries ("rows" here), each with kKeys keys, kKeyStride apart. row_of(v): query of element v.
+        // element(r, j): that of query r and key j. kKeyRows: rows of the product are keys. k...PartnerMask: XOR to the lane that
+        // shares a Philox call, for keys or for queries (score_coord.cuh).
         static constexpr bool kKeyRows = true;
         static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 4, kQueryPartnerMask = 1;
         __device__ __forceinline__ static constexpr int row_of(int v) { return query_slot(v); }

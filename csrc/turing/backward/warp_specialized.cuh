@@ -1,9 +1,9 @@
 // Main kernel of the turing backward pass for headdim above 64, and at 64 for generic kernels and block masks: 8 warps in two roles
-// of four (warp specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit
-// one warp's registers. A warp has its operands of K or of V in registers, except the last chunks where headdim is above 192. P
-// goes to the partner warp of the other role, lane by lane, through shared memory. All warps compute dQ, at different times in
-// staggered kernels (kStaggered). DqMode says what becomes of dQ: another kernel computes it (kSeparate), atomics add it, or the
-// block stores it, which has all keys of its heads (kStore, "fused").
+// of four (warp specialization). Inputs are fp16, gradients fp16 or fp32. Warps 0 to 3 compute S^T, P = exp(scale * S - lse) and
+// dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's registers. A warp has its operands of K or of V in
+// registers, except the last chunks where headdim is above 192. P goes to the partner warp of the other role, lane by lane, through
+// shared memory. All warps compute dQ, at different times in staggered kernels (kStaggered). DqMode says what becomes of it:
+// another kernel computes it (kSeparate), atomics add it, or the block, if it has all keys, stores it (kStore, "fused").
 //
 // A step, after the barrier at which its tiles of Q and dO are in shared memory:
 //   first role                              second role
@@ -99,7 +99,6 @@ struct BackwardWarpSpecialized {
         if (!kStaggered) return wait_partner();
         named_arrive(1 + remat_thread() / 32 % kPartners, 64);
     }
-    // Computed again where needed, so that they hold no register in the loop.
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
     static __device__ __forceinline__ int remat_warp_key() { return remat_block_x() * S::kRows + remat_warp_row(); }
@@ -363,7 +362,6 @@ struct BackwardWarpSpecialized {
         clear_tiles(gradient);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
-        // The end of the loop over heads, computed again in each iteration.
         const auto remat_heads_end = [&] {
             return (remat_block_y() + 1u) * (keep_in_register(p.problem.nheads) / p.problem.nheads_k);
         };
@@ -490,7 +488,7 @@ struct BackwardWarpSpecialized {
                     }
                     stats.scale(p.problem.scale_log2, kExponentShift);
                     exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, bits, slopes_of(exchange, score_slot));
-                    // Without dropout, a sign bit in `sent` says that fp16 rounded P down. The partner corrects P by it.
+                    // P with sign bits, which tell the partner what fp16 rounded down, or what drops
                     PackedScores sent;
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++)
@@ -583,8 +581,7 @@ struct BackwardWarpSpecialized {
         const int end_warp = remat_thread() / 32;
         const bool is_dk = end_warp >= kPartners;
         const Output& to = is_dk ? p.dk : p.dv;
-        // Q has its own signs (a negative softmax_scale flips those of K), so dK's factor has softmax_scale's. P^T has the factor
-        // kProbabilityUnit, 2^12, with which small P fit fp16.
+        // Q has its own signs (a negative softmax_scale flips those of K), so dK's factor has softmax_scale's. P^T is times 2^12.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_y(), end.k_offset()),

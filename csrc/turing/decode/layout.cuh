@@ -1,5 +1,6 @@
-// Decode layout of the turing family: which lane has which rows (queries), tokens (keys) and columns of m16n8k8 products, and the
-// products. The template argument LayoutOf of DecodeMainloop (decode/mainloop.cuh), which calls each function.
+// Decode layout of the turing family: which lane has which rows ((query, head) pairs of a KV head), tokens (keys) and columns of
+// m16n8k8 products, and the products. The template argument LayoutOf of DecodeMainloop (decode/mainloop.cuh), which calls each
+// function. keys.chunk(j), values.chunk(j, h) and q.chunk(mt, j) are a lane's 16 bytes of load j, as fp16; h: which of two tokens.
 //
 // Scores: Q is operand A (up to 16 rows), K operand B (eight tokens). The columns of a product are free as long as both operands
 // agree, so the 16 bytes that a lane loads are operands of four products. Output: transposed. V is operand A (16 columns), P is
@@ -54,7 +55,7 @@ struct DecodeLayout {
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
     static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
 
-    // x = Q K^T of a tile of eight tokens, all of the queries' columns.
+    // x = Q K^T of a tile of eight tokens, not scaled, all of the queries' columns.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c = {};
@@ -97,7 +98,7 @@ struct DecodeLayout {
         }
     }
 
-    // O += P V of a tile. packed: the lane's probabilities.
+    // O += P V of a tile. packed: the lane's two probabilities of each row tile, fp16 times 2^8 (kPackedOne).
     template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane&, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {

@@ -13,7 +13,7 @@
 namespace turing {
 
 constexpr int kScaleKeys = 64, kScales = 4;  // keys of a block, and scales of it
-// Maximum number of keys, evenly spaced, in KeyCodes::mean. With smooth_k, K less this mean is quantized. A sample is enough: the
+// Maximum number of keys, evenly spaced, in KeyCodes::mean. With smooth_k, K less this mean is quantized. It need not be exact: the
 // softmax is the same for any vector that all keys lose.
 constexpr int kMeanKeys = 128;
 // Smallest scale: the product of two is a normal number, so that a score of -inf stays -inf.
@@ -25,8 +25,8 @@ constexpr float kSmallestScale = 1e-18f;
 // of 64. p.v_max_stride: maxima of one KV head and entry, one for each thread block of the longest sequence.
 template <int Headdim>
 struct KeyCodes {
-    signed char* codes;  // of key 0
-    float* scales;  // of block 0
+    signed char* codes;  // of key 0; Headdim bytes a key
+    float* scales;  // of block 0; kScales a block
     float* mean;  // Headdim columns, 0 without smooth_k
     float* v_max;  // largest finite |V| of each thread block of the prepare kernel
 

@@ -3,7 +3,7 @@
 // fp32 output. Scores of a few tiles (8 keys) become probabilities, for a span. prepare.cuh makes K's int8 codes (codes.cuh)
 // before: of K less its mean (smooth_k), and after a Hadamard transform of K's columns (rotate), which load_queries() applies to Q
 // too. With smooth_k all scores of a row lack q times the mean. load_queries() leaves it in softmax_lse, and write_output() adds it
-// to the row's lse.
+// to the row's lse (fp32, natural log). q, k, v and out are fp16 or bf16.
 //
 // Instructions: masked and unmasked spans, which run at the same time, share one P V of 15.6 KB (L0 instruction cache: 16 KB). A
 // block's code stays below 46 KB (L1.5): so queries and output have rolled loops, and rare code is behind branches.

@@ -3,10 +3,10 @@
 // the kernel's row in src/kernels; src/ops/fast.rs launches it. Codes come in blocks of kScaleKeys (64) keys with kScales (4)
 // scales, one for each 16 keys. A chunk is 8 columns.
 //
-// Computes K less its mean, as int8 codes (codes.cuh), the largest finite |V|, and a bit for each element of a boolean mask. A
-// second launch scales bf16 V to fp16, finite values below 1 (PreparePhase). To smooth K (subtract its mean, so that codes have a
-// smaller range), every block takes the mean itself, from at most kMeanKeys (128) keys of the sequence, so that one launch
-// suffices. Smoothing needs no exact mean: the softmax is the same whichever vector all keys lose.
+// Computes from fp16 or bf16 K, less its mean, int8 codes (codes.cuh), the largest finite |V|, and a bit for each element of a
+// boolean mask, 1 where the query sees the key. A second launch scales bf16 V to fp16, finite values below 1 (PreparePhase). To
+// smooth K (subtract its mean, so that codes have a smaller range), every block takes the mean itself, from at most kMeanKeys (128)
+// keys, so that one launch suffices. It need not be exact: the softmax is the same whichever vector all keys lose.
 #pragma once
 
 #include "tile.cuh"

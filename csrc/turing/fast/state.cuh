@@ -31,8 +31,7 @@ __device__ __forceinline__ const T* load_pointer(u32 address) {
     return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
 }
 
-// Store and load one float for each of the lane's rows, two or four, in shared memory. load_shared() loads four, load_shared2()
-// two.
+// Store and load one float for each of the lane's rows, two or four, in shared memory.
 template <int Rows>
 __device__ __forceinline__ void store_rows(u32 address, const float (&x)[Rows]) {
 #pragma unroll
@@ -81,7 +80,7 @@ struct SharedSources {
     __device__ __forceinline__ int v_last() const { return load_shared1(block_address + 24); }
     __device__ __forceinline__ u32 v_factor() const { return load_shared1(block_address + 28); }
 };
-// Scale and reference of each of the lane's rows: in registers, or in shared memory.
+// Scale and reference of each of the lane's rows.
 template <int Rows>
 struct RegisterRows {
     float scale[Rows], reference[Rows];

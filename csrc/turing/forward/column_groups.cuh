@@ -1,5 +1,6 @@
-// Forward kernel of the turing family for headdim 512, whose output does not fit one warp's registers. csrc/entry.cu runs it for
-// rows of src/kernels/turing: 64 or 32 query rows a block, plain, varlen, paged and generic (score features chosen by parameters).
+// Forward kernel of the turing family for headdim 512, whose output does not fit one warp's registers: from fp16 q, k and v to out
+// (fp16 or fp32) and softmax_lse. csrc/entry.cu runs it for rows of src/kernels/turing: 64 or 32 query rows a block, plain, varlen,
+// paged and generic (score features chosen by parameters).
 //
 // The eight warps of a block are two groups of four, or one group. A group has 32 rows, and its warps divide the columns: of Q and
 // K in the first product, of V and the output in the second. Step i of 16 keys has two phases, each between two barriers:
@@ -14,8 +15,8 @@
 // the four rows that each lane's accumulators have, so that partial scores and probabilities move between equal lanes of different
 // warps. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 //
-// A chunk is eight columns (16 bytes) of a row. In shared memory the chunks of a row are swizzled: permuted in groups of eight, so
-// that ldmatrix has no bank conflicts (tile.cuh).
+// A chunk is eight columns (16 bytes) of a row. In shared memory chunks are swizzled: permuted in groups of eight, so that ldmatrix
+// has no bank conflicts (tile.cuh).
 //
 //   mt, r             one of the warp's two tiles of 16 rows; one of a lane's two rows in it
 //   at, Place         the thread's coordinates and shared addresses, computed again at each use
@@ -104,8 +105,7 @@ struct ForwardColumnGroups {
     using Staging = uint4[kThreadChunks];
     static_assert(kThreadsPerRow % 8 == 0, "a thread's chunks have one swizzle");
 
-    // The thread's coordinates and addresses in shared memory, from `base` on. They are computed again from the thread's number
-    // where they are used: the loop has no registers for them.
+    // base: address of shared memory.
     struct Place {
         u32 base;
         Lane lane;
@@ -185,7 +185,6 @@ struct ForwardColumnGroups {
 
     // Loads and stores of K or V: a thread's chunks of its row of a step.
     struct Stream {
-        // The thread's key of a step.
         __device__ __forceinline__ static int key_of(u32 thread) { return Layout::key_of_row(thread / kThreadsPerRow); }
         const unsigned short* row;  // the thread's first chunk
         int chunks_left;  // of the row, from the thread's first chunk on; 0 if the row does not exist
@@ -195,7 +194,7 @@ struct ForwardColumnGroups {
             row = row_ + first * kChunk;
             chunks_left = exists ? columns / kChunk - first : 0;
         }
-        // Loads all chunks. What does not exist is 0.
+        // What does not exist is 0.
         __device__ __forceinline__ void load_all(Staging& data) const {
 #pragma unroll
             for (int c = 0; c < kThreadChunks; c++) {
@@ -414,8 +413,8 @@ struct ForwardColumnGroups {
                     }
                 }
                 s.apply_mask(mask_here, row, key);
-                // Moves row_max only by more than kRescaleThreshold (softmax.cuh), without a branch or a register for the limit.
-                // So 1 / scale, which only sets the limit, is 0.
+                // Moves row_max only by more than kRescaleThreshold (7, log2 units), without a branch. Passes 0 for 1 / scale,
+                // which would only set a limit.
                 SoftmaxRow& state = softmax.row[0][0];
                 const float m = row_max<Layout>(s.lane_maximum(0, 0));
                 moved = fmaf(m, scale, -state.row_max) > kRescaleThreshold;

@@ -15,16 +15,15 @@ namespace turing {
 // and 8 keys; the output is C of one with 8 columns of V. A step of the main loop has 16 keys, two tiles. Rows of K in shared
 // memory may be any permutation of the keys, if V has the same. Where scores are modified, a lane has four neighboring keys in the
 // two tiles, for one load of a bias and one call of dropout's generator (Philox). kHas...: the kernel has code for the feature;
-// kRequires...: all of its problems use it (features.cuh). kHasScoreFeatures: for softcap, ALiBi, bias or dropout. kHasFp32Output:
-// for an fp32 out.
+// kRequires...: all of its problems use it, and no other score feature (features.cuh). kHasScoreFeatures: for softcap, ALiBi, bias
+// or dropout. kHasFp32Output: for an fp32 out.
 struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;  // grids may have heads on their first axis
     static constexpr bool kFourKeys = kHasScoreFeatures;  // whether a lane's keys of a step are four neighbors
-    // With dropout alone, a lane's two keys in a tile are two apart: their random numbers share a word (philox.cuh). So they lie in
-    // an aligned group of four.
+    // Whether a lane's two keys in a tile are two apart, in an aligned group of four. Their random numbers then share a word.
     static constexpr bool kEverySecondKey = kRequiresDropout;
     // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane's two rows share a Philox call.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {

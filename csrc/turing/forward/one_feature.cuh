@@ -1,8 +1,8 @@
 // Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias or dropout. (The fourth, a score
-// function, needs nothing here.) Called by the forward kernel, pipelined.cuh and pipelined_parts.cuh. ALiBi and bias are the
-// initial accumulators of Q K^T, which is not scaled yet: they are divided by |softmax_scale| (Problem::scale; a negative scale
-// flips the signs of Q). So nothing comes between product and softmax. Dropout masks packed probabilities; generic kernels use that
-// too.
+// function, needs nothing here.) Called by the forward kernel, pipelined.cuh and pipelined_parts.cuh. ALiBi and an fp16 bias are
+// initial accumulators of Q K^T, so that nothing comes between product and softmax. An fp32 bias, which is rare, is added after the
+// product. As products are not scaled yet, all three are divided by |softmax_scale| (Problem::scale; a negative scale flips the
+// signs of Q). Dropout masks packed probabilities, also in generic kernels; finish_row() scales the output by 1 / (1 - p).
 //
 //   half              tile of 8 keys of a step of 16, 0 or 1. A lane has four neighboring keys of a step, two in each tile. (With
 //                     dropout alone, kEverySecondKey: keys 0 and 2, then 1 and 3.)
@@ -42,9 +42,8 @@ struct InitialAlibi {
     }
 };
 
-// Bias as initial accumulators if it is fp16: loaded one step ahead, the four keys of a lane at once. Rows of a bias have a
-// multiple of four keys in memory (the host copies others), so the last load stays inside. An fp32 bias, which is rare, is loaded
-// and added after the products.
+// Bias. If it is fp16, it is loaded one step ahead, the four keys of a lane at once. Rows of a bias have a multiple of four keys in
+// memory (the host copies others), so the last load stays inside.
 template <int RowTiles>
 struct InitialBias {
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
@@ -135,8 +134,8 @@ struct StepDropoutMask {
         for (int mt = 0; mt < RowTiles; mt++) {
             const uint4 drawn = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
                                         key + ForwardLayout::first_key(lane));
-            // [row r][c]: the numbers of columns c and c + 2 of the call's four, in the lower and upper half. halves(a, b, half)
-            // packs this half of both words: columns 0 and 1, or 2 and 3.
+            // [row r][c]: the numbers of columns c and c + 2 of the call's four, in the lower and upper half. So halves() takes
+            // columns 0 and 1, or 2 and 3.
             const u32 words[2][2] = {{philox_word(drawn, 0, 0), philox_word(drawn, 0, 1)},
                                      {philox_word(drawn, 1, 0), philox_word(drawn, 1, 1)}};
 #pragma unroll

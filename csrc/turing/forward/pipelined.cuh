@@ -1,5 +1,6 @@
-// Forward kernel of the turing family up to headdim 256, software-pipelined: Q, scores, probabilities and output are in registers.
-// csrc/entry.cu runs it, as `Pipelined` below, for most forward and prefill (paged) rows of src/kernels/turing.
+// Forward kernel of the turing family up to headdim 256, software-pipelined: from fp16 q, k and v to out (fp16 or fp32) and
+// softmax_lse. Q, scores, P and output are in registers. csrc/entry.cu runs it, as `Pipelined` below, for most forward and prefill
+// (paged) rows of src/kernels/turing.
 //
 // m16n8k8 takes 8 keys, so a warp works on tiles of 8 keys, three of them at once in different stages:
 //
@@ -7,18 +8,18 @@
 //
 // So there are always products and arithmetic that do not depend on each other. A step is two tiles, `half` 0 and 1, which may
 // interleave its 16 keys: a lane's keys of the second are kNextTile (1, 2 or 8) after those of the first. K and V move through a
-// ring of slots in shared memory, a step each. Step j reads K of steps j and j + 1, and V of steps j - 1 and j. It stores step j +
-// kAhead, and loads that step or the one after it (CopyPlacement). With kAhead = 3, two steps read or write slots j-1 to j+4. Eight
+// ring of slots in shared memory, a step each. Step j reads K of steps j and j + 1, and V of steps j - 1 and j. It stores step
+// j + kAhead, and loads that step or the one after it (CopyPlacement). With kAhead = 3, two steps touch slots j - 1 to j + 4. Eight
 // slots keep these apart, so every second step has a barrier. With four slots and kAhead = 2 every step has one.
 //
 // Most steps need no mask. Where registers allow (kUnmaskedLoop) they have a loop of their own, because the test alone takes 3 to
 // 6% of the time. With a block mask (Grid::kListed) lists name the blocks of 64 keys that the rows see.
 //
-// Row maxima lag: a tile takes the maxima so far. If a sum of probabilities then exceeds kLargestSum, end_softmax() moves the
-// maxima and computes the tile's probabilities again. With kRescaleBeforeExp the test comes first: fewer registers, more time. A
-// thread copies one chunk (8 columns) of K and of V in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias,
-// kOnlyFunction and kCarriedDropout: all problems of the kernel use that feature. Carried: registers keep the generator (`philox`)
-// for the whole loop. kGeneric: parameters say which features a problem uses.
+// Row maxima lag: a tile takes the maxima so far. If a lane's two probabilities of a row then sum to more than kLargestSum, 2^7,
+// end_softmax() moves the maxima and computes the tile's probabilities again: times 2^8, as P is packed, they must fit fp16. With
+// kRescaleBeforeExp the test comes first: fewer registers, more time. A thread copies at most one chunk (8 columns) of K and of V
+// in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias, kOnlyFunction (the score function, softcap) and
+// kCarriedDropout: all problems of the kernel use that feature.
 //
 // PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers, and the reason of each constant kName below. run() is the
 // schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
@@ -29,7 +30,7 @@
 //   mt, r, c          a tile of 16 query rows of the warp; one of a lane's two rows in it; a group of four chunks
 //   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
 //   bits              under a block mask, which single scores exist
-//   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh)
+//   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh); generic: parameters choose score features
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and K, and of V;
 //                     query rows, keys of a step, threads and shared memory of a block
@@ -39,7 +40,7 @@
 
 namespace turing {
 
-// The kernel. A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each.
+// A warp has 16 * RowTiles query rows. Slots: of the ring.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots, class Grid = DenseGrid>
 struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slots, Grid> {
     using Parts = PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slots, Grid>;
@@ -63,7 +64,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
     //   kStreamsInShared  whether those addresses lie in shared memory, after the ring
     // kPagesInBranch: a branch guards loads of page numbers, else a predicate. kBlockLoop: loops over listed blocks and inside over
     // their steps. kBitsAhead: steps from the load of a block mask's bits to their use. kEnd: a copy after a tile's last products.
-    // CopyPlacement (reasons: pipelined_parts.cuh); kCopiesInTiles is kLoadFirst, kStoreFirst or kBothPasses:
+    // CopyPlacement; kCopiesInTiles: kLoadFirst, kStoreFirst or kBothPasses:
     //   kBetweenTiles     after the first tile, with two passes also after the second: store, then load
     //   kLoadFirst        one pass: the first tile loads, the second stores; kStoreFirst: the first stores, the second loads
     //   kBothPasses       two passes: each tile stores one and loads the other
@@ -89,17 +90,15 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
-        // kBackwards: with ALiBi, scores rise toward a row's own position, so row maxima settle early if that position comes first.
-        // Steps go from that of own_key, the position of the block's last row, down to key_first. Then they go from key_last, the
-        // last step, down to the one after own_key's.
+        // kBackwards: with ALiBi, scores rise toward a row's own position, so row maxima settle early if it comes first. Steps go
+        // from own_key's, the position of the block's last row, down to key_first, then from key_last down to the one after it.
         const int own_key = block.row + kBlockRows - 1 + sequence.seqlen_k() - sequence.seqlen_q();
         const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
         int key = kBackwards ? key_first + max(min(own_key, key_end - 1) - key_first, 0) / kStep * kStep : key_first;
         Keys keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kStep>;
         Bits bits;
-        // Loads of Q are in flight while the list is decoded. They have an array beside q, so that kernels without lists keep their
-        // machine code.
+        // Loads of Q, in flight while the list is decoded. Not in q, so that kernels without lists keep their machine code.
         OperandA loaded_q[kBlockLoop ? RowTiles : 1][kBlockLoop ? kChunks : 1];
         if constexpr (kBlockLoop) {
             Grid::begin_load_queries(loaded_q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row,
@@ -125,7 +124,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
             // Where not all threads take part, the first ones load K, the last ones V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
-            // With pages these point into page 0, and address() adds the page: that of group 0, because a step is one group.
+            // With pages these point into page 0, and address() adds that of the step's only group of kPageGroup tokens, 0.
             const StreamK kept_k(
                 thread,
                 kPaged ? head_base(p.cache.k, 0, block.head_k) : rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
@@ -254,7 +253,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     s.clear();
             };
             StepDropoutMask<RowTiles> dropout;
-            // Carried: seed, offset and head are read once, here. Else tile() reads them in each step.
+            // Carried: registers keep seed, offset and head for the whole loop. Else tile() reads them in each step.
             const Philox philox = kCarriedDropout ? dropout.numbers_of(p) : Philox();
             Philox::RoundKeys round_keys;  // of the random generator, if registers have room (kKeysKept)
             if (kCarriedDropout && kKeysKept) {
@@ -366,8 +365,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                         dropout.keep_all(p);
                     }
                 }
-                // kHidesAll: a block mask's bits, which also hide what other masks hide. combine() prepares them, of this step or
-                // of that 1 later; `true` makes it clear the keys that causal mask, window or lengths hide.
+                // kHidesAll: a block mask's bits hide scores. combine() prepares those of this step, or of the next (1). `true`: it
+                // also clears the bits of keys that causal mask, window or lengths hide.
                 if constexpr (Bits::kHidesAll) {
                     if (!kBlockLoop) {
                         if (may_mask && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row(), true);
@@ -517,8 +516,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 slot = keys.template number_modulo<Slots>() * kSlotBytes;
             } else {
                 // Masked steps, unmasked ones, masked ones. Their ranges are computed again in between. Steps that begin at keys
-                // unmasked.first to `last` need no mask. Backwards the iteration has two parts: from own_step down to key_first,
-                // then from key_last down to the step after own_step.
+                // unmasked.first to `last` need no mask. Backwards the iteration has two parts (kBackwards above).
                 const int own_step = key;
                 int first_step = key_first;  // backwards: lowest step of this part
                 for (;;) {
@@ -541,7 +539,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 }
             }
             end_softmax(scores[1], probabilities[1], 1);
-            if (kOnlyFunction)  // the softmax took states for scores, which are states times a factor plus a constant: lse needs it
+            if (kOnlyFunction)  // score = factor * state + constant; row_max has only factor * state, and lse needs both
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -561,8 +559,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
     }
 };
 
-// The kernel of a row in src/kernels. Its ring has as many slots as fit its shared memory, rounded down to four or eight. A slot
-// has STEP rows of K and V, of 2 bytes a column.
+// The kernel of a row in src/kernels. Its ring has as many slots as fit its shared memory, rounded down to a multiple of four. A
+// slot has STEP rows of K and V, of 2 bytes a column.
 constexpr int kRingSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
 template <class Grid>
 using Pipelined = ForwardPipelined<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, kRingSlots, Grid>;

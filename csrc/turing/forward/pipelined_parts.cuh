@@ -4,9 +4,11 @@
 //   chunk, tile, step 8 columns of a row (16 bytes); 8 keys (kTileKeys); two tiles
 //   ring, slot        Slots slots of shared memory, each with a step's rows of K and V
 //   stream            a thread's part of the copies of K or V to the ring (RowStream, row_stream.cuh)
-//   listed            where a block mask names the blocks of 64 keys (BlockMaskGrid)
 //   mt, r, half       a tile of 16 query rows of the warp; one of a lane's two rows in it (kRows); tile 0 or 1 of a step
 //   ...V, ...K        of V and the output, or of K; without a letter of Q and K
+//   scale             makes a product a score in log2 units: |softmax_scale| * log2(e), or 1 in generic kernels
+//   row_max, limit    a row's maximum so far, log2 units. It lags, until a score exceeds it by more than kRescaleThreshold (7): a
+//                     product above `limit`. So P is up to 2^7, and fits fp16 even times kPackedOne (2^8), as it is packed
 //   remat_*()         compute or load again what would otherwise hold a register; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kRequires..., kGeneric  what this kernel is compiled for (features.cuh). kRequires...: all problems
 //                     use the feature, so no test. kGeneric: parameters say which score features a problem uses
@@ -23,10 +25,10 @@
 
 namespace turing {
 
-// The default grid: one block per tile of rows, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one.
-// kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
+// The default grid: one block per row tile, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one. kEitherOrder:
+// heads may be on the grid's first axis.
 struct DenseGrid {
-    static constexpr bool kListed = false;  // whether keys come from lists
+    static constexpr bool kListed = false;  // whether keys come from a block mask's lists, of blocks of 64 keys
     static constexpr bool kBlockLoop = false;  // whether the kernel loops over listed blocks, and inside over their steps
     template <int Step>
     using Steps = DenseSteps<Step>;
@@ -60,13 +62,13 @@ struct PipelinedParts {
     static constexpr bool kInitialAlibi = kRequiresAlibi;
     static constexpr bool kInitialBias = kRequiresBias;
     // Whether the kernel's only score feature is a score function (softcap). It is applied late, where probabilities are computed
-    // beside the next products. Row maxima can be found from products alone, because softcap is an increasing function. The softmax
-    // takes the function's states as scores: score = factor * state(product) + constant (score_function.cuh). Row maxima are
+    // beside the next products. It is increasing, so the largest product has the largest score. The softmax takes its states as
+    // products, and its factor as `scale`: score = factor * state(product) + constant (score_function.cuh). Row maxima are
     // corrected by the constant at the end.
     static constexpr bool kOnlyFunction = kRequiresScoreFunction;
     static constexpr bool kCarriedDropout = kRequiresDropout;  // the generator's state stays in registers for the whole loop
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then the
-    // keys before it in descending order, then the keys after it in descending order.
+    // keys before it, then those after it, both in descending order.
     static constexpr bool kBackwards = kInitialAlibi;
     static constexpr int kNextTile = ForwardLayout::kNextTile;  // from a lane's keys in a step's first tile to those in its second
     // ---- pipeline ----
@@ -95,8 +97,8 @@ struct PipelinedParts {
     // found by trial, until nothing spilled.
     static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kRegistersFull = kOperandRegisters >= 192;
-    static constexpr bool kFragmentsAhead =
-        !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);  // else a group is loaded when it is used
+    // Whether a group of K and V is loaded while the group before it multiplies. Else it is loaded when it is used.
+    static constexpr bool kFragmentsAhead = !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);
     // Whether registers keep the row and chunk that a thread copies. Else each copy computes them again.
     static constexpr bool kChunkCoordsKept = !(
         // each of these takes registers of its own
@@ -112,23 +114,23 @@ struct PipelinedParts {
     static constexpr bool kMaskKept = !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged) ||
                                                            Grid::kListed));  // else each masked tile computes it again
     // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because nothing
-    // else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.) The test compares each
-    // tile's largest product with row_max. Not with kOnlyFunction: there row_max is in units of states, not of products.
+    // else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.) The test compares a
+    // row's largest product with its limit. There is none with kOnlyFunction, whose row_max follows from states, not from products.
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
     static_assert(!kRescaleBeforeExp || !kOnlyFunction, "update_row_max_before_exp needs a maximum per step");
     // Whether a warp has one row tile of headdim 256, without pages.
     static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
-    // Whether registers keep rows' limits, above which a score moves row_max (softmax.cuh); else they are computed from row_max.
+    // Whether registers keep rows' limits, (row_max + kRescaleThreshold) / scale. Else they follow from row_max in each test.
     static constexpr bool kLimitsKept =
         !(kStreamsInShared || kFullRow || (kRegistersFull && Grid::kListed) || (Headdim <= 32 && kVarlen));
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // whether registers keep Philox's keys of all rounds
     static constexpr bool kBlockLoop = Grid::kBlockLoop;
     // ---- copies from global memory to the ring ----
-    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store, and
-    // both before the products of a tile. There the warp waits, because the load writes the registers that the store reads. In
-    // tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads or
-    // stores, and the second one does the other; with two passes each tile stores one and loads the next. Loops over listed blocks
-    // do both at products of the tiles (copy_positions). The choice is by simulated times.
+    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts both before the products of a tile.
+    // There the warp waits, because the load writes the registers that the store reads. In tiles they come after the branch for row
+    // maxima, which ptxas moves no store across: with one pass the first tile loads or stores, and the second one does the other;
+    // with two passes each tile stores one and loads the next. Loops over listed blocks do both at products (copy_positions). The
+    // choice is by simulated times.
     enum class CopyPlacement { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
     // Kernels that copy between tiles. Those with pages and generic block masks were not tried otherwise. With 32 rows per warp
     // most kernels are slower with copies in tiles. Varlen kernels of headdim 256 would spill 8 bytes.
@@ -203,10 +205,11 @@ struct PipelinedParts {
         return upper_halves(a, b);
     }
 
-    // Softmax of one tile, whose probabilities may turn out to be too large.
+    // Softmax of one tile. Without kRescaleBeforeExp it takes the row maxima so far. If P is then too large for fp16,
+    // update_row_max() repeats it.
     struct TileSoftmax {
-        float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        float largest = 0.f;  // of these sums: tells whether a probability may exceed 2^kRescaleThreshold
+        float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's two probabilities in a row
+        float largest = 0.f;  // of these sums: above kLargestSum, P may exceed 2^kRescaleThreshold
 
         // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
         template <bool MayMask>
@@ -227,7 +230,6 @@ struct PipelinedParts {
                 if ((MayMask || kBatchInvariant) && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
-            // With softcap alone, states stand for scores: score = factor * state + constant (score_function.cuh).
             float x[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -245,7 +247,7 @@ struct PipelinedParts {
     static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
     // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again (<true>: s may be
-    // masked). `half`: which of the step's two tiles s is, 0 or 1. 1 / scale is 0, because it only sets a limit, which is unused.
+    // masked). `half`: which of the step's two tiles s is, 0 or 1. Passes 0 for 1 / scale, which only sets the unused `limit`.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
@@ -265,7 +267,7 @@ struct PipelinedParts {
             }
     }
 
-    // Whether a score exceeds its row's limit (up to rounding, where the limit is not kept), so that row_max must move first.
+    // Whether a product exceeds its row's limit (up to rounding, where the limit is not kept), so that row_max must move first.
     __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
         if (kLimitsKept) return s.needs_rescale(softmax);
         bool exceeds = false;
@@ -279,7 +281,7 @@ struct PipelinedParts {
     // Moves row maxima before the probabilities of s are computed. The last tile's, p_last, are packed already: rescales them.
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
-        // 1 / scale, computed again so that it holds no register in between.
+        // 1 / scale, computed again so that it holds no register in between. Generic kernels have scale = 1.
         const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(scale))));
         const auto rescale = rescale_output<ForwardLayout>(o);
 #pragma unroll

@@ -1,11 +1,12 @@
 // Products of the forward kernel of fp32 tensors on turing's tensor cores: the Family argument of forward/split.cuh, which calls
-// it. Each number is the sum of a high and a low fp16 part. Low times low is left out: it is at most 2^-21 of the product,
-// typically near fp32's own rounding. A row in memory has all high parts, then the low ones.
+// it. Each number is the sum of a high and a low fp16 part. Low parts are up to 2^-11 of Q, K and V, whose high parts are rounded,
+// and 2^-10 of P, whose high parts are truncated. Low times low, at most 2^-21 of a product, is left out: typically near fp32's own
+// rounding. A row in memory has all high parts, then the low ones.
 //
 // split::Forward holds both parts of a step of 16 keys in shared memory: multiply() and add_output(). split::WideForward, for
 // headdims above 128, has room for one part at a time: the functions for high and low. `pitch`: bytes between rows in shared
-// memory. A chunk is 8 columns (kChunk), kChunkBytes (16) bytes. Of a lane, quad is lane % 4 (turing/mma.cuh). s[i].tile[0][0] has
-// the lane's scores of tile i of a step, for the warp's one row tile; o[0][j] its output in 8 columns.
+// memory. A chunk is 8 columns (kChunk), kChunkBytes (16) bytes. s[i].tile[0][0] has the lane's scores of tile i of a step, for the
+// warp's one row tile; o[0][j] its output in 8 columns.
 #pragma once
 
 #include "forward/split.cuh"
@@ -47,7 +48,8 @@ struct Split {
         static constexpr int kSharedBytes = 0;
         OperandA q[1][2 * kHalf];  // of each chunk the lane's part of the 16 rows: high parts, then low ones
 
-        // `base`: row 0. sign_flip: 0x80008000 to flip the signs of Q, for a negative softmax_scale, else 0.
+        // Loads rows from `row` on, of the `rows` that exist; others are 0. `base`: row 0. sign_flip: 0x80008000 to flip the signs
+        // of Q, for a negative softmax_scale, else 0.
         __device__ __forceinline__ void load(const Operand& from, const unsigned short* base, int row, int rows, u32 sign_flip, u32,
                                              int) {
             if constexpr (LowColumn == Headdim) {
@@ -58,7 +60,7 @@ struct Split {
                 load_queries(reinterpret_cast<Part&>(q[0][kHalf]), from, base + LowColumn, row, rows, Headdim, sign_flip);
             }
         }
-        // S = Q K^T. `tile`: K of the step. `small` sums the products with a low part, 2^-11 of the others. Tensor cores truncate
+        // S = Q K^T. `tile`: K of the step. `small` sums products with a low part, at most 2^-11 of others. Tensor cores truncate
         // sums, so those would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[kTiles], u32 tile, int pitch) const {
             const u32 from = fragment<Headdim>(tile, pitch);
@@ -81,7 +83,6 @@ struct Split {
                 for (int v = 0; v < 4; v++) s[i].tile[0][0][v] = large[i][v] + small[i][v];
         }
         // Add the products with the high and with the low parts of K. `tile`: these parts of the step, from Q's first column on.
-        // `small` has the sums of products with a low part, `large` those of high parts.
         __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[kTiles], Scores<Layout, 1, 1> (&large)[kTiles],
                                                       u32 tile, int pitch) const {
             each_fragment(tile, pitch, [&](int c, int i, u32 k) {
@@ -107,7 +108,8 @@ struct Split {
         }
     };
 
-    // A step's probabilities, times 2^8, split into high and low parts: operand A of each tile of keys.
+    // A step's probabilities in high and low parts: operand A of each tile of keys. split_probabilities() multiplies them by 2^8
+    // (kPackedOne), to use the upper end of fp16's range; the row's final scale divides the output (softmax.cuh).
     struct Probabilities {
         OperandA high[kTiles], low[kTiles];
 
@@ -182,7 +184,7 @@ struct Split {
         }
     }
 
-    // Column of element v of output tile j.
+    // Column of element v of output tile j. quad: lane % 4.
     __device__ __forceinline__ static int column(const Lane& lane, int j, int v) { return 8 * j + 2 * lane.quad + (v & 1); }
 };
 
