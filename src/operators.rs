@@ -309,7 +309,6 @@ fn results<const N: usize>(found: [Option<Tensor>; N]) -> Results {
     std::array::from_fn(|_| found.next().flatten())
 }
 
-/// Returns the results of [`OUT_AND_LSE`].
 fn pair((out, softmax_lse): (Tensor, Tensor)) -> Results {
     results([out, softmax_lse].map(Some))
 }

@@ -114,7 +114,6 @@ impl Kernels {
     }
 }
 
-/// Returns every compiled kernel.
 pub fn variants() -> impl Iterator<Item = &'static Variant> {
     COMPILED.variants()
 }
@@ -141,7 +140,6 @@ pub fn params_bytes(block: ParamBlock) -> usize {
     }
 }
 
-/// Returns the embedded code of a variant.
 pub fn image(variant: &Variant) -> &'static Image {
     IMAGES.iter().find(|i| i.name == variant.name).expect("build.rs embeds every variant of the tables")
 }

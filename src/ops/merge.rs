@@ -21,7 +21,7 @@ use tch::{Kind, Tensor};
 pub struct States {
     /// (batch, seqlen_q, nheads, headdim_v), or packed (total_q, nheads, headdim_v)
     pub outs: [Tensor; 2],
-    /// Their softmax_lse, fp32: (batch, nheads, seqlen_q), or packed (nheads, total_q)
+    /// Their softmax_lse, natural logarithms in fp32: (batch, nheads, seqlen_q), or packed (nheads, total_q)
     pub lses: [Tensor; 2],
     pub stream: *mut c_void,
 }
@@ -71,7 +71,7 @@ fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
     Ok(in_place && rows_lie_together && evenly)
 }
 
-/// Rejects what [`merge`] would reject, as far as sizes are known. Tensors may have no data.
+/// Rejects what [`merge`] would reject, as far as sizes of meta tensors are known.
 pub fn check(states: &States, in_place: bool) -> Result<()> {
     validate(states, in_place, Backend::Meta).map(|_| ())
 }

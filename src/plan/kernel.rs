@@ -69,7 +69,6 @@ impl PlannedKernel {
     }
 }
 
-/// Rounds up to a multiple.
 pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
 }

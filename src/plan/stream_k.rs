@@ -156,7 +156,6 @@ impl StreamKPlan {
         Some((waves * u64::from(keys_of(1, self.iterations)) + u64::from(longest + max_of_tile * COMBINE_KEYS), splits))
     }
 
-    /// Returns the blocks of the grid.
     pub fn blocks(&self) -> u32 {
         self.data_parallel_tiles + self.splits
     }

@@ -54,7 +54,6 @@ pub fn check_backward(o: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Checks dtype, shape and device of the lists and bits of one direction.
 fn check_side(side: &Side, q: &TensorDesc) -> Result<()> {
     let ((name, lists), (bits_name, bits)) = (side.lists, side.bits);
     let Some(lists) = lists else {

@@ -44,7 +44,6 @@ impl CacheShape {
 }
 
 impl CacheTensors<'_> {
-    /// Name of the argument that has the keys.
     pub fn name(&self) -> &'static str {
         match self.values {
             Some(_) => "k_cache",

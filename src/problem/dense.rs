@@ -79,12 +79,10 @@ pub fn validate_backward(
     check_rng_state(rng_state, q, a)
 }
 
-/// Checks the gradient of softmax_lse.
 pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_per_row("dlse", dlse, q, a)
 }
 
-/// Checks a tensor with a number for each query row and head.
 fn check_per_row(name: &str, d: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_dtype(name, d, DType::Float)?;
     check_device(name, d, q)?;

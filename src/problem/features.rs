@@ -4,7 +4,7 @@
 use super::checks::reject_if;
 use super::tensor::{DType, Options};
 use crate::error::{Error, Result};
-use crate::limits::SOFTCAPS;
+use crate::limits::SOFTCAPS; // 1e-4 to 1e4
 
 /// Features beyond scale and window, which decide which kernels are applicable. Most are true if the option of their name is given.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -127,7 +127,6 @@ fn check_descale(name: &str, d: &TensorDesc, format: CacheFormat, [batch, nheads
     Ok(())
 }
 
-/// Describes the dtypes of caches for an error.
 fn described(format: CacheFormat) -> String {
     let [keys, values] = format.parts().map(|part| part.info().dtype);
     match format.is_quantized() {

@@ -57,7 +57,6 @@ impl Indexer {
     }
 }
 
-/// Checks a call. Returns its problem.
 pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Result<Indexer> {
     let IndexerArgs { q, k, weights, k_end, k_start, .. } = args;
     check_query_dtype(q, backend)?;

@@ -73,7 +73,6 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    /// Returns kernels that add to dq by atomics.
     fn with_atomics(&self) -> Result<Chosen<3>> {
         choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, self.d)
     }

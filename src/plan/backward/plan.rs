@@ -62,7 +62,6 @@ impl BackwardPlan {
         self.batch_chunks(batch).map(|(_, n)| n).max().unwrap_or(0)
     }
 
-    /// Returns the number of launches of `main` for all batch entries.
     pub fn all_main_launches(&self, batch: i64) -> i64 {
         self.batch_chunks(batch).count() as i64 * i64::from(self.main_launches)
     }

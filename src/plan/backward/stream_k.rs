@@ -212,7 +212,6 @@ impl BackwardStreamKPlan {
         (first, blocks, (0..self.key_blocks).map(|block| self.splits(block)).max().unwrap_or(1))
     }
 
-    /// Returns the memory for the gradients of splits.
     fn scratch_bytes(&self, v: &Variant) -> u64 {
         let (_, blocks, max_splits) = self.split_blocks();
         4 * u64::from(self.heads * blocks * max_splits) * u64::from(v.block_rows * (v.headdim + v.headdim_v))
