@@ -3,7 +3,7 @@
 //! in the order of the schema: an operator's own arguments, then options. Functions below make them the structs of src/ops/.
 
 use crate::error::{Error, Result};
-use crate::limits::LATENT_HEADDIMS;
+use crate::limits::LATENT_HEADDIMS; // 512, then 64 columns
 use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs, Saved};
 use crate::options::{Kind, Op, Options, Row};
 use crate::problem::IndexerArgs;

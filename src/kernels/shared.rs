@@ -169,7 +169,6 @@ pub fn dkdv(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardDkDv, ..main }
 }
 
-/// Returns the main kernel that does all of a backward pass.
 pub fn fused(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardFused, ..main }
 }

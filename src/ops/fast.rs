@@ -13,7 +13,7 @@ use super::launches::{memory_ranges, Launches, Named};
 use super::{cpu, empty_forward, forward_on};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
-use crate::limits::MAX_FAST_HEADDIM;
+use crate::limits::MAX_FAST_HEADDIM; // 256
 use crate::log;
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::FastParams;

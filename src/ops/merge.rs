@@ -1,7 +1,6 @@
 //! `volta_fa::merge_attention_states`: attention over two sets of keys, from the attention over each. `merge_attention_states_` does it in
 //! place, also into an fp32 out. A state is an out with its softmax_lse. A softmax over two disjoint sets is the mean of their softmaxes,
-//! weighted by their sums of exponentials. The logarithms of these sums are their softmax_lse. So shared prefixes, split caches and rings
-//! of devices combine parts without their scores.
+//! weighted by their sums of exponentials, whose logarithms softmax_lse has. Shared prefixes, split caches and rings of devices use it.
 
 use super::blocks::at;
 use super::inputs::Target; // Target: ATen on the CPU, or kernels
@@ -58,7 +57,6 @@ pub fn merge_in_place(states: &States) -> Result<()> {
     Ok(())
 }
 
-/// Returns true if the kernel can write both in place.
 fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
     let headdim = *out.size().last().unwrap_or(&0);
     // `readable` returns a copy of what kernels cannot read

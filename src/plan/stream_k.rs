@@ -8,7 +8,7 @@
 //!
 //! Times are in keys: 1 is the time in which a block computes one key.
 
-use crate::limits::MAX_STREAM_K_SPLITS;
+use crate::limits::MAX_STREAM_K_SPLITS; // 440
 use crate::params::{FwdStreamKParams, StreamKSplit};
 use std::cmp::Reverse;
 

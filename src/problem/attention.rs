@@ -3,7 +3,7 @@
 
 use super::features::RequestedFeatures;
 use super::tensor::DType;
-use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS};
+use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS}; // 8 and 64
 use crate::params::CacheFormat;
 
 /// Storage of queries.

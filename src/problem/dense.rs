@@ -2,9 +2,9 @@
 //! sequences follow each other. Makes the [`Attention`] problem that planner and backends work with, by the rules of other modules.
 
 use super::attention::{Appended, Attention, Keys, Queries};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::features::RequestedFeatures;
-use super::operands::{self, Packing}; // Packing: whether tensors are packed, and by which argument
+use super::operands::{self, Packing}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use super::{block_mask, lengths, scores};
 use crate::error::{Error, Result};

@@ -28,7 +28,6 @@ pub struct RequestedFeatures {
 }
 
 impl RequestedFeatures {
-    /// Checks the numbers of a call and returns its features.
     pub(super) fn of(o: &Options) -> Result<RequestedFeatures> {
         reject_if!(!(0.0..1.0).contains(&o.dropout_p), "dropout_p", o.dropout_p, "a probability in [0, 1)");
         check_batch_invariant(o)?;

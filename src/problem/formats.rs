@@ -5,7 +5,7 @@
 //! src/kernels/formats.rs say all that. Sizes that are symbolic (torch.compile's dynamic shapes) are [`UNKNOWN`]; checks leave them out.
 
 use super::attention::Cache;
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::kernels::{FormatInfo, ScaleGranularity, FORMATS};

@@ -2,7 +2,7 @@
 //! cached.rs calls [`check`]; src/ops/kvcache/mod.rs checks the values if the call asks for it.
 
 use super::attention::{Attention, Queries};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{KV_BLOCKS, MAX_SEQLEN}; // powers of two from 1 to 128 tokens; 2^29 - 1

@@ -3,7 +3,7 @@
 //! compressed one. src/ops/sparse.rs calls it.
 
 use super::attention::{Attention, Cache, CacheLayout, Keys, Queries};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN};

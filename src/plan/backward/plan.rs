@@ -2,7 +2,7 @@
 //! are stored, for large headdims or fp32, [`StoredPlan`] divides them into tiles and launches, so that memory stays bounded.
 
 use crate::kernels::{Scratch, Variant};
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::plan::kernel::{chunks, rounded, scratch, PlannedKernel};
 use crate::problem::Attention;
 

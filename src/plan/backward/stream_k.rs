@@ -6,7 +6,7 @@
 //! blocks (those that the GPU holds at once). A stream-K grid splits key blocks with more steps than a limit; each split is a block.
 
 use crate::kernels::Variant;
-use crate::limits::MAX_BACKWARD_SPLITS;
+use crate::limits::MAX_BACKWARD_SPLITS; // 384
 use crate::params::StreamKSplit;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::problem_block;
