@@ -1,8 +1,9 @@
 //! Describes this build and this machine as JSON, for `python -m volta_fa info`, `python -m volta_fa check` and the tests. They read it by
 //! internal operators: `_info()`, `_plan()`, `_families()`, `_tuning()` and `_sim_report()` of `torch.ops.volta_fa` (internal.rs).
 //!
-//! Words: a variant is one compiled kernel, and a family the kernels for one kind of tensor core (volta, turing). A feature is an option
-//! that needs code of its own in a kernel. A tuning file says which kernels plans take or avoid on one GPU.
+//! Words: a variant is one compiled kernel, a family the kernels for one kind of tensor core (volta, turing), a pass what kernels compute
+//! (forward, decode), and a mode what a call asks of its backward pass. A feature is an option that kernels need code for. A tuning file
+//! says which kernels plans take or avoid on one GPU.
 
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, ScaleGranularity, Variant, COMPILED, FORMATS, PASSES};
@@ -21,7 +22,6 @@ fn names(features: FeatureSet) -> Vec<&'static str> {
     features.iter().map(Feature::name).collect()
 }
 
-/// Describes the formats of KV caches.
 fn cache_formats() -> Vec<Json> {
     let row = |f: &FormatInfo| {
         let [keys, values] = f.format.parts();
@@ -46,7 +46,6 @@ fn cache_formats() -> Vec<Json> {
     FORMATS.iter().map(row).collect()
 }
 
-/// Describes a kernel.
 fn variant(v: &Variant) -> Json {
     let image = kernels::image(v);
     json!({
@@ -150,6 +149,7 @@ fn launcher_of(device: i64) -> Result<Box<dyn Launcher>> {
 }
 
 /// Describes a device's tuning file: the GPU and software it must be made on, its path, and the outcome of reading it (an [`Outcome`]).
+/// `choices` counts its choices, `failed` has the kernels that it excludes, and `overridden` is true if `_set_tuning()` replaces it.
 pub fn tuning(device: i64) -> Result<Json> {
     let found = launcher_of(device)?.tuning()?;
     let (outcome, why) = match &found.outcome {
@@ -191,9 +191,10 @@ fn positive(name: &str, size: &Value) -> Result<i64> {
 }
 
 /// Describes plans of the same shape with its keys in a KV cache, by `described` (a kernel on a grid of some batch entries). A plan is null
-/// if there is no kernel for it. All are null if a feature or mode does not apply to caches.
+/// if there is no kernel for it. Returns null itself if a feature or mode does not apply to caches.
 /// - `append` and `append_quantized`: appends as many tokens as there are queries.
-/// - `decode`, `bfloat16` and `quantized`: decodes over fp16, bf16 and quantized caches, the last by format.
+/// - `decode`, `bfloat16` and `quantized`: decodes over fp16, bf16 and quantized caches, the last by format. Its blocks exchange `partials`
+///   floats through scratch memory, and count themselves in `semaphores` of 8 bytes.
 /// - `dequantize` and `prefill`: dequantizes, and computes the sequences with more query rows per KV head than decode kernels take, if any.
 fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Json) -> Json {
     if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
@@ -225,8 +226,10 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     })
 }
 
-/// Describes the kernels of a shape on a device, each with its reason; null where a fused backward kernel replaces them. `values`:
-/// arguments of `_plan` (internal.rs); all batch entries have these lengths. Fails for sizes out of range, or without applicable kernels.
+/// Describes the kernels of a shape on a device, with grids and reasons; null where the plan has none. `values`: arguments of `_plan`
+/// (internal.rs); all batch entries have these lengths. Fails for sizes out of range, or without applicable kernels. In `backward`:
+/// - `main_launches`: launches of `main` for the whole batch. `tail`: one more for the last keys, with smaller blocks.
+/// - `dq_accum_splits`: fp32 accumulators of dq, to which `main` adds; 0: none.
 pub fn plan(values: &[Value]) -> Result<Json> {
     let [batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal, device_numbers @ .., deterministic, features, device] =
         arguments::<15>(values);

@@ -82,13 +82,11 @@ pub const INTERNAL: &[Internal] = &[
 ];
 
 impl Internal {
-    /// Returns the operator's name, the first word of its schema.
     pub fn name(&self) -> &'static str {
         self.schema.split('(').next().unwrap_or(self.schema)
     }
 }
 
-/// Returns a result as JSON text.
 fn json(found: Result<serde_json::Value>) -> Result<Output> {
     found.map(|value| Output::Text(value.to_string()))
 }

@@ -42,12 +42,10 @@ fn kernel(k: &PlannedKernel, batch: i64) -> String {
     format!("{} on {x} x {y} x {z} blocks ({})", k.variant.name, k.reason)
 }
 
-/// Describes kernels, each as [`kernel`] does.
 fn grids(kernels: &[PlannedKernel], batch: i64) -> String {
     kernels.iter().map(|k| kernel(k, batch)).collect::<Vec<_>>().join(", ")
 }
 
-/// Describes a problem: sizes, window and features.
 fn problem(a: &Attention, mode: BackwardMode) -> String {
     let side = |n: Option<i64>| n.map_or("all".into(), |n| n.to_string());
     let window = match a.window {

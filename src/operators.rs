@@ -3,7 +3,7 @@
 //! in the order of the schema: an operator's own arguments, then options. Functions below make them the structs of src/ops/.
 
 use crate::error::{Error, Result};
-use crate::limits::LATENT_HEADDIMS;
+use crate::limits::LATENT_HEADDIMS; // 512, then 64 columns
 use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs, Saved};
 use crate::options::{Kind, Op, Options, Row};
 use crate::problem::IndexerArgs;
@@ -309,7 +309,6 @@ fn results<const N: usize>(found: [Option<Tensor>; N]) -> Results {
     std::array::from_fn(|_| found.next().flatten())
 }
 
-/// Returns the results of [`OUT_AND_LSE`].
 fn pair((out, softmax_lse): (Tensor, Tensor)) -> Results {
     results([out, softmax_lse].map(Some))
 }

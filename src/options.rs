@@ -41,7 +41,6 @@ impl Kind {
     }
 }
 
-/// One option.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     /// the keyword in Python, and the field in [`Options`]
@@ -203,9 +202,9 @@ table! {
     block_bits: Tensor = None => Fwd Bwd,
     block_lists_t: Tensor = None => Fwd Bwd,
     block_bits_t: Tensor = None => Fwd Bwd,
-    tree_mask: Tensor = None => FwdKvcache,
-    kv_indices: Tensor = None => FwdKvcache FwdMla,
-    kv_block: Int = 1 => FwdKvcache FwdMla, // tokens of a block of kv_indices
+    tree_mask: Tensor = None => FwdKvcache, // which draft tokens a query sees
+    kv_indices: Tensor = None => FwdKvcache FwdMla, // which blocks of tokens a query attends to
+    kv_block: Int = 1 => FwdKvcache FwdMla, // tokens of such a block
     dropout_p: Float = 0.0 => Fwd Bwd, // off
     softmax_scale: OptionalFloat = None => Fwd Bwd FwdFast FwdKvcache FwdMla FwdSparseMla, // headdim ** -0.5
     is_causal: Bool = false => Fwd Bwd FwdFast FwdKvcache FwdMla,

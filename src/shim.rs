@@ -23,6 +23,7 @@ pub struct TensorInfo {
 extern "C" {
     /// Fills `info` for an `at::Tensor` (torch_ops/shim.cpp). Returns false after a C++ exception, as for a tensor without strides.
     pub(crate) fn volta_fa_describe(tensor: *const c_void, info: *mut TensorInfo) -> bool;
-    /// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits (`torch.set_float32_matmul_precision`).
+    /// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits (`torch.set_float32_matmul_precision`). Returns
+    /// false after an exception.
     pub(crate) fn volta_fa_reduces_fp32() -> bool;
 }

@@ -26,7 +26,6 @@ pub struct Card {
 }
 
 impl Card {
-    /// Returns the name of the card's tuning file.
     pub fn file_name(&self) -> String {
         let plain = |c: char| if c.is_ascii_alphanumeric() || ".+".contains(c) { c } else { '_' };
         [&self.device, &self.driver, &self.volta_fa].map(|text| text.chars().map(plain).collect::<String>()).join("-") + ".json"
@@ -305,7 +304,6 @@ impl Tuning {
         &self.failed
     }
 
-    /// Returns the number of choices.
     pub fn choices(&self) -> usize {
         self.choices.len()
     }

@@ -25,7 +25,6 @@ pub fn arguments<const N: usize>(values: &[Value]) -> &[Value; N] {
 
 /// The functions that return a payload panic on a value of another type, so calls check types first ([`crate::options::Kind::check`]).
 impl Value {
-    /// Returns the name of the value's type, for errors.
     pub fn type_name(&self) -> &'static str {
         match self {
             Value::None => "None",

@@ -35,7 +35,6 @@ struct Operator {
     size_t at(std::string_view argument) const;
 };
 
-// Returns the operators in the table's order.
 const std::vector<Operator>& operators();
 
 // Arguments of a call, borrowed from the end of the stack, by index or name.

@@ -12,7 +12,6 @@
 namespace volta_fa {
 namespace {
 
-// Returns the path of this shared library.
 std::string own_path() {
     Dl_info found{};
     const bool is_found = dladdr(reinterpret_cast<const void*>(&is_first_copy), &found) != 0 && found.dli_fname != nullptr;

@@ -1,5 +1,6 @@
-// C functions that Rust calls (src/shim.rs declares them): a tensor's description, and the precision of float32 products. No
-// exception may cross into Rust, so both return false after one.
+// C functions that Rust calls (src/shim.rs declares them): a tensor's description, and the precision of float32 products, which
+// Python asks for too (`_reduces_fp32`). No exception may cross into Rust. After one both return false: Rust rejects the tensor,
+// and fp32 products keep all digits.
 
 #include "registration.h"
 #include "rust.h"
@@ -31,7 +32,7 @@ bool reduces_fp32() {
 }  // namespace
 }  // namespace volta_fa
 
-// Fills `info` with a tensor's dtype, device, sizes and strides. In meta kernels sizes may be symbolic: `known` marks these.
+// Fills `info` with a tensor's dtype, device, sizes and strides. Symbolic sizes, of meta kernels, become INT64_MIN.
 extern "C" bool volta_fa_describe(const void* tensor, TensorInfo* info) {
     using volta_fa::known;
     try {

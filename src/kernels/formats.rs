@@ -1,7 +1,6 @@
-//! The table of KV-cache formats: how the elements of a cache store keys and values. Elements of quantized caches are codes: integers or
-//! fp8 numbers, which scales turn into the numbers they stand for (python/volta_fa/kv_cache/formats.py has the formulas). Validation,
-//! kernel tables and the CPU backend read the rows. `_info()` publishes them as `cache_formats` for Python, and device code gets them as
-//! `CacheFormatInfo` (tools/build/nvrtc.rs). Also a module of build.rs.
+//! The table of KV-cache formats: how the elements of a cache store keys and values. Elements of quantized caches are codes, integers or
+//! fp8 numbers: number = (code - zero point) * scale. Validation, kernel tables and the CPU backend read the rows. `_info()` publishes them
+//! as `cache_formats` for Python, and device code gets them as `CacheFormatInfo` (tools/build/nvrtc.rs). Also a module of build.rs.
 
 use crate::params::CacheFormat;
 
@@ -115,12 +114,10 @@ impl CacheFormat {
         self.info().pair.is_some()
     }
 
-    /// Returns true if its elements are codes.
     pub const fn is_quantized(self) -> bool {
         self.info().max_code > 0.0
     }
 
-    /// Returns the formats whose elements are codes.
     pub fn quantized() -> impl Iterator<Item = CacheFormat> {
         FORMATS.iter().map(|row| row.format).filter(|format| format.is_quantized())
     }

@@ -15,7 +15,7 @@ pub use tables::variants::{
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM};
+use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM}; // 256 and 512
 use crate::params;
 use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -49,7 +49,6 @@ impl Kernels {
         self.0.iter().copied().flatten()
     }
 
-    /// Returns the families that have a kernel.
     pub fn families(self) -> impl Iterator<Item = &'static Family> {
         let of_table = |table: &'static [Variant]| table.first().map(|v| &v.family);
         self.0.iter().enumerate().filter_map(move |(i, table)| {
@@ -114,7 +113,6 @@ impl Kernels {
     }
 }
 
-/// Returns every compiled kernel.
 pub fn variants() -> impl Iterator<Item = &'static Variant> {
     COMPILED.variants()
 }
@@ -141,7 +139,6 @@ pub fn params_bytes(block: ParamBlock) -> usize {
     }
 }
 
-/// Returns the embedded code of a variant.
 pub fn image(variant: &Variant) -> &'static Image {
     IMAGES.iter().find(|i| i.name == variant.name).expect("build.rs embeds every variant of the tables")
 }

@@ -169,7 +169,6 @@ pub fn dkdv(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardDkDv, ..main }
 }
 
-/// Returns the main kernel that does all of a backward pass.
 pub fn fused(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardFused, ..main }
 }
@@ -300,7 +299,6 @@ fn wide_loop_bytes(row: &Variant) -> u32 {
 /// The tile of a decode kernel: headdim, rows of a block and of one warp, threads of a block, blocks that an SM must hold.
 pub type DecodeTile = (u32, [u32; 2], u32, u32);
 
-/// Returns a decode kernel over caches of one format.
 pub fn decode(family: Family, source: Source, cache: CacheFormat, tile: DecodeTile) -> Variant {
     let (headdim, [block_rows, step], threads, blocks_per_sm) = tile;
     let usual = Variant::new(family, Pass::Decode, source);

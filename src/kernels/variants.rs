@@ -249,7 +249,7 @@ impl Variant {
     }
 }
 
-/// Names the rows of one family and keeps them for the life of the process. Of two rows of equal cost, the planner takes the earlier.
+/// Names the rows of one family, and keeps them for the life of the process.
 pub fn table(rows: impl IntoIterator<Item = Variant>) -> &'static [Variant] {
     let named = |row: Variant| Variant { name: row.derived_name().leak(), ..row };
     rows.into_iter().map(named).collect::<Vec<_>>().leak()

@@ -45,7 +45,6 @@ static TUNINGS: Memo<usize, &'static DeviceTuning> = Memo::new();
 /// Loaded kernels, by device and address of the [`Variant`]: every launch searches, and comparing names would take longer.
 static FUNCTIONS: Memo<(usize, usize), Handle<sys::CUfunction>> = Memo::new();
 
-/// Returns true if this machine has a CUDA driver.
 pub fn is_available() -> bool {
     // SAFETY: tries to open libcuda, nothing else.
     unsafe { sys::is_culib_present() }

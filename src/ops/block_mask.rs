@@ -9,7 +9,7 @@ use super::inputs::Inputs;
 use crate::error::Result;
 use crate::options::Options;
 use crate::params::BlockLists;
-use crate::problem::{validate_block_lists, Attention, ListValues, LIST_HEADER};
+use crate::problem::{validate_block_lists, Attention, ListValues, LIST_HEADER}; // LIST_HEADER: numbers before a list's blocks
 use crate::tensor::{copied, Absent}; // Absent: NONE, a block of null pointers and zeros
 use std::ptr::null;
 use tch::{Device, Kind, Tensor};

@@ -206,7 +206,6 @@ impl<'a> Cast<'a> {
         Ok(self.exponents.f_select(0, 1)?)
     }
 
-    /// Returns the exponents of v likewise.
     pub fn v_exponents(&self) -> Result<Tensor> {
         Ok(self.exponents.f_select(0, 2)?)
     }

@@ -67,7 +67,6 @@ impl CodeSizes {
         CodeSizes::new(a, kernel_headdim(a.headdim.max(a.headdim_v)), v_blocks, is_bf16)
     }
 
-    /// Returns the bytes of a part.
     fn bytes_of((sizes, kind): &(Vec<i64>, Kind)) -> i64 {
         sizes.iter().product::<i64>() * kind.elt_size_in_bytes() as i64
     }

@@ -13,7 +13,7 @@ use super::launches::{memory_ranges, Launches, Named};
 use super::{cpu, empty_forward, forward_on};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
-use crate::limits::MAX_FAST_HEADDIM;
+use crate::limits::MAX_FAST_HEADDIM; // 256
 use crate::log;
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::FastParams;
@@ -40,7 +40,7 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
         return empty_forward(inputs, &a);
     }
     let o = &inputs.options;
-    // `within` checks its size, and gives views of its parts
+    // `within` checks its size, and returns views of its parts, or of a copy's if it is strided or off 16-byte boundaries
     let prepared = o.prepared.as_ref().map(|t| code_sizes(inputs, &a).within(t, o.rotate, inputs.q.device())).transpose()?;
     match &target {
         Target::Cpu if a.headdim.max(a.headdim_v) > MAX_FAST_HEADDIM => forward_on(&target, &with_bias(inputs), &a),
@@ -95,7 +95,7 @@ pub fn prepare(given: &Inputs) -> Result<Tensor> {
     Ok(prepared)
 }
 
-/// Rejects what [`prepare`] would reject, as far as sizes are known. Tensors may have no data.
+/// Rejects what [`prepare`] would reject, as far as sizes of meta tensors are known.
 pub fn check_prepare(inputs: &Inputs) -> Result<()> {
     let d = inputs.describe()?;
     problem::validate_prepare(&d.k, &d.v, &d.options, Backend::Meta).map(|_| ())
@@ -113,7 +113,7 @@ fn prepare_on_cpu(inputs: &Inputs, a: &Attention) -> Result<Codes> {
     Ok(codes)
 }
 
-/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
+/// Rejects what [`forward`] would reject, as far as sizes of meta tensors are known.
 pub fn check(inputs: &Inputs) -> Result<()> {
     let d = inputs.describe()?;
     let a = problem::validate_fast(&d.q, &d.k, &d.v, &d.options, Backend::Meta)?;
@@ -144,16 +144,18 @@ fn launch(inputs: &Inputs, given: &Attention, plan: &FastPlan, codes: Option<Cod
     // a tuning (measured choices of kernels) may have chosen the kernel of a larger headdim than the codes have
     let prepared = codes.filter(|codes| codes.k_mean.size()[2] == headdim);
     let is_prepared = prepared.is_some();
+    // true: the prepare kernel does not run
     log::fast(a, plan, is_prepared && inputs.options.attn_mask.is_none())?;
     // scratch memory: the codes, and a bit for each element of the mask, whose broadcast dimensions keep size 1
     let v_blocks = ceil_div(a.seqlen_k, i64::from(plan.prepare.variant.block_rows));
     let codes = prepared.map_or_else(|| CodeSizes::new(a, headdim, v_blocks, is_bf16).make(empty), Ok)?;
     let mask = inputs.options.attn_mask.as_ref();
     let mask_bits = mask.map(|t| empty(&mask_bits_shape(t, a), Kind::Int)).transpose()?;
+    // memory by name: the simulator rejects accesses to other memory
     let results = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("mask_bits", mask_bits.as_ref())];
     let launches = match is_prepared {
         true => {
-            // codes may be in a copy of `prepared`
+            // the codes too: they may be in a copy of `prepared`
             let mut ranges = memory_ranges(inputs, a, launcher, results);
             ranges.extend(written(&codes, []).into_iter().filter_map(|(name, t)| Some(read_range(name, t?))));
             Launches::begin_with(launcher, ranges)
@@ -184,7 +186,7 @@ fn launch(inputs: &Inputs, given: &Attention, plan: &FastPlan, codes: Option<Cod
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
 
-/// Returns the tensors that the prepare kernel writes, after `others`, by name.
+/// Returns `others`, then the tensors that the prepare kernel writes, by name.
 fn written<'a, const N: usize>(codes: &'a Codes, others: [Named<'a>; N]) -> Vec<Named<'a>> {
     let of_codes = [
         ("k_codes", Some(&codes.k_codes)),

@@ -1,8 +1,10 @@
 //! `volta_fa::indexer_logits`: the scores by which queries of sparse attention choose their tokens (DeepSeek V3.2, GLM-5):
 //! `logits[query, key] = scale[key] * sum over heads of weights[query, head] * relu(q . codes of the key)`.
-//! Codes are fp8 numbers (e4m3), whose scale belongs to the key.
 //!
-//! `k_start`, `k_end` and block tables stay on the device. What they name outside of memory is no key. src/operators.rs calls this module.
+//! q is (batch, seqlen_q, nheads, 128), weights fp32 (batch, seqlen_q, nheads). Codes are fp8 numbers (e4m3) with an fp32 scale for each
+//! key: k (total_k, 128) and k_scales, or pages that have both. A query sees the keys from `k_start` (default 0) up to `k_end`, exclusive;
+//! k_end of shape (batch,) is the last query's, and each query before sees one key less. These and block tables stay on the device. What
+//! they name outside of memory is no key. src/operators.rs calls this module.
 
 use super::inputs::Target; // Target: ATen on the CPU, or kernels
 use super::launches::Launches;
@@ -20,7 +22,7 @@ use tch::{Kind, Tensor};
 /// Most bytes of scores (of all heads, fp64) that the CPU backend holds at a time.
 const SCORE_BYTES: i64 = 64 << 20;
 
-/// Arguments of the operator; src/problem/indexer.rs has their shapes.
+/// Arguments of the operator.
 pub struct Call {
     pub args: IndexerArgs<Tensor>,
     /// False: logits of keys that a query does not see are undefined.
@@ -28,7 +30,7 @@ pub struct Call {
     pub stream: *mut c_void,
 }
 
-/// Computes logits (batch, seqlen_q, columns).
+/// Computes logits, fp32 (batch, seqlen_q, columns): a column for each key, -inf for keys that a query does not see.
 pub fn logits(call: &Call) -> Result<Tensor> {
     let q = describe(&call.args.q)?;
     // a CPU tensor in fp8 may select the simulator, as fp16 does
@@ -41,7 +43,7 @@ pub fn logits(call: &Call) -> Result<Tensor> {
     }
 }
 
-/// Rejects what [`logits`] would reject, as far as sizes are known. Tensors may have no data.
+/// Rejects what [`logits`] would reject, as far as sizes of meta tensors are known.
 pub fn check(call: &Call) -> Result<()> {
     validate(call, Backend::Meta).map(|_| ())
 }

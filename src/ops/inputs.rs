@@ -15,10 +15,11 @@ use tch::{Kind, Tensor};
 
 /// Tensors and options of an attention operator.
 pub(crate) struct Inputs {
+    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim).
     pub q: Tensor,
-    /// Keys; the cache that holds them.
+    /// Keys, likewise with nheads_k heads; or the cache that holds them, (entries or pages, rows, nheads_k, headdim).
     pub k: Tensor,
-    /// Values; the cache that holds them. In a cache of latents, the first columns of k.
+    /// Values, or their cache, likewise with headdim_v. In a cache of latents, the first columns of k.
     pub v: Tensor,
     /// New k and v, which a call appends to the caches before it attends.
     pub appended: Option<[Tensor; 2]>,
@@ -77,8 +78,10 @@ pub(super) struct Described {
 
 /// Arguments of `volta_fa::bwd` beyond the inputs of `volta_fa::fwd`.
 pub(crate) struct Saved {
+    /// Gradient of out, with its shape: q's with headdim_v.
     pub dout: Tensor,
     pub out: Tensor,
+    /// fp32 (batch, nheads, seqlen_q), packed (nheads, total_q): natural logarithms.
     pub softmax_lse: Tensor,
     /// Gradient of softmax_lse.
     pub dlse: Option<Tensor>,
@@ -225,7 +228,7 @@ pub(super) fn check_bias_gradient(inputs: &Inputs, saved: &Saved) -> Result<()> 
     }
 }
 
-/// Copies an int32 tensor to the host. On a GPU this synchronizes.
+/// Returns the values of an int32 tensor. On a GPU this synchronizes.
 pub(super) fn int32_values(t: &Option<Tensor>) -> Result<Option<Vec<i32>>> {
     t.as_ref().map(|t| Ok(Vec::<i32>::try_from(t.f_to_device(tch::Device::Cpu)?.f_reshape([-1_i64].as_slice())?)?)).transpose()
 }

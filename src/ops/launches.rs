@@ -27,7 +27,6 @@ impl<'a> Launches<'a> {
         Launches::begin_with(launcher, memory_ranges(inputs, a, launcher, written))
     }
 
-    /// Begins launches that access these ranges.
     pub fn begin_with(launcher: &'a dyn Launcher, ranges: Vec<MemoryRange>) -> Launches<'a> {
         launcher.begin(&ranges);
         Launches { launcher, ranges }

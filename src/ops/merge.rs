@@ -1,7 +1,6 @@
 //! `volta_fa::merge_attention_states`: attention over two sets of keys, from the attention over each. `merge_attention_states_` does it in
 //! place, also into an fp32 out. A state is an out with its softmax_lse. A softmax over two disjoint sets is the mean of their softmaxes,
-//! weighted by their sums of exponentials. The logarithms of these sums are their softmax_lse. So shared prefixes, split caches and rings
-//! of devices combine parts without their scores.
+//! weighted by their sums of exponentials, whose logarithms softmax_lse has. Shared prefixes, split caches and rings of devices use it.
 
 use super::blocks::at;
 use super::inputs::Target; // Target: ATen on the CPU, or kernels
@@ -21,7 +20,7 @@ use tch::{Kind, Tensor};
 pub struct States {
     /// (batch, seqlen_q, nheads, headdim_v), or packed (total_q, nheads, headdim_v)
     pub outs: [Tensor; 2],
-    /// Their softmax_lse, fp32: (batch, nheads, seqlen_q), or packed (nheads, total_q)
+    /// Their softmax_lse, natural logarithms in fp32: (batch, nheads, seqlen_q), or packed (nheads, total_q)
     pub lses: [Tensor; 2],
     pub stream: *mut c_void,
 }
@@ -58,7 +57,6 @@ pub fn merge_in_place(states: &States) -> Result<()> {
     Ok(())
 }
 
-/// Returns true if the kernel can write both in place.
 fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
     let headdim = *out.size().last().unwrap_or(&0);
     // `readable` returns a copy of what kernels cannot read
@@ -71,7 +69,7 @@ fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
     Ok(in_place && rows_lie_together && evenly)
 }
 
-/// Rejects what [`merge`] would reject, as far as sizes are known. Tensors may have no data.
+/// Rejects what [`merge`] would reject, as far as sizes of meta tensors are known.
 pub fn check(states: &States, in_place: bool) -> Result<()> {
     validate(states, in_place, Backend::Meta).map(|_| ())
 }

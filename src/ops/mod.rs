@@ -33,7 +33,7 @@ use crate::tensor::{describe, readable_gradient};
 use inputs::{check_bias_gradient, reduces_fp32, Described, Target}; // Target: ATen on the CPU, or kernels
 use tch::{Kind, Tensor};
 
-/// Computes `volta_fa::fwd`: (out, softmax_lse).
+/// Computes `volta_fa::fwd`: out (batch, seqlen_q, nheads, headdim_v), and softmax_lse, fp32 (batch, nheads, seqlen_q), natural logarithms.
 pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let (target, a, _) = prepare(inputs)?;
     forward_on(&target, inputs, &a)
@@ -81,12 +81,12 @@ pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     }
 }
 
-/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
+/// Rejects what [`forward`] would reject, as far as sizes of meta tensors are known.
 pub(crate) fn check_forward(inputs: &Inputs) -> Result<()> {
     validate(&inputs.describe()?, Backend::Meta).map(|_| ())
 }
 
-/// Rejects what [`backward`] would reject, as far as sizes are known.
+/// Rejects what [`backward`] would reject, likewise.
 pub(crate) fn check_backward(inputs: &Inputs, saved: &Saved) -> Result<()> {
     let described = inputs.describe()?;
     let a = validate(&described, Backend::Meta)?;
@@ -120,7 +120,7 @@ fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
     Ok((target, a, described))
 }
 
-/// Returns the results of a problem without keys (or rows): out is 0, and softmax_lse +inf, or the sink, an extra logit of the head's rows.
+/// Returns the results without keys (or rows): out is 0, and softmax_lse +inf, or the sink, an extra logit of the head's rows.
 fn empty_forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let device = inputs.q.device();
     let out = Tensor::f_zeros(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;

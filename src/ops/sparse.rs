@@ -40,7 +40,7 @@ pub fn forward(call: &Call) -> Result<Found> {
     }
 }
 
-/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
+/// Rejects what [`forward`] would reject, as far as sizes of meta tensors are known.
 pub fn check(call: &Call) -> Result<()> {
     validate(call, Backend::Meta).map(|_| ())
 }

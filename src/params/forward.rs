@@ -1,6 +1,6 @@
 //! Parameter blocks (kernels' arguments) of forward passes: `fwd`, prefill over a KV cache, and `fwd_fast`. In src/ops, device.rs,
-//! kvcache/kernels.rs, split.rs and fast.rs fill them. Plain kernels have code for no option, varlen ones for lengths from memory, generic
-//! ones for all.
+//! kvcache/kernels.rs, stream_k.rs and fast.rs fill them. Plain kernels have code for no option, varlen ones for lengths from memory and
+//! sinks, generic ones for all.
 
 use super::cache::Cache;
 use super::shared::{BlockLists, ElementType, Lengths, Operand, Output, Problem, ScoreOptions};
@@ -124,7 +124,7 @@ pub struct FastParams {
     pub k_codes: *mut u32,
     /// Rows of a head in k_codes, a multiple of 64.
     pub k_rows: i64,
-    /// Scratch: (nheads_k, k_rows / 64, 4) scales of the codes.
+    /// Scratch: (nheads_k, k_rows / 64, 4): keys 8i + 2t and 8i + 2t + 1 of a block of 64 have scale t. A number is its code * scale.
     pub k_scales: *mut f32,
     /// Scratch: (nheads_k, batch, the kernel's headdim) means of K over keys; 0 without smooth_k.
     pub k_mean: *mut f32,

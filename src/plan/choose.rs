@@ -65,7 +65,6 @@ impl Search<'_> {
         Some(ChosenKernel { variant, reason: if is_usual { usual } else { Reason::FailedAvoided } })
     }
 
-    /// Returns the first applicable kernel of the tuning.
     fn tuned(&self, family: &Family, (pass, features): Requested) -> Option<&'static Variant> {
         let is_chosen = |v: &&Variant| v.family.name == family.name && is_applicable(v, self.shape, features, self.d);
         self.d.tuning?.kernels(pass, self.shape, features).find(is_chosen)

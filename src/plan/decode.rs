@@ -11,7 +11,7 @@ use super::features::{features, BackwardMode};
 use super::kernel::{ChosenKernel, PlannedKernel, Reason};
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Pass, Variant, COMPILED, SPLIT_TOKENS};
-use crate::limits::MAX_DECODE_ROWS;
+use crate::limits::MAX_DECODE_ROWS; // 64
 use crate::problem::{Attention, DType, Indexer, INDEXER_HEADDIM};
 use crate::tuning::Shape;
 use std::cell::Cell;

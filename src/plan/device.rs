@@ -35,7 +35,6 @@ impl DeviceLimits {
         (10 * self.capability.0 + self.capability.1).max(0) as u32
     }
 
-    /// Returns the device without its tuning.
     pub(super) fn untuned(&self) -> DeviceLimits {
         DeviceLimits { tuning: None, ..*self }
     }

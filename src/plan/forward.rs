@@ -9,7 +9,7 @@ use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Kernels, Pass, Variant, COMPILED};
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
 use std::cell::Cell;

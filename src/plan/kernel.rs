@@ -5,7 +5,7 @@
 use super::backward::BackwardStreamKPlan;
 use super::stream_k::StreamKPlan;
 use crate::kernels::{named, RowKind, Scratch, Variant}; // named!: an enum whose name() returns the texts
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::problem::Attention;
 use std::fmt;
 
@@ -61,7 +61,6 @@ impl PlannedKernel {
         PlannedKernel { variant, blocks, reason, stream_k: None, backward_stream_k: None }
     }
 
-    /// Returns the grid of a launch for this many batch entries.
     pub fn grid(&self, batches: i64) -> [u32; 3] {
         let [x, y] = self.blocks;
         let has_all_batches = self.stream_k.is_some() || self.backward_stream_k.is_some();
@@ -69,7 +68,6 @@ impl PlannedKernel {
     }
 }
 
-/// Rounds up to a multiple.
 pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
 }
@@ -96,7 +94,6 @@ pub(super) fn planned(kernel: ChosenKernel, a: &Attention) -> PlannedKernel {
     of_rows(kernel, rows, heads, a)
 }
 
-/// Plans a kernel on a grid of this many rows.
 pub(super) fn of_rows(kernel: ChosenKernel, rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid(kernel, rows, heads);
     // Blocks start in the order of the grid, the first axis fastest. If a long block starts late, the other SMs idle until it ends. Under a

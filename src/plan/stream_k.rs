@@ -8,7 +8,7 @@
 //!
 //! Times are in keys: 1 is the time in which a block computes one key.
 
-use crate::limits::MAX_STREAM_K_SPLITS;
+use crate::limits::MAX_STREAM_K_SPLITS; // 440
 use crate::params::{FwdStreamKParams, StreamKSplit};
 use std::cmp::Reverse;
 
@@ -156,7 +156,6 @@ impl StreamKPlan {
         Some((waves * u64::from(keys_of(1, self.iterations)) + u64::from(longest + max_of_tile * COMBINE_KEYS), splits))
     }
 
-    /// Returns the blocks of the grid.
     pub fn blocks(&self) -> u32 {
         self.data_parallel_tiles + self.splits
     }

@@ -3,9 +3,9 @@
 
 use super::attention::{Appended, Rotary};
 use super::cache::CacheShape;
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::lengths::check_cu_seqlens;
-use super::operands::{self, Packing, Sizes}; // Packing: whether tensors are packed, and by which argument
+use super::operands::{self, Packing, Sizes}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)

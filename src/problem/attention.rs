@@ -3,7 +3,7 @@
 
 use super::features::RequestedFeatures;
 use super::tensor::DType;
-use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS};
+use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS}; // 8 and 64
 use crate::params::CacheFormat;
 
 /// Storage of queries.
@@ -159,7 +159,6 @@ impl Attention {
         }
     }
 
-    /// Returns the cache that holds the keys.
     pub fn cache(&self) -> Option<&Cache> {
         match &self.keys {
             Keys::Cache(cache) | Keys::Latents(cache) => Some(cache),
@@ -177,7 +176,6 @@ impl Attention {
         matches!(self.keys, Keys::Latents(_))
     }
 
-    /// Returns the names of the arguments that hold keys and values.
     pub fn key_names(&self) -> [&'static str; 2] {
         match self.keys {
             Keys::Dense | Keys::Packed { .. } => ["k", "v"],
@@ -215,7 +213,6 @@ impl Attention {
         }
     }
 
-    /// Returns the shape of softmax_lse.
     pub fn lse_shape(&self) -> Vec<i64> {
         match self.queries {
             Queries::Packed { total } => vec![self.nheads, total],

@@ -3,7 +3,7 @@
 //! The scores of a head are a matrix of queries by keys, divided into blocks of 128 rows by 64 columns. A row block's list names its column
 //! blocks. Transposed lists (`block_lists_t`, for gradients) divide the transposed matrix: their rows are keys, and their columns queries.
 
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
@@ -54,7 +54,6 @@ pub fn check_backward(o: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Checks dtype, shape and device of the lists and bits of one direction.
 fn check_side(side: &Side, q: &TensorDesc) -> Result<()> {
     let ((name, lists), (bits_name, bits)) = (side.lists, side.bits);
     let Some(lists) = lists else {

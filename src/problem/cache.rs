@@ -3,12 +3,12 @@
 //! vector per token, which is key and value of all heads. Sizes may be unknown (meta kernels).
 
 use super::attention::{Cache, CacheLayout};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::formats::{cache_format, key_format};
 use super::operands::check_headdim;
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{LATENT_HEADDIMS, MAX_SEQLEN, PAGE_SIZE_MULTIPLE};
+use crate::limits::{LATENT_HEADDIMS, MAX_SEQLEN, PAGE_SIZE_MULTIPLE}; // 512, then 64 columns; 2^29 - 1; 16
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::CacheFormat;
 
@@ -37,14 +37,12 @@ pub struct CacheShape {
 }
 
 impl CacheShape {
-    /// Returns the cache as a part of the problem.
     pub fn cache(&self, layout: CacheLayout) -> Cache {
         Cache { layout, entries: self.entries, rows: self.rows, format: self.format }
     }
 }
 
 impl CacheTensors<'_> {
-    /// Name of the argument that has the keys.
     pub fn name(&self) -> &'static str {
         match self.values {
             Some(_) => "k_cache",

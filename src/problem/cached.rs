@@ -1,10 +1,12 @@
 //! Validation of `fwd_kvcache` and `fwd_mla`: queries, a cache of keys and values (or of latents: vectors that are both), and tokens to
-//! append. Makes the [`Attention`] problem that planner and backends work with; the rules are in the modules that it calls.
+//! append. Makes the [`Attention`] problem that planner and backends work with, by the rules of other modules. `tree` is for speculative
+//! decoding, where a query sees only its ancestors among the draft tokens, and `selection` for lists of the blocks of tokens that a query
+//! attends to. `queries` says whether q is dense or packed (sequences one after the other, by cu_seqlens_q).
 
 use super::attention::{Attention, Keys};
 use super::cache::{self, CacheTensors};
 use super::features::RequestedFeatures;
-use super::operands::{self, Packing}; // Packing: whether tensors are packed, and by which argument
+use super::operands::{self, Packing}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, Options, TensorDesc};
 use super::{append, formats, lengths, scores, selection, tree};
 use crate::error::Result;
@@ -55,7 +57,7 @@ fn validate(q: &TensorDesc, caches: CacheTensors, appended: Option<[&TensorDesc;
         queries,
         keys: if caches.values.is_some() { Keys::Cache(cache) } else { Keys::Latents(cache) },
         softmax_scale: scores::scale(o, shape.headdim),
-        window: if features.tree { tree::window(window) } else { window },
+        window: if features.tree { tree::window(window) } else { window }, // a tree replaces the bound on the right
         features,
         appended,
         num_splits: o.num_splits,

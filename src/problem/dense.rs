@@ -2,9 +2,9 @@
 //! sequences follow each other. Makes the [`Attention`] problem that planner and backends work with, by the rules of other modules.
 
 use super::attention::{Appended, Attention, Keys, Queries};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::features::RequestedFeatures;
-use super::operands::{self, Packing}; // Packing: whether tensors are packed, and by which argument
+use super::operands::{self, Packing}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use super::{block_mask, lengths, scores};
 use crate::error::{Error, Result};
@@ -79,12 +79,10 @@ pub fn validate_backward(
     check_rng_state(rng_state, q, a)
 }
 
-/// Checks the gradient of softmax_lse.
 pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_per_row("dlse", dlse, q, a)
 }
 
-/// Checks a tensor with a number for each query row and head.
 fn check_per_row(name: &str, d: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_dtype(name, d, DType::Float)?;
     check_device(name, d, q)?;

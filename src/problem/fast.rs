@@ -2,11 +2,11 @@
 //! `fwd_fast` multiplies Q and K as int8 and sums P V in fp16. `prepared`, of `prepare_fast`, has K's codes and V's largest magnitudes.
 
 use super::attention::Attention;
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use super::{dense, scores};
 use crate::error::{Error, Result};
-use crate::limits::MAX_FAST_HEADDIM;
+use crate::limits::MAX_FAST_HEADDIM; // 256
 
 /// Checks q, k, v and the options of `fwd_fast`. A mask counts as the feature `attn_bias`.
 pub fn validate_fast(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {

@@ -4,7 +4,7 @@
 use super::checks::reject_if;
 use super::tensor::{DType, Options};
 use crate::error::{Error, Result};
-use crate::limits::SOFTCAPS;
+use crate::limits::SOFTCAPS; // 1e-4 to 1e4
 
 /// Features beyond scale and window, which decide which kernels are applicable. Most are true if the option of their name is given.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -28,7 +28,6 @@ pub struct RequestedFeatures {
 }
 
 impl RequestedFeatures {
-    /// Checks the numbers of a call and returns its features.
     pub(super) fn of(o: &Options) -> Result<RequestedFeatures> {
         reject_if!(!(0.0..1.0).contains(&o.dropout_p), "dropout_p", o.dropout_p, "a probability in [0, 1)");
         check_batch_invariant(o)?;

@@ -5,7 +5,7 @@
 //! src/kernels/formats.rs say all that. Sizes that are symbolic (torch.compile's dynamic shapes) are [`UNKNOWN`]; checks leave them out.
 
 use super::attention::Cache;
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::kernels::{FormatInfo, ScaleGranularity, FORMATS};
@@ -127,7 +127,6 @@ fn check_descale(name: &str, d: &TensorDesc, format: CacheFormat, [batch, nheads
     Ok(())
 }
 
-/// Describes the dtypes of caches for an error.
 fn described(format: CacheFormat) -> String {
     let [keys, values] = format.parts().map(|part| part.info().dtype);
     match format.is_quantized() {

@@ -1,10 +1,10 @@
 //! Validation of `indexer_logits`, the scores by which queries of sparse attention choose tokens: queries, weights of their heads, and keys
 //! as fp8 codes with a scale each. Keys are one tensor, or pages that a block table assigns to batch entries. src/ops/indexer.rs calls it.
 
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_INDEXER_HEADS, MAX_SEQLEN};
+use crate::limits::{MAX_INDEXER_HEADS, MAX_SEQLEN}; // 64 and 2^29 - 1
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Columns of queries and keys.
@@ -57,7 +57,6 @@ impl Indexer {
     }
 }
 
-/// Checks a call. Returns its problem.
 pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Result<Indexer> {
     let IndexerArgs { q, k, weights, k_end, k_start, .. } = args;
     check_query_dtype(q, backend)?;

@@ -2,8 +2,8 @@
 //! (keys of a sequence that count). src/ops/ passes values too if it has copied them to the host. Unknown sizes pass.
 
 use super::attention::{Attention, Queries};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
-use super::operands::{Packing, Sizes}; // Packing: whether tensors are packed, and by which argument
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
+use super::operands::{Packing, Sizes}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES};

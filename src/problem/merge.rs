@@ -1,8 +1,8 @@
 //! Validation of `merge_attention_states`: two states, each the result (out and softmax_lse) of attention over some keys, become the state
 //! over all these keys. Packed tensors have the rows of all sequences one after the other. src/ops/merge.rs calls it.
 
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
-use super::operands::{self, Packing}; // Packing: whether tensors are packed, and by which argument
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
+use super::operands::{self, Packing}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN};

@@ -1,10 +1,10 @@
 //! Rules of q, k and v as tensors: ranks, dtypes, layouts, heads and headdims. Packed tensors have no batch dimension: the rows of all
 //! sequences follow each other, and cu_seqlens arguments say where each begins. Unknown sizes pass.
 
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{Backend, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_HEADDIM, MAX_HEADS, MAX_SEQLEN};
+use crate::limits::{MAX_HEADDIM, MAX_HEADS, MAX_SEQLEN}; // 512, 65535 and 2^29 - 1
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Sizes of a (batch, seqlen, nheads, headdim) or a packed (total, nheads, headdim) tensor.

@@ -2,7 +2,7 @@
 //! and dropout_p. dense.rs and cached.rs call them.
 
 use super::attention::Window;
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)

@@ -2,10 +2,10 @@
 //! cached.rs calls [`check`]; src/ops/kvcache/mod.rs checks the values if the call asks for it.
 
 use super::attention::{Attention, Queries};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{KV_BLOCKS, MAX_SEQLEN};
+use crate::limits::{KV_BLOCKS, MAX_SEQLEN}; // powers of two from 1 to 128 tokens; 2^29 - 1
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Checks `kv_indices` and `kv_block`, and rejects options that do not go with them.

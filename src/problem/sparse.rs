@@ -1,8 +1,9 @@
 //! Validation of `fwd_sparse_mla`: queries, caches of latents and the tokens that each query chose. A latent is one vector per token, which
-//! is key and value of all heads. src/ops/sparse.rs calls it.
+//! is key and value of all heads. A second cache (`extra`) shares the softmax: DeepSeek V4 has a cache of a window of tokens and a
+//! compressed one. src/ops/sparse.rs calls it.
 
 use super::attention::{Attention, Cache, CacheLayout, Keys, Queries};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN};
@@ -15,7 +16,7 @@ pub struct ChosenTokens<'a> {
     pub cache: Option<&'a TensorDesc>,
     /// int32 (total_q, topk)
     pub indices: Option<&'a TensorDesc>,
-    /// int32 (total_q)
+    /// int32 (total_q): indices of each query that count, from the first on; None: all
     pub lengths: Option<&'a TensorDesc>,
 }
 

@@ -2,10 +2,10 @@
 //! tree, and its queries are theirs. Bit j of a query's word says whether the query sees draft token j. cached.rs calls the rules.
 
 use super::attention::{Queries, Window};
-use super::checks::*; // check_... and reject_if! return errors for the user; unknown sizes pass
+use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::MAX_DRAFT_TOKENS;
+use crate::limits::MAX_DRAFT_TOKENS; // 64
 
 /// Checks `tree_mask`, and rejects options that do not go with it.
 pub fn check(o: &Options, q: &TensorDesc, batch: i64, seqlen_q: i64, queries: Queries) -> Result<()> {

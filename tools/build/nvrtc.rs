@@ -1,8 +1,8 @@
 //! Compiles one kernel variant of csrc/ to a cubin and PTX with NVRTC 12.9, the last release that knows sm_70. tools/build/embed.rs calls
 //! it for each row of the tables in src/kernels: the row's numbers become macros. Needs no CUDA toolkit and no GPU.
 //!
-//! Binds NVRTC by hand because the crate `cudarc` cannot open a given path: it would open the first of `libnvrtc.so`, ...,
-//! `libnvrtc.so.12` on the loader's search path, so the NVRTC of an installed CUDA toolkit would win over the pinned one.
+//! Binds NVRTC by hand, because the crate `cudarc` opens the first on the loader's search path: that of an installed CUDA toolkit would win
+//! over the pinned one.
 
 use crate::tables::formats::{FormatInfo, FORMATS};
 use crate::tables::variants::{CacheFormat, Feature, FeatureSet, ParamBlock, Pass, Variant, SPLIT_TOKENS};
@@ -71,7 +71,7 @@ pub const PTX_VERSIONS: &[(&str, (u32, u32))] = &[
     ("movmatrix", (7, 8)),
 ];
 
-/// Returns the first PTX ISA that has the target.
+/// Returns the PTX ISA that introduced a family's target: sm_70 or sm_75, and sm_80 for a later one.
 fn first_version_of(sm: u32) -> (u32, u32) {
     match sm {
         ..=72 => (6, 0),

@@ -167,7 +167,6 @@ pub fn split_rows() -> impl Iterator<Item = Variant> {
     shared::split_forward(TURING, &[(64, 4, 2, 0), (128, 8, 1, 0), (256, 8, 1, 0), (512, 8, 1, 0)])
 }
 
-/// The kernels of fp32 tensors on stream-K grids.
 pub fn split_stream_k_rows() -> impl Iterator<Item = Variant> {
     shared::split_stream_k(TURING, split_rows())
 }

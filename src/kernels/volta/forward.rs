@@ -213,7 +213,6 @@ pub fn split_rows() -> impl Iterator<Item = Variant> {
     shared::split_forward(VOLTA, &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
 }
 
-/// The kernels of fp32 tensors on stream-K grids.
 pub fn split_stream_k_rows() -> impl Iterator<Item = Variant> {
     shared::split_stream_k(VOLTA, split_rows())
 }

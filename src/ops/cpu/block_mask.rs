@@ -17,7 +17,6 @@ const HEADER: usize = LIST_HEADER as usize; // numbers of a list before its key 
 const WORDS: usize = TILE_WORDS as usize; // 32-bit words of a tile
 const WORDS_PER_ROW: usize = WORDS / ROWS;
 
-/// The validated lists and bits of a call.
 pub struct BlockMask {
     lists: Vec<i32>,
     bits: Vec<i32>,

@@ -209,7 +209,7 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     for c in &work.chunks {
         let mut p = work.scores(&buffer, None, c)?; // None: keeps no tanh
         let mut max = p.f_amax(-1, true)?;
-        // over the keys, in fp32 or fp64 as p is. One fused pass in place: a row stays in L1
+        // over the keys, in place, without a cast (false). ATen goes row by row, so rows of some thousand keys stay in a core's caches
         let _ = p.f_internal_softmax_out(&p, -1, false)?;
         let masked = max.f_eq(f64::NEG_INFINITY)?;
         if masked.f_any()?.f_int64_value(&[])? != 0 {

@@ -219,7 +219,6 @@ impl Keys {
     }
 }
 
-/// Returns the largest finite magnitude of V.
 fn largest(v: &Tensor) -> Result<Tensor> {
     Ok(finite(v)?.f_abs_()?.f_amax([0_i64, 1].as_slice(), false)?)
 }

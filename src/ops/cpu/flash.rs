@@ -6,7 +6,7 @@
 use super::chunk::{heads_per_group, window_offsets};
 use super::layout::{narrow, narrow_broadcast};
 use super::part::Part;
-use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE};
+use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE}; // -2^24 * ln(2): a bias below it hides keys
 use crate::error::Result;
 use crate::tensor::compute_kind;
 use tch::{Device, Kind, Tensor};
@@ -310,7 +310,7 @@ fn plain(bias: &Tensor, kind: Kind) -> Result<Option<Tensor>> {
     Ok((!changes).then(|| bias.shallow_clone()))
 }
 
-/// Converts a bias to numbers of type `kind`; -inf for hidden keys. Numbers from LOWEST_SCORE down hide keys too, but fp16 has none.
+/// Converts a bias to numbers of type `kind`; -inf for hidden keys. fp16 has no numbers down to LOWEST_SCORE.
 fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
     if bias.kind() == Kind::Bool {
         return Ok(Tensor::f_zeros(bias.size(), (kind, Device::Cpu))?.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?);
@@ -431,7 +431,6 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Resul
     sums.map_or_else(|| zeros(&p), Ok).map(Some)
 }
 
-/// Returns the gradients of a problem without visible keys.
 fn zeros(p: &Problem) -> Result<[Tensor; 3]> {
     let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (p.kind, Device::Cpu));
     Ok([zeros(&p.q)?, zeros(&p.k)?, zeros(&p.v)?])

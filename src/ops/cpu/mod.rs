@@ -5,8 +5,7 @@
 //!
 //! A *group* is one KV head of one batch entry with its query heads. Its query rows lie in memory as (seqlen_q * heads per group, headdim).
 //! So grouped-query attention is a taller matrix product, without repeating K or V. [`chunked`] divides the work into [`Chunk`]s: rows of
-//! some groups, with all keys that these rows see. Batched matrix products compute scores and outputs, and a few passes in place compute
-//! the softmax. Score rows are complete, so there is no rescaling as in GPU kernels.
+//! some groups, with all keys that these rows see. So the softmax needs no rescaling, unlike in GPU kernels.
 //!
 //! Entries of different lengths are separate dense problems ([`part::Part`]). A [`Span`] is where one of them lies in the call's tensors.
 //! The arithmetic is fp64 for fp64 tensors; for others fp32, rounded once at the end. Callers have validated, and turned autograd off.

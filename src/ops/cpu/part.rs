@@ -17,9 +17,11 @@ pub struct Part {
     pub a: Attention,
     /// Number of its first batch entry in the call.
     pub first: i64,
+    /// (batch, seqlen_q, nheads, headdim); k and v likewise, with seqlen_k keys and nheads_k heads.
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
+    /// Broadcast to (batch, nheads, seqlen_q, seqlen_k).
     pub attn_bias: Option<Tensor>,
     /// (batch or 1, nheads).
     pub alibi_slopes: Option<Tensor>,

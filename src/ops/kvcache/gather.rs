@@ -11,7 +11,7 @@
 
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;
-use crate::limits::MAX_DRAFT_TOKENS;
+use crate::limits::MAX_DRAFT_TOKENS; // 64
 use crate::ops;
 use crate::ops::inputs::{Inputs, Target}; // Target: ATen on the CPU, or kernels
 use crate::options::scale_of_latents;

@@ -5,7 +5,7 @@
 use super::gather;
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher, SCRATCH};
-use crate::limits::MAX_DECODE_ROWS;
+use crate::limits::MAX_DECODE_ROWS; // 64
 use crate::log;
 use crate::ops::blocks::{self, at, Blocks};
 use crate::ops::device::launch_forward;
@@ -19,8 +19,8 @@ use crate::tensor::{self, is_readable, operand, output, without_padding};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
-/// Computes `volta_fa::fwd_kvcache` on kernels: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
-/// `sequences`: their lengths, if the call checked them.
+/// Computes `volta_fa::fwd_kvcache` on kernels: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, or the most that the cache
+/// can hold. `sequences`: their lengths, if the call checked them.
 pub fn append_and_attend(
     inputs: &Inputs,
     a: &Attention,

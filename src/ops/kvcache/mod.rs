@@ -13,7 +13,7 @@ mod selection;
 use super::inputs::{int32_values, Described, Inputs, Target}; // Target: ATen on the CPU, or kernels
 use crate::error::Result;
 use crate::kernels::FormatInfo;
-use crate::limits::LATENT_HEADDIMS;
+use crate::limits::LATENT_HEADDIMS; // 512, then 64 columns
 use crate::params::CacheFormat;
 use crate::problem::{self, Attention, Backend, CacheValues, CachedSequence};
 use crate::tensor::{is_readable, share};

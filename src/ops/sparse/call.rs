@@ -36,7 +36,6 @@ pub struct Call {
 pub type Found = [Tensor; 3];
 
 impl ChosenTokens {
-    /// Returns the tensors.
     pub fn parts(&self) -> impl Iterator<Item = &Tensor> {
         [&self.cache, &self.indices].into_iter().chain(&self.lengths)
     }

@@ -1,6 +1,9 @@
-//! Sparse MLA (`volta_fa::fwd_sparse_mla`) with ATen operations, in fp32 or, for fp64 queries, fp64: the CPU backend, and on a GPU caches
-//! that kernels cannot read, without tokens or off 16-byte boundaries. It copies the tokens that some queries chose at a time. A token is a
-//! latent: one vector, key and value of all heads.
+//! Computes sparse MLA (`volta_fa::fwd_sparse_mla`) with ATen, in fp32, or fp64 for fp64 queries: on the CPU, and on a GPU for caches that
+//! kernels cannot read (no tokens, or rows off 16-byte boundaries).
+//!
+//! Each query has a list of tokens of one cache (`call.own`), and may have one of a second (`call.extra`) in the same softmax. A token is a
+//! latent: one vector, the key of all heads and, in its first 512 columns, the value. In [`Attention`] each query is a batch entry, and
+//! seqlen_k the length of both lists.
 
 use super::call::{Call, ChosenTokens, Found};
 use crate::error::Result;
@@ -14,7 +17,7 @@ const COPY_BYTES: i64 = 256 << 20;
 /// The last columns of a row, which encode positions: 16-bit numbers in fp8 formats too.
 const TAIL: i64 = 64;
 
-/// Computes a call that has queries and tokens.
+/// Computes out (queries, nheads, 512) of q's type, softmax_lse and max_logits, both fp32 (queries, nheads), some queries at a time.
 pub fn forward(call: &Call, a: &Attention) -> Result<Found> {
     // 16 bytes for each column of a chosen token: room for about four fp32 copies
     let at_once = (COPY_BYTES / (16 * a.seqlen_k * a.headdim)).clamp(1, a.batch);
@@ -36,7 +39,7 @@ pub fn forward(call: &Call, a: &Attention) -> Result<Found> {
     Ok([out?, lse?, max_logits?])
 }
 
-/// Reads the chosen tokens of a cache, (queries, topk, headdim), with zeros where an index is none. Also returns where: (queries, topk).
+/// Returns the chosen tokens of a cache (queries, topk, headdim), 0 where an index is no token, and where that is, bool (queries, topk).
 fn read(tokens: &ChosenTokens, call: &Call, a: &Attention) -> Result<(Tensor, Tensor)> {
     let ChosenTokens { cache, indices, lengths } = tokens;
     let [pages, page_size] = [cache.size()[0], cache.size()[1]];
@@ -96,6 +99,8 @@ fn dequantized(cache: &Tensor, at: &dyn Fn(&Tensor) -> Result<Tensor>, call: &Ca
 }
 
 /// Attends from q (queries, nheads, headdim) to tokens (queries, tokens, headdim), except those that `missing` (queries, tokens) marks.
+/// max_logits has largest scaled scores, softmax_lse natural logarithms. Sinks change out, but not softmax_lse. A query without tokens gets
+/// out 0, softmax_lse +inf and max_logits -inf.
 fn attend(q: &Tensor, tokens: &Tensor, missing: &Tensor, call: &Call, a: &Attention) -> Result<Found> {
     let kind = compute_kind(call.q.kind());
     let scores = q.f_to_kind(kind)?.f_contiguous()?.f_bmm(&tokens.f_transpose(1, 2)?)?.f_mul_scalar(a.softmax_scale)?;

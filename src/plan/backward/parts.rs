@@ -8,7 +8,7 @@ use super::plan::{BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::plan::choose::{choose, of_all_sizes, sized, Chosen}; // choose: tuned or cheapest kernels; sized: smaller blocks where faster
 use crate::plan::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same
 use crate::plan::features::{features, BackwardMode};
@@ -73,7 +73,6 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    /// Returns kernels that add to dq by atomics.
     fn with_atomics(&self) -> Result<Chosen<3>> {
         choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, self.d)
     }

@@ -2,7 +2,7 @@
 //! are stored, for large headdims or fp32, [`StoredPlan`] divides them into tiles and launches, so that memory stays bounded.
 
 use crate::kernels::{Scratch, Variant};
-use crate::limits::MAX_GRID_YZ;
+use crate::limits::MAX_GRID_YZ; // 65535
 use crate::plan::kernel::{chunks, rounded, scratch, PlannedKernel};
 use crate::problem::Attention;
 
@@ -62,7 +62,6 @@ impl BackwardPlan {
         self.batch_chunks(batch).map(|(_, n)| n).max().unwrap_or(0)
     }
 
-    /// Returns the number of launches of `main` for all batch entries.
     pub fn all_main_launches(&self, batch: i64) -> i64 {
         self.batch_chunks(batch).count() as i64 * i64::from(self.main_launches)
     }

@@ -4,7 +4,7 @@
 use super::plan::{tiles, BackwardPlan, StoredPlan};
 use crate::error::Result;
 use crate::kernels::{self, Family, Kernels};
-use crate::limits::COMMON_HEADDIM;
+use crate::limits::COMMON_HEADDIM; // 256
 use crate::plan::choose::choose; // the tuned or cheapest kernels of one family
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
@@ -12,8 +12,8 @@ use crate::plan::kernel::{planned, PlannedKernel, Reason};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
-/// Query tiles (of 128) that consecutive blocks of the scores kernel visit for each key tile. The grid has a multiple of it, and blocks
-/// beyond the last query tile have no work.
+/// Query tiles (of 128) that consecutive blocks of the scores kernel visit for each key tile: blocks that run at once share operands in L2.
+/// The grid has a multiple of it, and blocks beyond the last query tile have no work.
 const QUERY_TILES_TOGETHER: i64 = 8;
 
 /// Returns true if no other kernels have room for the headdims.

@@ -6,7 +6,7 @@
 //! blocks (those that the GPU holds at once). A stream-K grid splits key blocks with more steps than a limit; each split is a block.
 
 use crate::kernels::Variant;
-use crate::limits::MAX_BACKWARD_SPLITS;
+use crate::limits::MAX_BACKWARD_SPLITS; // 384
 use crate::params::StreamKSplit;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::problem_block;
@@ -212,7 +212,6 @@ impl BackwardStreamKPlan {
         (first, blocks, (0..self.key_blocks).map(|block| self.splits(block)).max().unwrap_or(1))
     }
 
-    /// Returns the memory for the gradients of splits.
     fn scratch_bytes(&self, v: &Variant) -> u64 {
         let (_, blocks, max_splits) = self.split_blocks();
         4 * u64::from(self.heads * blocks * max_splits) * u64::from(v.block_rows * (v.headdim + v.headdim_v))

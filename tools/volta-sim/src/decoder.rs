@@ -129,7 +129,6 @@ impl<'a> Decoder<'a> {
 
     // ---- operands, in the order in which they are printed: calls make a chain --------------
 
-    /// Sets the unit that the instruction is issued to.
     pub fn on(&mut self, unit: Unit) -> &mut Self {
         self.inst.unit = unit;
         self
@@ -153,7 +152,6 @@ impl<'a> Decoder<'a> {
         }
         Ok(self)
     }
-    /// Reads source `i`.
     pub fn src(&mut self, i: usize) -> Result<&mut Self, String> {
         match self.next() {
             Some(Operand::Src(s, _)) => self.inst.src[i] = s,

@@ -18,7 +18,6 @@ pub struct RawInst {
     pub enc: u128,
 }
 
-/// One kernel as printed by nvdisasm.
 #[derive(Default)]
 pub struct Listing {
     pub insts: Vec<RawInst>,

@@ -18,12 +18,13 @@ pub struct Section {
     pub size: u64,
 }
 
-/// A relocation of a 64-bit address.
+/// A relocation of a 64-bit address at a byte `offset` of its section.
 #[derive(Clone, Copy, Debug)]
 pub struct Relocation {
     pub offset: u64,
     /// index into [`Cubin::symbols`]
     pub symbol: usize,
+    /// CUDA's number of the type, as R_CUDA_64 (2)
     pub kind: u32,
     pub addend: i64,
 }
@@ -33,6 +34,7 @@ pub struct Symbol {
     pub name: String,
     /// index into [`Cubin::sections`]
     pub section: u16,
+    /// byte offset in the section
     pub value: u64,
 }
 

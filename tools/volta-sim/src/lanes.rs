@@ -1,5 +1,5 @@
-//! Arithmetic on arrays of a warp's 32 lanes. Every function is inlined into the instructions that call it, so that it is compiled with the
-//! same vector instructions of the host ([`crate::ops`]).
+//! Arithmetic on arrays with a number for each of a warp's 32 lanes. Every function is inlined into the interpreter, which is compiled once
+//! with AVX2 and once without ([`crate::ops`]).
 
 use crate::isa::*;
 use std::cmp::Ordering;

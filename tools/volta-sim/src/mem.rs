@@ -124,7 +124,6 @@ impl GlobalMem {
         }
     }
 
-    /// Content of a buffer, by index.
     pub fn bytes(&self, idx: usize) -> &[u8] {
         let b = &self.bufs[idx];
         // SAFETY: the buffer's memory is alive, and nothing writes it while no kernel runs.

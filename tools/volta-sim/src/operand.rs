@@ -23,7 +23,7 @@ pub enum Operand {
     B(u8),
     /// scoreboard
     Sb(u8),
-    /// pc of a label
+    /// pc of a label: bytes from the kernel's first instruction
     Label(u32),
 }
 
@@ -43,14 +43,14 @@ pub fn look_up<T: Copy>(known: &[(&str, T)], name: &str) -> Option<T> {
     known.iter().find(|(known, _)| *known == name).map(|&(_, value)| value)
 }
 
-/// Returns whether this is a float literal: digits that are no integer, or as `+INF` and `-QNAN`.
+/// Returns whether this is a float literal: digits without `0x`, or a word such as `+INF` or `-QNAN`.
 pub fn is_float(s: &str) -> bool {
     let number = s.trim_start_matches(['-', '+', '|']);
     let is_special = ["INF", "QNAN", "SNAN"].iter().any(|name| number.starts_with(name));
     int(s).is_none() && (is_special || number.starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// Returns the number of a register, as `R12` or `UR4`.
+/// Returns the number of a register, as `R12` or `UR4`. Those of uniform registers begin at UR0; URZ is RZ.
 fn register(s: &str) -> Option<Reg> {
     let number = |prefix: &str, end: Reg| s.strip_prefix(prefix)?.parse().ok().filter(|&r| r < end);
     match s {
@@ -59,7 +59,7 @@ fn register(s: &str) -> Option<Reg> {
     }
 }
 
-/// Returns the number of a predicate, as `P3` or `UP0`.
+/// Returns the number of a predicate, as `P3` or `UP0`, likewise.
 pub fn predicate(s: &str) -> Option<u8> {
     let number = |prefix: &str| s.strip_prefix(prefix)?.parse().ok().filter(|&p| p < PT);
     match s {

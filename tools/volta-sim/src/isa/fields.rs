@@ -125,7 +125,7 @@ enums! {
     }
 }
 
-/// An address: (base << scale) + uniform + off.
+/// An address in bytes: (base << scale) + uniform + off.
 #[derive(Clone, Copy, Debug)]
 pub struct MemRef {
     pub base: Reg,

@@ -9,6 +9,7 @@ pub use op::*;
 /// A decoded instruction. `ops` executes it, `timing` charges its cycles.
 #[derive(Clone, Debug)]
 pub struct Inst {
+    /// bytes from the kernel's first instruction; each has 16
     pub pc: u32,
     pub op: Op,
     pub guard: PredOp,
