@@ -109,7 +109,7 @@ struct Block {
                 } else {
                     // A block has two slots, as it shares at most two row tiles with others: the one that an earlier block
                     // (tile.first_block) begins, and the one that it begins. 0: the leaves of combine_blocks' tree.
-                    const long long slot = GlobalPartials::slot(blockIdx.x, tile.first_block);
+                    const int slot = GlobalPartials::slot(blockIdx.x, tile.first_block);
                     combine_partials(p, partials.from(first), kTokenGroups, rows, WritePartial(p.partials, 0, slot, first));
                 }
                 if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();
@@ -128,14 +128,13 @@ struct Block {
 private:
     // Returns the RowInfo of a row. Rows past the last one get that of the last, which keeps indices in bounds.
     __device__ __forceinline__ static RowInfo row_info_of(const DecodeParams& p, const WorkTile& s, int row) {
-        const int group = p.problem.nheads / p.problem.nheads_k;
         row = s.row + min(row, s.rows - 1);
+        const int query = quotient(row, p.group), head = s.head_k * p.group.divisor + row - query * p.group.divisor;
         const ScoreOptions& o = p.score_options;
         float slope = 0.f;
-        if (o.alibi_slopes)
-            slope = __ldg(o.alibi_slopes + s.batch * o.alibi_batch_stride + s.head_k * group + row % group) * kLog2e;
-        RowInfo info(slope, row / group + s.seqlen_k - s.seqlen_q);
-        if constexpr (kTree) info.position = load_draft_tokens(p, s, row / group, info) + s.seqlen_k - s.seqlen_q;
+        if (o.alibi_slopes) slope = __ldg(o.alibi_slopes + s.batch * o.alibi_batch_stride + head) * kLog2e;
+        RowInfo info(slope, query + s.seqlen_k - s.seqlen_q);
+        if constexpr (kTree) info.position = load_draft_tokens(p, s, query, info) + s.seqlen_k - s.seqlen_q;
         return info;
     }
 };

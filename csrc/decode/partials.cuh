@@ -24,60 +24,121 @@ struct RowState {
     float row_max, sum;
 };
 
+// How a row's partials are combined: a factor for the output of each, and the joint softmax state. Lies in shared memory, in place
+// of the states of at most Most partials, [Most][BLOCK_ROWS], so that columns are combined without a look at the states.
+template <int Most>
+struct RowWeights {
+    static constexpr float kUnseen = -1.f;  // instead of a factor: the row saw no key there, and its output may be unwritten
+    RowState* at;
+
+    // Sets those of a row. state_of(i) returns the state of partial i, or may return that in its place.
+    template <class StateOf>
+    __device__ __forceinline__ void set(int count, int row, StateOf state_of) const {
+        RowState states[Most];
+#pragma unroll
+        for (int i = 0; i < Most; i++) states[i] = state_of(min(i, count - 1));
+        SoftmaxRow joint;  // begins as the state of a row without keys
+#pragma unroll
+        for (int i = 0; i < Most; i++) joint.row_max = fmaxf(joint.row_max, states[i].row_max);
+#pragma unroll
+        for (int i = 0; i < Most; i++) {
+            const bool seen = i < count && states[i].sum != 0.f;
+            const float factor = exp2_approx(states[i].row_max - joint.row_max);
+            if (seen) joint.sum += factor * states[i].sum;
+            at[i * BLOCK_ROWS + row].row_max = seen ? factor : kUnseen;
+        }
+        at[row].sum = joint.sum;
+        at[BLOCK_ROWS + row].sum = joint.row_max;
+    }
+    __device__ __forceinline__ float factor(int i, int row) const { return at[i * BLOCK_ROWS + row].row_max; }
+    __device__ __forceinline__ RowState joint(int row) const { return {at[BLOCK_ROWS + row].sum, at[row].sum}; }
+};
+// The only partial keeps its state.
+template <>
+struct RowWeights<1> {
+    static constexpr float kUnseen = -1.f;
+    RowState* at;
+
+    __device__ __forceinline__ float factor(int, int row) const { return at[row].sum != 0.f ? 1.f : kUnseen; }
+    __device__ __forceinline__ RowState joint(int row) const { return at[row]; }
+};
+
 // Partials in shared memory, one for each token group: the states of all rows, and the outputs of Rows rows. If shared memory lacks
 // room for all outputs, Rows is less than BLOCK_ROWS, and outputs come in several parts.
 template <int Partials, int Rows>
 struct SharedPartials {
-    static constexpr int kLoadsAtOnce = 1;  // shared memory answers fast
+    static constexpr int kMost = Partials, kLoadsAtOnce = 1;  // shared memory answers fast
     float* output;  // [Partials][Rows][kPartialStride]
     RowState* state;  // [Partials][BLOCK_ROWS]
 
     // Returns the partials of the part whose outputs begin with row `first`.
     __device__ __forceinline__ SharedPartials from(int first) const { return {output, state + first}; }
 
-    __device__ __forceinline__ RowState state_of(int partial, int row) const { return state[partial * BLOCK_ROWS + row]; }
-    __device__ __forceinline__ float4 load(int partial, int row, int column) const {
-        return *reinterpret_cast<const float4*>(output + (partial * Rows + row) * kPartialStride + column);
+    // Replaces states by weights. All threads of the block call it.
+    __device__ __forceinline__ RowWeights<Partials> weights(int count, int rows) const {
+        const RowWeights<Partials> found = {state};
+        if constexpr (Partials > 1) {
+            const int row = remat_thread_index();
+            if (row < rows) found.set(count, row, [&](int i) { return state[i * BLOCK_ROWS + row]; });
+            __syncthreads();
+        }
+        return found;
+    }
+    // Returns where eight columns of a row, from `column` on, lie in partial 0. load() reads those of a partial.
+    __device__ __forceinline__ const float* place(int row, int column) const { return output + row * kPartialStride + column; }
+    __device__ __forceinline__ void load(int partial, const float* place, float4 (&x)[2]) const {
+        for (int half = 0; half < 2; half++)
+            x[half] = *reinterpret_cast<const float4*>(place + partial * Rows * kPartialStride + 4 * half);
     }
 };
+
+// Maximum partials that one block combines. With more blocks in a row tile the combination is a tree: blocks in groups of kRadix,
+// then the groups, each by its last block to arrive. Small where a partial has many floats: one SM reads them at its share of L2's
+// bandwidth, while the groups of a level share the SMs.
+constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 8 : 4;
 
 // Partials in global memory, read with ld.cg because other blocks wrote them and L1 is not coherent.
 //
 // The buffer has all outputs, then all states. Outputs are combined in place: only the thread that writes an element reads it.
-// All threads read states, so each level of the combination (combine_blocks) has its own. A slot is the place of one partial.
+// Other threads write states than read them, so each level of the combination (combine_blocks) has its own. A slot is the place of
+// one partial.
 struct GlobalPartials {
-    static constexpr int kLoadsAtOnce = 4;  // L2 answers after some 200 cycles
+    static constexpr int kMost = kRadix, kLoadsAtOnce = kRadix;  // L2 answers after some 200 cycles
     float* partials;
-    RowState* states;  // [count][BLOCK_ROWS] in shared memory: load_states() copies them
+    RowState* shared;  // memory for weights
     int level, first_block, first, distance;  // partial i is in the slot of block first + i * distance
 
     // A block has two slots: one for a row tile that begins in an earlier block (first_block), one for one that begins in it.
-    __device__ __forceinline__ static long long slot(int block, int first_block) { return 2ll * block + (block == first_block); }
-    __device__ __forceinline__ static float* output_at(float* partials, long long slot) {
-        return partials + slot * (BLOCK_ROWS * HEADDIM_V);
+    __device__ __forceinline__ static int slot(int block, int first_block) { return 2 * block + (block == first_block); }
+    __device__ __forceinline__ static float* output_at(float* partials, int slot) {
+        return partials + slot * static_cast<long long>(BLOCK_ROWS * HEADDIM_V);
     }
-    // Offset of four columns inside a row. The first four of every eight precede all second fours, so warps access whole lines.
-    __device__ __forceinline__ static int column_offset(int column) { return (column & 4) * (HEADDIM_V / 8) + column / 8 * 4; }
+    // Offset of eight columns inside a row: of their first four. The second four follow kHalf later, so warps access whole lines.
+    static constexpr int kHalf = HEADDIM_V / 2;
+    __device__ __forceinline__ static int offset(int row, int column) { return row * HEADDIM_V + column / 2; }
     // Softmax states of a slot at one level of the tree.
-    __device__ __forceinline__ static float2* states_at(float* partials, int level, long long slot) {
-        const long long slots = 2ll * gridDim.x;
-        return reinterpret_cast<float2*>(output_at(partials, slots)) + (level * slots + slot) * BLOCK_ROWS;
+    __device__ __forceinline__ static float2* states_at(float* partials, int level, int slot) {
+        const int slots = 2 * gridDim.x;
+        return reinterpret_cast<float2*>(output_at(partials, slots)) + (level * slots + slot) * static_cast<long long>(BLOCK_ROWS);
     }
-    __device__ __forceinline__ long long slot_of(int i) const { return slot(first + i * distance, first_block); }
+    __device__ __forceinline__ int slot_of(int i) const { return slot(first + i * distance, first_block); }
 
-    // Copies the states of `count` partials, because each thread of a row reads them. All threads of the block call it.
-    __device__ __forceinline__ void load_states(int count, int rows) const {
-        for (int i = remat_thread_index(); i < count * BLOCK_ROWS; i += THREADS) {
-            const int partial = i / BLOCK_ROWS, row = i % BLOCK_ROWS;
-            if (row >= rows) continue;
-            const float2 x = __ldcg(states_at(partials, level, slot_of(partial)) + row);
-            states[i] = {x.x, x.y};
-        }
+    // Loads the states of `count` partials and returns their weights. All threads of the block call it.
+    __device__ __forceinline__ RowWeights<kMost> weights(int count, int rows) const {
+        const RowWeights<kMost> found = {shared};
+        const int row = remat_thread_index();
+        if (row < rows)
+            found.set(count, row, [&](int i) {
+                const float2 x = __ldcg(states_at(partials, level, slot_of(i)) + row);
+                return RowState{x.x, x.y};
+            });
         __syncthreads();
+        return found;
     }
-    __device__ __forceinline__ RowState state_of(int i, int row) const { return states[i * BLOCK_ROWS + row]; }
-    __device__ __forceinline__ float4 load(int i, int row, int column) const {
-        return __ldcg(reinterpret_cast<const float4*>(output_at(partials, slot_of(i)) + row * HEADDIM_V + column_offset(column)));
+    __device__ __forceinline__ const float* place(int row, int column) const { return partials + offset(row, column); }
+    __device__ __forceinline__ void load(int i, const float* place, float4 (&x)[2]) const {
+        const float* from = place + slot_of(i) * static_cast<long long>(BLOCK_ROWS * HEADDIM_V);
+        for (int half = 0; half < 2; half++) x[half] = __ldcg(reinterpret_cast<const float4*>(from + half * kHalf));
     }
 };
 
@@ -87,48 +148,36 @@ struct GlobalPartials {
 template <class Partials, class Write>
 __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Partials& partials, int count, int rows,
                                                  Write write) {
-    constexpr int kAtOnce = Partials::kLoadsAtOnce;
-    const int chunks = p.problem.headdim_v / kColumns;
+    constexpr int kAtOnce = Partials::kLoadsAtOnce, kChunks = HEADDIM_V / kColumns;
+    const auto weights = partials.weights(count, rows);
 #pragma unroll 1
-    for (int i = remat_thread_index(); i < rows * chunks; i += THREADS) {
-        const int row = i / chunks, column = i % chunks * kColumns;
-        SoftmaxRow joint;  // begins as the state of a row without keys
-#pragma unroll 1
-        for (int first = 0; first < count; first += kAtOnce) {
-            float row_max[kAtOnce];
-#pragma unroll
-            for (int j = 0; j < kAtOnce; j++) row_max[j] = partials.state_of(min(first + j, count - 1), row).row_max;
-#pragma unroll
-            for (int j = 0; j < kAtOnce; j++) joint.row_max = fmaxf(joint.row_max, row_max[j]);
-        }
+    for (unsigned i = remat_thread_index(); i < rows * kChunks; i += THREADS) {
+        const int row = i / kChunks, column = i % kChunks * kColumns;
+        if (column >= p.problem.headdim_v) continue;
+        const float* place = partials.place(row, column);
         float x[kColumns] = {};
-#pragma unroll 1
-        for (int first = 0; first < count; first += kAtOnce) {
-            RowState states[kAtOnce];
+#pragma unroll
+        for (int first = 0; first < Partials::kMost; first += kAtOnce) {
+            float factors[kAtOnce];
             float4 outputs[kAtOnce][2];
 #pragma unroll
             for (int j = 0; j < kAtOnce; j++) {
-                const int partial = min(first + j, count - 1);
-                states[j] = partials.state_of(partial, row);
-                for (int half = 0; half < 2; half++) outputs[j][half] = partials.load(partial, row, column + 4 * half);
+                factors[j] = weights.factor(first + j, row);
+                outputs[j][0] = outputs[j][1] = make_float4(0.f, 0.f, 0.f, 0.f);
+                if (!(factors[j] < 0.f)) partials.load(first + j, place, outputs[j]);  // else x gets -1 * 0, which changes nothing
             }
 #pragma unroll
-            for (int j = 0; j < kAtOnce; j++) {
-                // past the end (the last one again), or the row saw no key there: its output may be unwritten
-                if (first + j >= count || states[j].sum == 0.f) continue;
-                const float factor = exp2_approx(states[j].row_max - joint.row_max);
-                joint.sum += factor * states[j].sum;
+            for (int j = 0; j < kAtOnce; j++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const float4 y = outputs[j][half];
-                    x[4 * half] += factor * y.x;
-                    x[4 * half + 1] += factor * y.y;
-                    x[4 * half + 2] += factor * y.z;
-                    x[4 * half + 3] += factor * y.w;
+                    x[4 * half] += factors[j] * y.x;
+                    x[4 * half + 1] += factors[j] * y.y;
+                    x[4 * half + 2] += factors[j] * y.z;
+                    x[4 * half + 3] += factors[j] * y.w;
                 }
-            }
         }
-        write(row, column, RowState{joint.row_max, joint.sum}, x);
+        write(row, column, weights.joint(row), x);
     }
 }
 
@@ -143,8 +192,10 @@ struct WriteOutputAs {
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
         const Problem& problem = p.problem;
         row += first;
-        const int group = problem.nheads / problem.nheads_k;
-        const int query = (s.row + row) / group, head = s.head_k * group + (s.row + row) % group;
+        const int group = p.group.divisor, packed = s.row + row;
+        // batch-invariant kernels of latents have no registers for a quotient() here: they would spill
+        const int query = kBatchInvariant ? packed / group : quotient(packed, p.group);
+        const int head = s.head_k * group + packed - query * group;
         const float sum_of_keys = state.sum, max_of_keys = state.row_max;
         const float factor = add_sink(p.score_options, head, state.row_max, state.sum);
         // valid is false for invalid lengths: a sum of NaN makes output and lse NaN
@@ -174,7 +225,7 @@ struct WritePartial {
     float2* states;
 
     // `first`: number in the tile of the caller's row 0.
-    __device__ __forceinline__ WritePartial(float* partials, int level, long long slot, int first)
+    __device__ __forceinline__ WritePartial(float* partials, int level, int slot, int first)
         : output(GlobalPartials::output_at(partials, slot) + first * HEADDIM_V),
           states(GlobalPartials::states_at(partials, level, slot) + first) {}
     __device__ __forceinline__ static void store(float* to, const float* x) {
@@ -182,32 +233,27 @@ struct WritePartial {
     }
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
 #pragma unroll
-        for (int i = 0; i < kColumns; i += 4) store(output + row * HEADDIM_V + GlobalPartials::column_offset(column + i), x + i);
+        for (int half = 0; half < 2; half++)
+            store(output + GlobalPartials::offset(row, column) + half * GlobalPartials::kHalf, x + 4 * half);
         if (column == 0) states[row] = make_float2(state.row_max, state.sum);
     }
 };
 
-// Maximum partials that one block combines. With more blocks in a row tile the combination is a tree: blocks in groups of kRadix,
-// then the groups, each by its last block to arrive. Small where a partial has many floats: one SM reads them at its share of L2's
-// bandwidth, while the groups of a level share the SMs.
-constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 8 : 4;
-
 // Combines the partials of a row tile's blocks. Each block calls it after it has written its own partial. The last block of a group
-// to arrive combines the group, and goes on a level up. The last of all writes the output. `states`: kRadix * BLOCK_ROWS of them,
-// in shared memory that the block needs no more.
+// to arrive combines the group, and goes on a level up. The last of all writes the output. `shared`: kRadix * BLOCK_ROWS of them,
+// in memory that the block needs no more.
 template <class Write>
-__device__ __forceinline__ void combine_blocks(const DecodeParams& p, const WorkTile& s, RowState* states) {
+__device__ __forceinline__ void combine_blocks(const DecodeParams& p, const WorkTile& s, RowState* shared) {
     // s.blocks blocks, from s.first_block on, share the row tile
     int distance = 1;  // between the blocks whose slots hold this level's partials
     int node = blockIdx.x - s.first_block, nodes = s.blocks;  // this block's partial on the level; partials of the level
     for (int level = 0;; level++) {
         const int group = node / kRadix, count = min(nodes - group * kRadix, kRadix);
         const int first = s.first_block + group * kRadix * distance;
-        const long long slot = GlobalPartials::slot(first, s.first_block);
+        const int slot = GlobalPartials::slot(first, s.first_block);
         __threadfence();  // this thread's partial is visible before the semaphore counts it
         if (!is_last_block(p.semaphores + level * 2ll * gridDim.x + slot, p.launch_id, count)) return;
-        const GlobalPartials partials = {p.partials, states, level, s.first_block, first, distance};
-        partials.load_states(count, s.rows);
+        const GlobalPartials partials = {p.partials, shared, level, s.first_block, first, distance};
         if (nodes <= kRadix) {
             combine_partials(p, partials, count, s.rows, Write{p, s, 0});
             return;
