@@ -151,8 +151,8 @@ __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Pa
     constexpr int kAtOnce = Partials::kLoadsAtOnce, kChunks = HEADDIM_V / kColumns;
     const auto weights = partials.weights(count, rows);
 #pragma unroll 1
-    for (unsigned i = remat_thread_index(); i < rows * kChunks; i += THREADS) {
-        const int row = i / kChunks, column = i % kChunks * kColumns;
+    for (int i = remat_thread_index(); i < rows * kChunks; i += THREADS) {  // rows may be below 1: then there is none
+        const int row = static_cast<unsigned>(i) / kChunks, column = static_cast<unsigned>(i) % kChunks * kColumns;
         if (column >= p.problem.headdim_v) continue;
         const float* place = partials.place(row, column);
         float x[kColumns] = {};

@@ -210,6 +210,31 @@ fn rejects_wrong_timing_options() {
     assert!(error(TimingOptions { machine, ..Default::default() }).contains("sms"));
 }
 
+/// SMs that have CTAs without work leave their bandwidth to the others, of L2 as far as an SM's port goes.
+#[test]
+fn busy_sms_share_the_bandwidth() {
+    const SMS: usize = 80; // a V100's
+    let mut d = Data { x: vec![1.0; 128 * SMS], y: vec![1.0; 128 * SMS] };
+    let extent = |name, v: &mut Vec<f32>| Extent { name, ptr: v.as_mut_ptr().cast(), len: 4 * v.len(), read_only: false, exchanged: false };
+    let extents = [extent("x", &mut d.x), extent("y", &mut d.y)];
+    // cycles that a sector takes of the SM's L2 and DRAM bandwidth if `busy` CTAs of `ctas` have elements
+    let cycles = |ctas: u32, busy: usize| {
+        let params = d.params(128 * busy);
+        let l = Launch { grid: [ctas, 1, 1], ..launch(&params, &extents) };
+        // SAFETY: the extents belong to this test.
+        let timing = unsafe { MODULE.time("saxpy", &l, &TimingOptions::default()) }.unwrap().timing;
+        let c = timing.counters;
+        [c.l2_busy / (c.l2_sectors + c.store_sectors) as f64, c.dram_busy / c.dram_sectors as f64]
+    };
+    let m = Machine::default();
+    let dram = 32.0 * m.clock_mhz * SMS as f64 / (1e3 * m.dram_gb_per_s); // where all SMs are busy
+    let near = |found: [f64; 2], l2: f64, dram: f64| assert!((found[0] - l2).abs() + (found[1] - dram).abs() < 1e-6, "{found:?}, {l2}, {dram}");
+    near(cycles(80, 80), 32.0 / m.l2_bytes_per_clk, dram);
+    near(cycles(80, 64), 32.0 / m.l2_bytes_per_clk * 0.8, dram * 0.8);
+    near(cycles(80, 8), 32.0 / m.l2_port_bytes_per_clk, dram * 0.1);
+    near(cycles(8, 8), 32.0 / m.l2_port_bytes_per_clk, dram * 0.1);
+}
+
 /// A prefetch into L2 takes no time of the warp. A load right after it saves nothing; a load after DRAM's latency takes L2's alone.
 #[test]
 fn prefetched_sectors_arrive_when_dram_is_done() {
