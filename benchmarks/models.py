@@ -328,7 +328,7 @@ def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[st
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pytorch", type=Path, nargs=2, metavar=("LIBTORCH_CUDA", "VOLTA_SIM"), help="beside PyTorch's kernel")
+    parser.add_argument("--pytorch", type=Path, nargs=2, metavar=("LIBTORCH_CUDA", "VOLTA_SIM"), help="adds PyTorch's kernels")
 
 
 def main(arguments: Sequence[str]) -> int:

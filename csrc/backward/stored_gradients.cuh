@@ -181,7 +181,7 @@ struct BackwardGradients {
         const int batch = blockIdx.z, group = p.problem.nheads / p.problem.nheads_k;
         const int first_key = (stored.first_key_tile + key_tile) * kStoredRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        if (first_key >= sequence.seqlen_k_allocated()) return;
+        if (first_key >= sequence.seqlen_k_allocated()) return;  // rows of dK and dV; 0 from seqlen_k() on
         const Mask mask = mask_of(p.problem, sequence);
         // queries [first, end) of a head that see any of the keys, from a whole step on
         const int first = mask.row_first(first_key) / kStagedTerms * kStagedTerms;
