@@ -26,8 +26,8 @@ __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 // ---- scores ---------------------------------------------------------------------------------------
 
 // Returns f(softmax_scale * product) + addend in log2 units, where f is the score function and `addend` the -lse of the exponent.
-// Sets `slope` to f', by which the caller multiplies dS. Both follow from one state: f = factor * state + constant, f' =
-// derivative(state) (score_function.cuh).
+// Sets `slope` to f', by which the caller multiplies dS. Both follow from one state (score_function.cuh): f is
+// factor * state + constant, f' derivative(state).
 __device__ __forceinline__ float function_score(float product, float addend, const ScoreFunction& function, float& slope) {
     const float state = function.state(product);
     slope = ScoreFunction::derivative(state);

@@ -32,7 +32,7 @@ struct RowWeights {
     RowState* at;
 
     // Sets a row's weights. state_of(i) returns the state of partial i, which may lie in its place at `at`: all are read first.
-    // factor(i) then lies in the place of row_max i; the joint state in sum 0 and sum 1, so Most is at least 2.
+    // Factor i replaces row_max i; the joint state replaces sums 0 and 1, so Most is at least 2.
     template <class StateOf>
     __device__ __forceinline__ void set(int count, int row, StateOf state_of) const {
         RowState states[Most];

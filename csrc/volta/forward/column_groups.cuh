@@ -481,7 +481,7 @@ struct ForwardColumnGroups {
                 const float sum = at.row_float(kOffsetP + kBlockRows * 4, mt, r);
                 state.row[mt][r].sum = ForwardLayout::leads_row(at.lane) ? sum : 0.f;
             }
-        if (!grid.template combine_splits<kThreads>(state, o)) return;  // another block writes this row tile's output
+        if (!grid.template combine_splits<kThreads>(state, o)) return;  // another block writes out
         const Coord last = coord();
         FwdParams columns = p;  // as if out had the warp's columns only
         columns.out.ptr += kWarpChunks * kChunk * last.column * (out_is_fp32(p) ? 2 : 1);

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import first_line
 from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
-from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan  # Step: the launches of one rank's queries and keys
+from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan  # Step: launches of two ranks
 
 
 @dataclass
@@ -165,7 +165,7 @@ def backward(
     """Returns the gradients of q, k, v and sinks; the last is that of this rank's rows only. Shapes are those of `forward`, whose results
     are out, lse and states."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    of_rows, of_keys = _parts(p)  # ranges of the launches; a row in at most two of them gets at most two additions (_Sum)
+    of_rows, of_keys = _parts(p)  # ranges of launches; at most two: additions to a row (_Sum)
     dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
     dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
     back: _Returning | None = None
