@@ -73,7 +73,7 @@ struct ForwardColumnGroups {
     static constexpr int kChunks = Headdim / kChunk;
     static constexpr int kWarpChunks = kChunks / kColumnGroups, kWarpColumns = kWarpChunks * kChunk;
     static_assert(kWarpChunks % 8 == 0, "a warp's columns have the swizzle of whole rows");
-    static constexpr int kPitch = kChunks * kChunkBytes;
+    static constexpr int kPitch = kChunks * kChunkBytes;  // bytes of a row
 
     // Shared memory: K; V; partial scores by warp and quarter, at the end row maxima and sums; probabilities; factors by which rows
     // are rescaled; addresses of row 0 of K and of V; the sequence's lengths; a part of Q.

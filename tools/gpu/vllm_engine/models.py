@@ -1,8 +1,8 @@
 """Writes small random models with sharp attention, and a tokenizer and a LoRA adapter for them: python models.py FOLDER [NAME...]
 
 run.py runs vLLM on them with volta_fa's attention and with vLLM's own, and compares the tokens; no checkpoints are needed. Sharp: a few
-keys get most of a row's attention, as in trained models, so a wrong key changes tokens (sizes and gains: found by trial). The seed is
-fixed, so all runs on one kind of device have the same weights. Weights are float16.
+keys get most of a row's attention, as in trained models, so a wrong key changes tokens. The seed is fixed, so all runs on one kind of
+device have the same weights. Weights are float16.
 """
 
 import itertools
