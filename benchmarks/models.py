@@ -106,7 +106,7 @@ def layers_of_models(sms: int) -> Iterator[Row]:
     """Yields one layer of each kind, in the uses that the model has. `sms`: of the GPU; it sizes the rows with `wave`."""
     yield from language_model("Llama 3 8B", {"": Attention(32, 8, 128)})
     yield from language_model("Qwen3 0.6B", {"": Attention(16, 8, 128)})
-    yield from language_model("Qwen3 8B", {"": Attention(32, 8, 128)}, train=1024, prefill=8192)
+    yield from language_model("Qwen3 8B", {"": Attention(32, 8, 128)}, train=1024, prefill=8192)  # Llama 3 8B's attention at other lengths
     yield from language_model("Qwen3 32B", {"": Attention(64, 8, 128)})
     yield from language_model("Qwen3.5 9B, full attention", {"": Attention(16, 4, 256)})
     yield from language_model("Mistral 7B v0.1", {"": Attention(32, 8, 128, window=4095)}, prefill=8192, decode=(8, 8192))
@@ -328,7 +328,7 @@ def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[st
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pytorch", type=Path, nargs=2, metavar=("LIBTORCH_CUDA", "VOLTA_SIM"), help="beside PyTorch's kernel")
+    parser.add_argument("--pytorch", type=Path, nargs=2, metavar=("LIBTORCH_CUDA", "VOLTA_SIM"), help="adds PyTorch's kernels")
 
 
 def main(arguments: Sequence[str]) -> int:

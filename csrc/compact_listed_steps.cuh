@@ -2,8 +2,8 @@
 // For turing's generic forward kernels (score features chosen by parameters) at headdims 128 and 256
 // (turing/forward/block_mask.cuh), and for the forward kernels of fp32 tensors (forward/split_block_mask.cuh). Columns are keys.
 //
-// A list has counts of partial and full blocks (kPartialBlocks, kFullBlocks) of kListedColumns (64) columns, the number of the
-// first partial block's bit tile (kFirstTile; a bit for each score), and from kEntries on the blocks' numbers, partial first.
+// A list of ints has, at kPartialBlocks and kFullBlocks, the numbers of these blocks, of kListedColumns (64) columns; at kFirstTile
+// that of the first partial block's bit tile (a bit for each score); from kEntries on the blocks' numbers, partial first.
 #pragma once
 
 #include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column

@@ -2,9 +2,9 @@
 // loop. Columns are keys; in main backward kernels, whose blocks own keys, they are queries. For the backward kernels, volta's
 // forward kernels and turing's generic one (score features chosen by parameters) of headdim 64.
 //
-// A list has counts of partial and full blocks (kPartialBlocks, kFullBlocks) of kListedColumns (64) columns, the number of the
-// first partial block's bit tile (kFirstTile; a bit for each score), and from kEntries on the blocks' numbers, partial first. The
-// partial blocks' tiles are numbered in their order.
+// A list of ints has, at kPartialBlocks and kFullBlocks, the numbers of these blocks, of kListedColumns (64) columns; at kFirstTile
+// that of the first partial block's bit tile (a bit for each score; the next blocks' tiles follow); from kEntries on the blocks'
+// numbers, partial first.
 #pragma once
 
 #include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
@@ -27,7 +27,8 @@ public:
         tile_ = __ldg(list + kFirstTile);
         load();
     }
-    // Returns the first column of the next block, with the flags kExists and kHasBits in its low bits; kNoColumn if there is none.
+    // Returns the first column of the next block, with the flags kExists and kHasBits in its low bits; kNoColumn, without flags, if
+    // none.
     __device__ __forceinline__ int take() {
         const int first = decoded_entry(entry_, 0, partial_);  // 0: entry_ is the first of those that partial_ counts
         const bool exists = left_ > 0;

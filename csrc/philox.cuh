@@ -1,4 +1,4 @@
-// Dropout's random numbers (Philox4x32 with 7 rounds) and the decision which probabilities to keep. The counter is (column / 4,
+// Dropout's random numbers (Philox4x32 with 7 rounds) and the choice of probabilities to keep. The counter is (column / 4,
 // row, head, offset), the key is the seed: src/ops/dropout.rs defines both, and the CPU backend computes the same numbers. One call
 // decides eight probabilities, four columns of two rows that differ by 4, by 15-bit comparisons in fp16 pairs. Kernels with
 // dropout, forward and backward, get it through score_mod.cuh.
@@ -32,7 +32,7 @@ __device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1)
 //   round 0   of_head.high ^ row ^ key[0]         of_head.low   of_column.high ^ offset ^ key[1]    of_column.low
 //   round 1   of_both.high ^ of_head.low ^ K[0]   of_both.low   of_row.high ^ of_column.low ^ K[1]  of_row.low
 //
-// of_head and of_column are the products of the counter, of_row and of_both those of round 0: of its x and of its z.
+// of_head and of_column are the products of the counter; of_row and of_both (of column and offset) those of x and z after round 0.
 struct PhiloxTerms {
     unsigned key[2], x;  // the key, and x after round 0, which head and row decide
 

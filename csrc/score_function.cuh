@@ -7,7 +7,7 @@
 //
 // f is increasing, so the largest product of a row has the largest score. (Its state is the smallest: factor() is negative.) A
 // softmax may take states as scores and factor() as their scale: a constant changes the lse alone. A second function would be a
-// struct like Softcap, with a feature of its own.
+// class like Softcap, with a feature of its own.
 #pragma once
 
 #include "ptx.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 }
 
 // softcap * tanh(x), with x = softmax_scale * product / softcap. The state is the logistic function 1 / (e^2x + 1), and tanh(x)
-// is 1 - 2 * state. Its absolute error is about 2^-23, which is enough for a score. sm_70 has no tanh instruction.
+// is 1 - 2 * state, with an absolute error of about 2^-23: enough for a score. sm_70 has no tanh instruction.
 class Softcap {
     float to_exponent_;  // 2 * softmax_scale / softcap, in log2 units. inverse_function_parameter is 1 / softcap
     float cap_;  // softcap, in log2 units

@@ -66,6 +66,7 @@ def main():
     expected, _ = layer(hidden_states, position_embeddings=freqs_cis)
 
     cache = LatentCache(batch, pages=3, like=hidden_states)
+    # calls: the prompt, single tokens, then two at once
     pieces = [slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, prompt + generated - 2)), slice(-2, None)]
     found = torch.cat([absorbed(layer, hidden_states[:, piece], freqs_cis[:, piece], cache) for piece in pieces], 1)
     error = (found - expected).abs().max().item() / expected.abs().max().item()

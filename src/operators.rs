@@ -84,6 +84,7 @@ pub const OPERATORS: &[Operator] = &[
             ops::check_backward(&inputs, &saved).map(|()| 0)
         },
     },
+    // int8 scores, not exact
     Operator {
         name: "fwd_fast",
         tensors: &["Tensor q", "Tensor k", "Tensor v"],
@@ -94,6 +95,7 @@ pub const OPERATORS: &[Operator] = &[
         run: |call| fast::forward(&attention(call)).map(pair),
         check: |call| fast::check(&attention(call)).map(|()| 0),
     },
+    // the codes of K for many calls of fwd_fast
     Operator {
         name: "prepare_fast",
         tensors: &["Tensor k", "Tensor v"],

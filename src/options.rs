@@ -14,7 +14,7 @@ pub const UNKNOWN: i64 = i64::MIN;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Tensor,
-    /// a tensor that overloads which change their arguments in place may write
+    /// a tensor that in-place overloads may write
     Written,
     OptionalInt,
     Int,
@@ -96,13 +96,14 @@ macro_rules! read {
     (Bool, $value:expr, $tensor:expr) => { $value.bool() };
 }
 
-/// The field with `f` of a tensor in its place, and the tensor, if it is one; numbers stay as they are.
+/// The field: of a tensor what `f` makes of it; numbers stay as they are.
 #[rustfmt::skip]
 macro_rules! mapped {
     (Tensor, $field:expr, $f:expr) => { $field.as_ref().map($f).transpose()? };
     (Written, $field:expr, $f:expr) => { $field.as_ref().map($f).transpose()? };
     ($scalar:ident, $field:expr, $f:expr) => { $field };
 }
+/// The field if it is a tensor, else None.
 #[rustfmt::skip]
 macro_rules! tensor {
     (Tensor, $field:expr) => { $field.as_ref() };

@@ -183,7 +183,7 @@ def test_masks_of_any_layout(backend, simulate, headdim):
 @pytest.mark.parametrize("headdim, options", [(64, {"is_causal": True}), (128, {"window_left": 30, "window_right": 20}), (256, {})])
 @on("sim")
 def test_spans_that_a_warp_does_not_see(backend, simulate, headdim, options):
-    """Blocks of several warps whose rows see other keys, and warps without rows."""
+    """Spans are ranges of keys. Blocks of several warps whose rows see other keys, and warps without rows."""
     tensors = inputs(200, 330, headdim)
     assert_near(simulate(*tensors, **options), fwd_fast(*tensors, **options))
 
@@ -223,7 +223,7 @@ def test_large_values_and_zero_blocks(backend, simulate):
 
 @on("sim")
 def test_values_that_are_not_finite(backend, simulate):
-    """NaN and inf reach exactly the rows of q, the rows that see a key, or the column of v, on the CPU (fwd_fast) and in kernels."""
+    """NaN or inf in q reaches its row alone; in k, the rows that see it; in v, its column. On the CPU (fwd_fast) and in kernels."""
     for run in (fwd_fast, simulate):
         q, k, v = inputs()
         clean, _ = run(q, k, v)
@@ -236,7 +236,7 @@ def test_values_that_are_not_finite(backend, simulate):
         assert torch.equal(lse[0].isnan().T, bad)
         assert torch.equal(out[0][~bad], clean[0][~bad])
         q, k, v = inputs()
-        k[0, 140, 0, 3] = math.inf  # rows that see it, or a key that shares its scale, under a causal mask
+        k[0, 140, 0, 3] = math.inf  # also reaches keys that share its scale, among 128 to 191; row i sees the keys up to i + 80
         out, _ = run(q, k, v, is_causal=True)
         assert out[0, 140 - 80 :].isnan().all()
         assert out[0, : 128 - 80].isfinite().all()

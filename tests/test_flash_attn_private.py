@@ -57,7 +57,7 @@ def split(backend, case, *slopes_shape):
     options = {"causal": False, "softmax_scale": 0.25, "window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0} | CASES[case]
     slopes = slopes_of(backend, *slopes_shape) if options.pop("alibi", False) else None
     positional = options["dropout_p"], options["softmax_scale"], options["causal"], *options["window_size"], options["softcap"], slopes
-    if options["causal"]:
+    if options["causal"]:  # flash-attn then ignores the right window
         options["window_size"] = (options["window_size"][0], -1)
     return options | {"slopes": slopes}, positional
 
@@ -66,7 +66,7 @@ def check(backend, expected, operands, forward, backward, dropout_p):
     """Compares a forward's results, and a backward's in tensors of other strides, with `expected(leaves, keep)`: out, lse, probabilities.
     `keep`: the dropout mask, which the forward returns in the signs of s_dmask; None without dropout. Returns s_dmask and probabilities."""
     out, lse, s_dmask, rng_state = forward(dropout_p > 0)
-    drops = dropout_p > 1e-3
+    drops = dropout_p > 1e-3  # less drops nothing (CASES)
     assert rng_state.numel() == 2 * drops and (s_dmask.numel() > 0) == drops
     keep = ~s_dmask.signbit() if drops else None
     leaves = [t.detach().requires_grad_() for t in operands]

@@ -234,7 +234,7 @@ def test_workers_survive_crashes_and_long_cases(tmp_path):
     assert report["counts"] == counts, said
     reasons = {case.rpartition("::")[2]: group["reason"] for group in report["failures"] for case in group["cases"]}
     assert reasons["test_removed"] == reasons["test_crash"] == reasons["test_hangs"] == "PyTorch alone fails too"
-    # line 19 is test_override's assert, in the source as the adapter changed it
+    # dropout: the case repeats the mask of PyTorch's own kernel. Line 19 is test_override's assert, in the source as the adapter changed it
     assert "dropout" in reasons["test_dropout_p_0_5"] and reasons["test_override"].startswith("line 19: AssertionError"), reasons
     assert int(re.search(r"FAILED test_transformers.py::TestSDPA::test_hangs, line 0: the process ended after (\d+) s", said)[1]) >= 30
     assert report["skipped"].keys() == {"left out: builds a C++ extension", "fails as the suite expects"}

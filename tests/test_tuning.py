@@ -2,9 +2,9 @@
 
 A tuning is JSON with choices of kernels and with failed kernels of one GPU, which the planner heeds. The fixture `force` sets one for a
 test; a program reads its GPU's file. tests/plan/tunings.rs tests its contents and their effect on plans. `on(...)` lists the values of the
-fixture `backend`: simulator (`sim`) and GPU (`cuda`). `run_process` runs a program with these environment variables. `refused` checks that
-a call raises an error that matches. The operator _plan(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal) returns
-a plan as JSON, by default for a V100."""
+fixture `backend`: simulator (`sim`) and GPU (`cuda`). `run_process` runs a program with the given environment variables. `refused` checks
+that a call raises an error that matches. The operator _plan(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal)
+returns a plan as JSON, by default for a V100."""
 
 import json
 import re
@@ -43,10 +43,10 @@ def gradients(backend, problem, **options):
     return torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **given, **options, attn_bias_requires_grad=wants_bias)
 
 
-@pytest.mark.parametrize("bias", ["", "qk:fp32"])
+@pytest.mark.parametrize("bias", ["", "qk:fp32"])  # AXES:DTYPE
 @on("sim", "sim-bf16", "cuda")
 def test_a_tuning_may_choose_the_deterministic_kernels(backend, force, bias):
-    """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias ("qk"), which entries still share."""
+    """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias ("qk"), which batch entries share."""
     problem = tensors, options = Case(seqlen_q=70, seqlen_k=90, bias=bias).problem(backend)
     force(choices=[{"pass": "Backward", "deterministic": True}])
     expected = gradients(backend, problem, deterministic=True)

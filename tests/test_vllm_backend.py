@@ -3,8 +3,10 @@
 Helpers are in vllm_server.py: Server makes the tensors of a step, PAGE is the tokens of a block of the cache, `implementation` the
 attention of a layer. `on(...)` names the backend of a test: tensors on the CPU. `refused` checks that a call raises an error that matches.
 Cache dtypes: FP8 are vLLM's, whose scales belong to the layer. BESIDE have scales beside their codes: INT8, and MIXED (int8 keys, int4
-values), which this package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. A cascade attends once to the
-prefix that sequences share. 1Cat-vLLM is a fork of vLLM for V100s."""
+values), which this package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. 1Cat-vLLM: a fork for V100s.
+A cascade attends once to the prefix that sequences share. Spans are images, whose tokens see each other (mm_req_doc_ranges,
+is_mm_prefix_lm). An anchored window (ANCHORS:WINDOW): a query sees the first ANCHORS tokens and the last WINDOW. Latents (MLA):
+`forward_mqa` attends to them; more than MOST_ABSORBED_QUERIES new tokens expand them to keys (`forward_mha`)."""
 
 import dataclasses
 import importlib.util

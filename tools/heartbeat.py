@@ -50,7 +50,7 @@ def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> 
 
 @contextlib.contextmanager
 def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards SIGTERM and SIGHUP. Ignores SIGINT, which a terminal sends to the command too: it ends in its own way."""
+    """Forwards SIGTERM and SIGHUP. Ignores SIGINT, which a terminal sends to the command too: the command then ends in its own way."""
 
     def forward(number: int, _: object) -> None:
         process.send_signal(number)

@@ -318,7 +318,7 @@ class Signals:
             if self.running:
                 cases()
             self.running = False
-        except BaseException:  # pytest fails where a frame has no line number, as at the begin of `with` in Python 3.11
+        except BaseException:  # pytest fails where a frame has no line number, as at the beginning of `with` in Python 3.11
             if self.running:
                 raise
 
@@ -364,7 +364,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tests", default="*", help="patterns of test functions (Class::name with a class), comma-separated")
     parser.add_argument("--sample", type=int, help="cases of each test function at most (default: of the suite, else all)")
-    parser.add_argument("--where", default="", help="a Python expression of parameters of a parameter grid that its cases satisfy")
+    parser.add_argument("--where", default="", help="runs the cases of a parameter grid whose parameters satisfy this Python expression")
     parser.add_argument("--cases", type=Path, help="a file with the ids of cases to run, and no others")
     parser.add_argument("--seed", type=int, default=0)
     workers = "processes; 0: this one, where a crash ends all, and no case runs without volta_fa"

@@ -1,6 +1,7 @@
 // Autograd kernels of the operators without a derivative, all but fwd, in three forms. `Refuse`: fwd_fast, prepare_fast and
 // merge_attention_states_ reject tensors that require grad. `Inference`: fwd_kvcache passes such calls, and their backward raises.
-// PyTorch's own fallback, which does the same, serves the others. `Written` is for operators that write arguments in place.
+// PyTorch's own fallback, which does the same, serves the others. Beside them `Written`, at another key (ADInplaceOrView), marks
+// arguments that operators write in place.
 
 #include "operators.h"
 

@@ -1,6 +1,6 @@
 // C functions that Rust calls (src/shim.rs declares them): a tensor's description, and the precision of float32 products, which
 // Python asks for too (`_reduces_fp32`). No exception may cross into Rust. After one both return false: Rust rejects the tensor,
-// and fp32 products keep all digits.
+// and fp32 products keep nearly all digits.
 
 #include "registration.h"
 #include "rust.h"
@@ -17,7 +17,8 @@ namespace {
 int32_t device_kind(const at::Device& device) { return device.is_cpu() ? 0 : device.is_cuda() ? 1 : device.is_meta() ? 2 : 3; }
 
 // Returns whether the user allows products of fp32 matrices with less precision. Then fp32 tensors are scaled and rounded to fp16
-// (src/ops/scaled.rs). Else each number becomes the sum of two fp16 numbers, which keeps its digits (`split_forward` there).
+// (src/ops/scaled.rs). Else a scaled number becomes the sum of two fp16 numbers, which keeps 22 of its 24 bits (`split_forward`
+// there).
 bool reduces_fp32() {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
     return at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;

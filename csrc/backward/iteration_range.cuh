@@ -2,7 +2,7 @@
 // visits (main kernels). KeyRange: the keys that a block of queries visits (dq kernels, and stored_gradients.cuh). Both also tell
 // which steps need no mask. A step is the Step rows or keys that a kernel computes at once.
 //
-// Registers are short: remat_* reads a special register again where it is needed, and keep_in_register keeps the compiler from
+// Registers are scarce: remat_* reads a special register again where it is needed, and keep_in_register keeps the compiler from
 // computing a bound again in every step. kVarlen kernels (features.cuh) read each sequence's lengths from memory.
 #pragma once
 
@@ -14,11 +14,11 @@
 template <int Keys, int Step>
 struct QueryRange {
     int end;  // one past the last row that sees one of the keys
-    // steps that begin at rows unmasked.first to unmasked.first + unmasked.span need no mask
+    // steps that begin at rows unmasked.first to unmasked.first + unmasked.span (inclusive) need no mask
     UnmaskedRows<Step> unmasked;
 
-    // all_rows: moves `end` past the sequence's last row, for the fused kernels (DqMode::kStore). They store dq of all rows, so
-    // they also visit rows that see no key. Their loop begins at row 0 instead of first().
+    // all_rows: sets `end` to the sequence's rows, for the fused kernels (DqMode::kStore). They store dq of all rows, so they also
+    // visit rows that see no key. Their loop begins at row 0 instead of first().
     __device__ __forceinline__ QueryRange(const Mask& mask, int first_key, bool all_rows = false)
         : end(keep_in_register(all_rows ? mask.seqlen_q : end_of_seen(mask, first_key))),
           unmasked(mask, first_key, min(Keys, mask.seqlen_k - first_key)) {
@@ -47,7 +47,7 @@ struct QueryRange {
 // Keys that a block of Rows query rows visits in steps of Step.
 template <int Rows, int Step>
 struct KeyRange {
-    UnmaskedKeys<Step> unmasked;  // steps that begin at keys unmasked.first to unmasked.first + unmasked.span need no mask
+    UnmaskedKeys<Step> unmasked;  // steps that begin at keys unmasked.first to unmasked.first + span (inclusive) need no mask
     int first, end;  // first key of the first step, a multiple of Step; one past the last key that one of the rows sees
 
     __device__ __forceinline__ KeyRange(const Mask& mask, int first_row)

@@ -26,7 +26,8 @@ __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 // ---- scores ---------------------------------------------------------------------------------------
 
 // Returns f(softmax_scale * product) + addend in log2 units, where f is the score function and `addend` the -lse of the exponent.
-// Sets `slope` to f', by which the caller multiplies dS. Value and slope both follow from one state (score_function.cuh).
+// Sets `slope` to f', by which the caller multiplies dS. Both follow from one state (score_function.cuh): f is
+// factor * state + constant, f' derivative(state).
 __device__ __forceinline__ float function_score(float product, float addend, const ScoreFunction& function, float& slope) {
     const float state = function.state(product);
     slope = ScoreFunction::derivative(state);
@@ -115,8 +116,8 @@ __device__ __forceinline__ float dropped_gradient(float dp, float neg_delta, boo
     return is_dropped ? neg_delta : fmaf(dp - neg_delta, dropout_scale, neg_delta);
 }
 
-// Returns 0xffff in each half whose sign bit is set in `signs`. PTX prmt's selector digit 8 + n replicates the sign of byte n (9:
-// byte 1, b: byte 3), which __byte_perm cannot.
+// Returns 0xffff in each half whose sign bit is set in `signs` (dropped probabilities). PTX prmt's selector digit 8 + n replicates
+// the sign of byte n (9: byte 1, b: byte 3), which __byte_perm cannot.
 __device__ __forceinline__ unsigned sign_masks(unsigned signs) {
     unsigned halves;
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(signs));

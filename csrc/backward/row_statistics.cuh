@@ -36,7 +36,7 @@ struct RowStatistics {
     static_assert(RowStats::kCopies <= kLanesPerStatistic, "a lane stores each copy of a statistic");
     const BwdParams& p;
     const BlockSeqlenInfo& sequence;
-    const int lane = threadIdx.x % kLanesPerStatistic;
+    const int lane = threadIdx.x % kLanesPerStatistic;  // of a row's eight
     const int all_rows;  // seqlen_q, rounded up to kRowRounding
     const long long first_row;  // of the sequence and head, in the scratch memory (scratch.cuh)
     const unsigned short *const dout, *const out;  // row 0 of the sequence and head; likewise lse

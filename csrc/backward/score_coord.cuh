@@ -11,8 +11,8 @@
 //   kKeys, kKeyStride              number and stride of each query's keys in an aligned group of four: (0, 1, 2, 3), or (0, 2)
 //                                  or (1, 3)
 //   element(r, j)                  the element of query r and key j of the lane
-//   kQueryPartnerMask              where kKeys or kRows is 4: XOR mask to the lane whose queries are 4 before or after; one call of
-//                                  dropout's generator (Philox) draws numbers for both (modifiers.cuh, packed_tile.cuh)
+//   kQueryPartnerMask              where kKeys or kRows is 4: XOR mask to the lane whose queries are 4 before or after: a call of
+//                                  dropout's generator (Philox) draws for four keys of both (modifiers.cuh, packed_tile.cuh)
 //   kKeyPartnerMask                where kKeys is 2: XOR mask to the lane that has the other two keys of the group
 #pragma once
 
@@ -51,7 +51,7 @@ public:
     }
     __device__ __forceinline__ int query(int v) const { return Layout::query(query_, v); }
     __device__ __forceinline__ int key(int v) const { return Layout::key(key_, v); }
-    // Returns query - key of element v, relative to element 0.
+    // Returns query - key of element v, relative to element 0: for ALiBi.
     __device__ __forceinline__ static constexpr int query_minus_key(int v) { return Layout::query_slot(v) - Layout::key_slot(v); }
 };
 

@@ -1,6 +1,6 @@
 // Operands of the backward kernels that store P and dS (store_scores.cuh, stored_gradients.cuh: large headdims, and fp32 tensors of
-// any). A block computes 128 by 128 elements of a product, or 128 by 64, in steps of 32 terms (k of the product: columns of the
-// headdim, queries or keys). All elements are fp16: an fp32 number is two, a high and a low part, whose products have steps of
+// any headdim). A block computes 128 by 128 elements of a product, or 128 by 64, in steps of 32 terms (k of the product: columns of
+// the headdim, queries or keys). All elements are fp16: an fp32 number is two, a high and a low part, whose products have steps of
 // their own. A step's two operand tiles lie in one of two buffers of shared memory, so that a step has one barrier. While a step
 // multiplies, loads of the next are in flight.
 //
@@ -73,8 +73,8 @@ struct StagedTile {
 #pragma unroll
         for (int i = 0; i < kLoads; i++) data[i] = flipped(data[i], mask);
     }
-    // Stores the loaded rows to the shared tile. `first_row`: where the thread's first row goes, because a family may permute rows
-    // (Family::tile_row of store_scores.cuh), within aligned groups of kRowsAtOnce.
+    // Stores the loaded rows to the shared tile. `first_row`: where the thread's first row goes, because volta or turing may
+    // permute rows (Family::tile_row of store_scores.cuh), within aligned groups of kRowsAtOnce.
     __device__ __forceinline__ void store(unsigned tile, int first_row) const {
         const unsigned to = tile + swizzled<Shape::kChunks>(first_row, column() / kChunk);
 #pragma unroll

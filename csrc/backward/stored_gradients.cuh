@@ -1,7 +1,7 @@
 // Second main kernel of the backward pass for large headdims (volta: above 192, turing: 256), and for fp32 tensors: dK, dV and dQ,
-// from the P and dS that the first, store_scores.cuh, has stored for some KV heads and keys. A block computes 128 rows
-// (kStagedRows) of one gradient, by 128 columns, or by 64 if no gradient has more (kStagedColumns; the block has as many threads,
-// kStagedThreads):
+// from the P and dS that the first, store_scores.cuh, has stored in scratch memory, because dK, dV and their operands do not fit
+// an SM, or slowly. To bound the memory a launch has only some KV heads and keys. A block computes 128 rows (kStagedRows) of one
+// gradient, by 128 columns, or by 64 if no gradient has more (kStagedColumns; the block has as many threads, kStagedThreads):
 //
 //   dV = P^T dO      dK = dS^T Q      over all queries of a KV head, in steps of 32
 //   dQ += dS K       over the keys of the launch, in steps of 32
@@ -27,10 +27,10 @@
 // A step's terms are its kStagedTerms (32) values of k, the index that a product sums: queries or keys. They are columns of an
 // operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory (SHARED_BYTES, from the row in
 // src/kernels) has two buffers of both operands, B kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128
-// queries. A launch (StoredScores) has some KV heads (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first,
-// is_last: these include a head's first, last key.
+// queries. StoredScores has a launch's KV heads (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first, is_last:
+// these include a head's first, last key.
 //
-// Sparse (with a block mask): steps visit only half tiles, 64 terms, with scores. A unit of kAbsentUnit says that there are none.
+// Sparse (Split with a block mask): steps visit only half tiles, 64 terms, with scores. A unit of kAbsentUnit: there are none.
 #pragma once
 
 #include "backward/gradient_type.cuh"  // gradients_are_fp32(), store_gradient2(): output dtype
@@ -181,7 +181,7 @@ struct BackwardGradients {
         const int batch = blockIdx.z, group = p.problem.nheads / p.problem.nheads_k;
         const int first_key = (stored.first_key_tile + key_tile) * kStoredRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        if (first_key >= sequence.seqlen_k_allocated()) return;
+        if (first_key >= sequence.seqlen_k_allocated()) return;  // rows of dK and dV; 0 from seqlen_k() on
         const Mask mask = mask_of(p.problem, sequence);
         // queries [first, end) of a head that see any of the keys, from a whole step on
         const int first = mask.row_first(first_key) / kStagedTerms * kStagedTerms;

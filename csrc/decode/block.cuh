@@ -2,11 +2,11 @@
 // partials. The kernel tables in src/kernels name Block<main loop> as the kernel.
 //
 // A row tile is up to BLOCK_ROWS packed query rows, (query, head) pairs of a sequence that read one KV head. A work tile is a range
-// of the KV tokens of one row tile. The grid is persistent: TileScheduler deals each block an equal range of all tokens as a list
+// of the KV tokens of one row tile. The grid is persistent: TileScheduler deals each block about as many of all tokens, as a list
 // of work tiles. The warps of a block split the tokens of a tile (FlashDecoding inside a block), so each group of warps leaves one
 // partial result. The block combines these in shared memory. If it is the row tile's only block (tile.blocks is 1), it writes the
-// output. Else it writes one partial to global memory. The blocks of a row tile combine these in a tree of at most kRadix partials
-// a node: the last block to arrive at a node combines it (combine_blocks, partials.cuh).
+// output. Else it writes one partial to global memory. The blocks of a row tile combine these in a tree of at most kRadix (8 or 4)
+// partials a node: the last block to arrive at a node combines it (combine_blocks, partials.cuh).
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS and SHARED_BYTES (of a block).
 #pragma once
@@ -77,8 +77,8 @@ struct Block {
         const RowInfo* row_info = shared.row_info;
         const SharedPartials<kTokenGroups, kRowsAtOnce> partials = {shared.output, shared.state};
 
-        // Finds the block's first work tile, and whether cu_seqlens_q is valid for all sequences: kept in shared memory, because
-        // the main loop has no register left for it. remat_*: with threadIdx.x kept in a register, 64 rows of latents spill.
+        // Finds the block's first work tile, and whether all sequences' rows of q are known (cu_seqlens_q is valid): kept in shared
+        // memory, because the main loop has no register for it. remat_*: with threadIdx.x in a register, 64 rows of latents spill.
         if constexpr (kFixedSplits) {
             const bool has_queries = scheduler.begin(p);
             const bool all_have_queries = __syncthreads_and(has_queries);
@@ -126,7 +126,8 @@ struct Block {
     }
 
 private:
-    // Returns the RowInfo of a row. Rows past the last one get that of the last, which keeps indices in bounds.
+    // Returns the RowInfo of a row of a tile (SplitTile is a WorkTile). Rows past the last one get that of the last, which keeps
+    // indices in bounds.
     __device__ __forceinline__ static RowInfo row_info_of(const DecodeParams& p, const WorkTile& s, int row) {
         row = s.row + min(row, s.rows - 1);
         const int query = quotient(row, p.group), head = s.head_k * p.group.divisor + row - query * p.group.divisor;

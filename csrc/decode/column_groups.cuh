@@ -28,7 +28,7 @@ __device__ __forceinline__ int first_column() { return column_group() * kGroupHe
 __device__ __forceinline__ int first_column_v() { return column_group() * kGroupHeaddimV; }
 
 // Adds the scores of two warps, partners, with the same rows and tokens, through shared memory. With two buffers an exchange needs
-// one barrier: the partner has read a buffer before the barrier that precedes the next store to it. Scores: a lane's float2.
+// one barrier: the partner has read a buffer before the barrier that precedes the next store to it. Scores: float2 of a lane.
 template <int Scores, bool = kColumnGroups == 2>
 class ScoreExchange {
     static constexpr int kWarpBytes = 32 * Scores * static_cast<int>(sizeof(float2));

@@ -19,8 +19,8 @@ namespace decode {
 // number of the warp's columns (V: first_column_v(), kGroupHeaddimV). Above headdim 256 two warps divide a row (column_groups.cuh).
 //
 // A lane has a chunk of eight columns of every 32 of K and of every 64 of V. Keys<n> and Columns<format, n, 64> are a lane's n
-// chunks (cache_registers.cuh). Products take columns in another order than the tensor has, in which the chunks of one 16-byte load
-// are adjacent: of() maps a column of a product to one of the tensor.
+// chunks (cache_registers.cuh). In the tensor the chunks of one 16-byte load are adjacent, but products take columns in another
+// order: of() maps a column of a product to one of the tensor.
 template <class Layout>
 struct OperandCoords {
     static constexpr int kValueTokens = Layout::kValueTokens;
@@ -74,7 +74,8 @@ public:
     // Addresses of the lane's columns of its token.
     __device__ __forceinline__ const CacheUnit* keys() const { return k_; }
     __device__ __forceinline__ const CacheUnit* values() const { return v_; }
-    // Loads a step's keys to registers for `Loads` chunks of eight columns. Those of missing tokens and columns stay as they are.
+    // Loads a step's keys to registers for `Loads` chunks of eight columns. Missing columns stay 0. Missing
+    // tokens keep old numbers: DecodeMainloop masks their scores and clears their values.
     template <int Loads>
     __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kStepTiles]) const {
         const int columns = p.problem.headdim - Coords::key_column();

@@ -31,7 +31,8 @@ struct RowWeights {
     static constexpr float kUnseen = -1.f;  // instead of a factor: the row saw no key there, and its output may be unwritten
     RowState* at;
 
-    // Sets those of a row. state_of(i) returns the state of partial i, or may return that in its place.
+    // Sets a row's weights. state_of(i) returns the state of partial i, which may lie in its place at `at`: all are read first.
+    // Factor i replaces row_max i; the joint state replaces sums 0 and 1, so Most is at least 2.
     template <class StateOf>
     __device__ __forceinline__ void set(int count, int row, StateOf state_of) const {
         RowState states[Most];

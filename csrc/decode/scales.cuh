@@ -55,7 +55,8 @@ struct ProbabilityScale {
     __device__ __forceinline__ static bool exceeds(float2 p) {
         return __float_as_uint(p.x) > kLargest || __float_as_uint(p.y) > kLargest;
     }
-    // Returns p * scale / unit * kPackedOne * 2^-112, as pack_shifted takes it. Adding 0 makes -0, above kLargest, 0.
+    // Returns p * scale / unit * kPackedOne * 2^-112: the exponent field is fp16's, as pack_shifted wants. Adding 0 makes -0, above
+    // kLargest, 0.
     __device__ __forceinline__ float2 scaled(float2 p, float2 scale) const {
         const float packing = inverse * (kPackedOne * kPackingShift);
         return make_float2(fmaf(p.x, scale.x * packing, 0.f), fmaf(p.y, scale.y * packing, 0.f));

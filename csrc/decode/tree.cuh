@@ -1,6 +1,7 @@
 // Tree mask of speculative decoding: the seqlen_q queries of a sequence are draft tokens, and so are its last seqlen_q keys. A
 // query sees the draft tokens whose bits are set in its word of tree_mask, and the keys before them, unless a window hides them.
-// The word of query i has 64 bits, and bit j is key seqlen_k - seqlen_q + j. Used by block.cuh, in kernels with kTree.
+// The word of query i has 64 bits, so seqlen_q is at most 64. Bit j is key seqlen_k - seqlen_q + j. Used by block.cuh, in
+// kernels with kTree.
 //
 // A query sees itself and its ancestors in the tree, which come before it in the sequence. The number of ancestors is its depth. A
 // window counts by depth: a query's position is that of the first draft token plus its depth. So it hides the lowest set bits.

@@ -2,10 +2,11 @@
 // dropout. Used by the forward kernels of both families. A Layout (score_layout.cuh) says which scores of a tile a lane has.
 //
 // Names: mt is a row tile of the warp, nt a key tile, v a lane's element of a tile, r one of its rows in it. Scores are products
-// q.k until apply_score_mod(), and then in log2 units (times log2(e), ready for exp2).
+// q.k until apply_score_mod(), if a kernel calls it, then in log2 units (times log2(e), ready for exp2). scale_log2
+// converts them; after apply_score_mod() it is 1.
 //
 // What only some problems or tiles need is read again from parameters and special registers where it is used (remat_*), because
-// registers are short. With Layout::kEitherOrder, the grid may have heads on its first axis; remat_head reads the right one.
+// registers are scarce. With Layout::kEitherOrder, the grid may have heads on its first axis; remat_head reads the right one.
 #pragma once
 
 #include "forward/block.cuh"  // remat_head(); FwdParams (src/params): tensors, Problem, ScoreOptions

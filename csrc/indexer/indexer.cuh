@@ -2,11 +2,13 @@
 //
 //   logits[query, key] = scale[key] * sum over heads of weight[query, head] * relu(q[query, head] . k[key])
 //
-// with q (batch, seqlen_q, nheads, 128) and fp32 logits (batch, seqlen_q, columns): -inf for unseen keys, if p.clean. A row is one
-// head of one query: 32 or 64 rows a query (2^head_shift), the last of them padding. A block of eight warps computes a tile of 256
-// or 64 rows (Rows). Each warp keeps 32 rows in registers for all of the tile's keys, so products read only K from shared memory. A
-// step is 64 keys, double-buffered, with one barrier. With 256 rows each warp has all 64 keys, as four key tiles of 16. With 64
-// rows, four warps divide the keys of the same 32 rows, one key tile each.
+// with q (batch, seqlen_q, nheads, 128) in fp16, bf16 or e4m3, and keys of 128 e4m3 codes with an fp32 scale each, dense or in
+// pages. logits, fp32 (batch, seqlen_q, columns), are -inf for keys outside the query's range (keys_of), if p.clean.
+//
+// A row is one head of one query: 32 or 64 rows a query (2^head_shift), from nheads on padding. A block of eight warps computes a
+// tile of 256 or 64 rows (Rows). Each warp keeps 32 rows in registers, so products read only K from shared memory. A step is 64
+// keys, double-buffered, with one barrier. With 256 rows each warp has all 64 keys, as four key tiles of 16. With 64 rows, four
+// warps divide the keys of the same 32 rows, one key tile each.
 //
 // The two warps of an SM's scheduler leave the barrier together, and would leave the tensor cores idle together. So the sum over
 // heads of a key tile, and the conversion of the next step's keys, run between the products of the next key tile. write() follows
@@ -23,8 +25,8 @@
 //   key_offset()                   byte offset of the lane's first load in a key tile
 //   kLaneMasks                     shfl_xor masks between lanes that have other rows of the same keys
 //
-// Keys are e4m3 codes, which become fp16 times 144 (KeyCodes::kScale); a NaN code becomes infinity. The padding after a staged
-// query row holds a factor that undoes the scales of codes and of the row.
+// Codes become fp16 times 144 (KeyCodes::kScale): the largest, 448, then fits fp16, and NaN, as 480, becomes infinity. The padding
+// after a staged query row holds the factor that undoes this, and the power of two that brings a bf16 row into fp16's range.
 // The kernel's row in src/kernels gives THREADS, STEP (keys) and SHARED_BYTES.
 #pragma once
 

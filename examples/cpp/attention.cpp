@@ -71,6 +71,7 @@ int main(int argc, char** argv) {
     if (argc > 2) {
         auto module = torch::jit::load(argv[2]);
         if (cuda) module.to(at::kCUDA, at::kHalf);
+        // (batch, tokens, columns); export.py's module has 64 columns
         const auto result = module.forward({torch::randn({2, 9, 64}, options.requires_grad(false))}).toTensor();
         result.sum().backward();
         for (const auto& p : module.parameters()) {

@@ -62,7 +62,7 @@ impl Feature {
     }
 }
 
-/// A set of features. A kernel with more features than a problem uses runs it too, at a cost (`plan::choose`).
+/// A set of features. A kernel also runs problems that use fewer, at a cost (`plan::choose`), unless it requires the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FeatureSet(u32);
 

@@ -40,16 +40,17 @@ pub struct Family {
 /// softmax_lse, and -delta, where delta is the row sum of out * dout. Rows lie in groups, so that a lane loads its rows' together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scratch {
-    /// rows of an entry are a multiple of this, which every step of queries divides
+    /// rows of a batch entry are a multiple of this, which every step of queries divides
     pub row_rounding: u32,
     /// rows of a group, whose statistics lie together
     pub group_rows: u32,
+    /// floats of a group, copies included
     pub group_floats: u32,
     /// offset of each row's -lse/scale in its group, floats
     pub neg_lse_offsets: &'static [u32],
     /// offset of each row's -delta in its group, floats
     pub neg_delta_offsets: &'static [u32],
-    /// distances from these offsets to each copy of a value, floats; 0 for the first
+    /// distances from these offsets to each copy of a value, floats; 0 for the first. With copies, wide loads fill accumulators
     pub copy_distances: &'static [u32],
 }
 

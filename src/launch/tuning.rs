@@ -38,7 +38,7 @@ pub struct DeviceTuning {
 }
 
 impl DeviceTuning {
-    /// Returns the tuning that plans use; None unless a file was read.
+    /// Returns the file's tuning, None unless it was read. Plans use it unless [`force`] set one.
     pub fn tuning(&self) -> Option<&'static Tuning> {
         match self.outcome {
             Outcome::Read(tuning) => Some(tuning),

@@ -5,9 +5,9 @@
 //! atomics; P and dS stored in memory between the main kernel and postprocess.
 //!
 //! Helpers are in main.rs. attention(queries, keys, headdim, headdim_v) has two batch entries, and eight query heads on two KV heads.
-//! tuned(failed, choices) is a V100 with a tuning: kernels that failed, by name, and choices that come first. without_splits() is one
-//! without stream-K kernels: its grids have a block for each key block (the keys of one block: 128, or 64 of small ones). parts() returns
-//! the three kernels.
+//! on_packed_tensors(Some([queries, keys]), a) packs it, with these totals. tuned(failed, choices) is a V100 with a tuning: kernels that
+//! failed, by name, and choices that come first. without_splits() is one without stream-K kernels: its grids have a block for each key
+//! block (the keys of one block: 128, or 64 of small ones). parts() returns the three kernels.
 
 use super::*;
 

@@ -200,7 +200,7 @@ fn plans_smaller_blocks_for_prefill_chunks() {
 
 #[test]
 fn plans_smallest_row_tile_that_fits() {
-    // expected: rows of a tile, which fits group * seqlen_q
+    // expected: rows of the smallest tile that fits group * seqlen_q, else of the largest
     for (headdim, group, seqlen_q, rows) in
         [(64, 1, 1, 8), (64, 8, 1, 8), (64, 9, 1, 32), (128, 6, 3, 32), (128, 8, 8, 64), (128, 40, 8, 64), (256, 8, 8, 64), (8, 1, 1, 8)]
     {

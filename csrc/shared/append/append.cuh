@@ -89,7 +89,7 @@ public:
             const int angle = p_.rotary_interleaved ? c / 2 : c < half ? c : c - half;  // column of the tables
             const float cos = exists_ ? factor(cos_, p_.rotary_element, angle) : __int_as_float(0x7fc00000);
             const float sin = exists_ ? factor(sin_, p_.rotary_element, angle) : __int_as_float(0x7fc00000);
-            // Each product and their sum are rounded, as in PyTorch.
+            // Each product and their sum are rounded to fp32, as in PyTorch: no fma.
             const float product = __fmul_rn(i == 0 ? partner_pair.x : partner_pair.y, sin);
             rotated[i] = __fadd_rn(__fmul_rn(i == 0 ? x_pair.x : x_pair.y, cos), first ? -product : product);
         }

@@ -67,7 +67,7 @@ struct DecodeLayout {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const u32 a[2] = {rows[0][i], RowTiles == 2 ? rows[1][i] : 0};
-                // 16-bit caches: only chunks of int4 have two scales (volta/decode/layout.cuh)
+                // turing has kernels of 16-bit caches alone: only chunks of int4 have two scales (volta/decode/layout.cuh)
                 static_assert(!Keys::kTwoScales, "products of one scale");
                 mma(c, a, words[i]);
             }

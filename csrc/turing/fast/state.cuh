@@ -13,7 +13,8 @@ namespace turing {
 constexpr u32 kQuadBytes = 2 * kChunkBytes;  // of up to four rows of a quad: their scales (16 bytes), then their references
 constexpr float kNoReference = -3e38f;  // below every score
 
-// Addresses of the block's keys and values: codes of K and their scales (codes.cuh), and V. The kernel reads no row after V's last.
+// Addresses of the block's keys and values: codes of K and their scales (codes.cuh: four for 64 keys), V. The kernel reads no row
+// after V's last.
 struct Sources {
     const signed char* codes;
     const float* scales;

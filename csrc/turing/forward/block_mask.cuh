@@ -14,9 +14,9 @@
 namespace turing {
 
 // A thread block for each list. In a head the longest list is launched first. kListed: blocks visit the keys of a list (Steps), not
-// a range of keys. Compact: the kernel's headdim is above 64. There generic kernels (score features chosen by parameters) take
-// CompactListedSteps, which holds fewer registers but waits for loads. Others take ListedBlockSteps, which then indexes entries
-// instead of keeping a pointer, because ptxas schedules headdim 128 better so.
+// a range of keys. Compact: the kernel's headdim is above 64. Then generic kernels (score features chosen by parameters) take
+// CompactListedSteps, which holds fewer registers but waits for loads. Other kernels always take ListedBlockSteps; with Compact it
+// indexes entries instead of keeping a pointer, because ptxas schedules headdim 128 better so.
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;

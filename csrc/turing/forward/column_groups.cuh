@@ -57,7 +57,7 @@ struct ColumnGroupsLayout {
 // With dropout the eight rows are not neighbors.
 static_assert((kHasDropout || covers_tile<ColumnGroupsLayout>()) && has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
 
-// The kernel; run() computes a block. BlockRows: query rows of a block, 64 (two groups of warps) or 32 (one).
+// The kernel; run() computes a block. BlockRows: 64 or 32 query rows: kRowGroups (two or one) groups of kColumnGroups warps.
 template <int Headdim, int BlockRows>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -73,7 +73,7 @@ struct ForwardColumnGroups {
     static constexpr int kChunks = Headdim / kChunk;
     static constexpr int kWarpChunks = kChunks / kColumnGroups, kWarpColumns = kWarpChunks * kChunk;
     static_assert(kWarpChunks % 8 == 0, "a warp's columns have the swizzle of whole rows");
-    static constexpr int kPitch = kChunks * kChunkBytes;
+    static constexpr int kPitch = kChunks * kChunkBytes;  // bytes of a row
 
     // Shared memory: K; V; partial scores by warp and quarter, at the end row maxima and sums; probabilities; factors by which rows
     // are rescaled; addresses of row 0 of K and of V; the sequence's lengths; a part of Q.
@@ -226,7 +226,7 @@ struct ForwardColumnGroups {
         if (kPaged) key &= ~(kPageGroup - 1);  // a group of kPageGroup (16) tokens lies in one page
         const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));
         if constexpr (kPaged) {
-            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;  // out stays NaN, as the library filled it
         }
 
         OperandA q[kRowTiles][kRegisterChunks];

@@ -1,8 +1,8 @@
 // Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias or dropout. (The fourth, a score
 // function, needs nothing here.) Called by the forward kernel, pipelined.cuh and pipelined_parts.cuh. ALiBi and an fp16 bias are
 // initial accumulators of Q K^T, so that nothing comes between product and softmax. An fp32 bias, which is rare, is added after the
-// product. As products are not scaled yet, all three are divided by |softmax_scale| (Problem::scale; a negative scale flips the
-// signs of Q). Dropout masks packed probabilities, also in generic kernels; finish_row() scales the output by 1 / (1 - p).
+// product. As products are not scaled yet, ALiBi and bias are divided by |softmax_scale| (Problem::scale; a negative scale flips
+// the signs of Q). Dropout masks packed probabilities, also in generic kernels; finish_row() scales the output by 1 / (1 - p).
 //
 //   half              tile of 8 keys of a step of 16, 0 or 1. A lane has four neighboring keys of a step, two in each tile. (With
 //                     dropout alone, kEverySecondKey: keys 0 and 2, then 1 and 3.)

@@ -1,7 +1,7 @@
 // Products of the forward kernel of fp32 tensors on turing's tensor cores: the Family argument of forward/split.cuh, which calls
-// it. Each number is the sum of a high and a low fp16 part. Low parts are up to 2^-11 of Q, K and V, whose high parts are rounded,
-// and 2^-10 of P, whose high parts are truncated. Low times low, at most 2^-21 of a product, is left out: typically near fp32's own
-// rounding. A row in memory has all high parts, then the low ones.
+// it. Each number, scaled by src/ops/scaled.rs, is the sum of a high and a low fp16 part. Low parts are up to 2^-11 of Q, K and V,
+// whose high parts are rounded, and 2^-10 of P, whose high parts are truncated. Low times low, at most 2^-21 of a product, is left
+// out: typically near fp32's own rounding. A row in memory has all high parts, then the low ones.
 //
 // split::Forward holds both parts of a step of 16 keys in shared memory: multiply() and add_output(). split::WideForward, for
 // headdims above 128, has room for one part at a time: the functions for high and low. `pitch`: bytes between rows in shared

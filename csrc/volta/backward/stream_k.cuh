@@ -2,7 +2,7 @@
 // keys of one thread block) with many steps are split among several thread blocks, because few blocks of many steps leave SMs idle.
 // src/plan/backward/stream_k.rs decides which block takes which steps.
 //
-// A step is kStep queries of one query head. Steps of a key block count over the query heads of its KV head, one head after the
+// A step is Step queries of one query head. Steps of a key block count over the query heads of its KV head, one head after the
 // other. A split is consecutive steps. Of three or more splits each goes to scratch memory, and the last block to finish adds them
 // in their order. Of two, the later block adds the other's to its own registers. No block waits, and dk and dv are deterministic.
 #pragma once

@@ -1,4 +1,5 @@
-// Forward kernel of the volta family for headdims whose output does not fit one warp's registers: 512. csrc/entry.cu calls run().
+// Forward kernel of the volta family for headdim 512, whose output does not fit one warp's registers: from fp16 q, k and v to out
+// (fp16 or fp32) and softmax_lse. csrc/entry.cu calls run().
 //
 // The eight warps of a block are two groups of four, or one group. A group has 32 rows, and its warps divide the columns: of Q and
 // K in the first product, of V and the output in the second. A step is 16 keys. K, V and partial scores (sums over one warp's
@@ -113,7 +114,8 @@ struct KOrVTiles<true, Chunks, Rows, Threads, Unused> {
     }
 };
 
-// The kernel. BlockRows: 64 (two groups) or 32 (one). Grid: a block's rows, its steps of keys and how it loads them (layout.cuh).
+// The kernel. BlockRows: 64 or 32, kRowGroups (two or one) groups of kColumnGroups warps. Grid: a block's rows, its steps of keys
+// and how it loads them (layout.cuh).
 template <int Headdim, int BlockRows, class Grid = DataParallelGrid>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -318,8 +320,8 @@ struct ForwardColumnGroups {
         using Tiles = KOrVTiles<kPaged, kChunks, kStep, kThreads, Grid::template Stream>;
         Tiles tiles(thread, p, block, sequence.k_offset(), key, key_end);
         using Stream = TileStream<kChunks, kStep, kThreads / 2>;
-        // Steps that begin at keys unmasked.first to first + span need no mask. A warp of padding rows counts as one at the last
-        // row, so that a tile past the last key is masked in all warps.
+        // Steps that begin at keys unmasked.first to first + span (inclusive) need no mask. A warp of padding rows counts as one at
+        // the last row, so that a tile past the last key is masked in all warps.
         UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);
         // apply_score_mod leaves the scores of generic kernels in log2 units
         const float scale = kGeneric ? 1.f : problem.scale_log2;
@@ -479,9 +481,9 @@ struct ForwardColumnGroups {
                 const float sum = at.row_float(kOffsetP + kBlockRows * 4, mt, r);
                 state.row[mt][r].sum = ForwardLayout::leads_row(at.lane) ? sum : 0.f;
             }
-        if (!grid.template combine_splits<kThreads>(state, o)) return;
+        if (!grid.template combine_splits<kThreads>(state, o)) return;  // another block writes out
         const Coord last = coord();
-        FwdParams columns = p;  // the warp's
+        FwdParams columns = p;  // as if out had the warp's columns only
         columns.out.ptr += kWarpChunks * kChunk * last.column * (out_is_fp32(p) ? 2 : 1);
         columns.problem.headdim_v -= kWarpChunks * kChunk * last.column;
         write_output<kRowTiles, kOutputTiles>(columns, last.lane, grid.remat_batch(problem), grid.remat_head(problem),

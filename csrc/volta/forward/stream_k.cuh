@@ -18,7 +18,7 @@ namespace volta {
 // Grid policy; DataParallelGrid (layout.cuh) is the default one. The kernel's main loop is written once for all policies, so each
 // names its iterator over steps of Step keys (Steps), its block mask's bits (here none: calls compile to nothing) and its loader of
 // K and V (Stream). A block's TileSplit says which row tile it takes, and which of the tile's splits: `split.first` to `split.end`
-// in steps, in paged kernels in parts; no end if the tile is not split. mask.key_first(row) and key_end(row, rows) are the range of
+// (if there is one split, no end) in steps, in paged kernels in parts. mask.key_first(row) and key_end(row, rows) are the range of
 // keys that rows see. kPaged, kVarlen and kGeneric (parameters say which score features): what the kernel is compiled for.
 template <int BlockRows>
 class StreamKGrid {
@@ -78,7 +78,7 @@ public:
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles]) const {
         const TileSplit split(params_, remat_block_x());
         if (split.splits == 1) return true;
-        // 16-byte chunks of a split: chunk i of all threads, then chunk i + 1. __stcg and __ldcg take L2, which all SMs share.
+        // 16-byte chunks of a split: chunk i of all threads, then chunk i + 1. __stcg and __ldcg bypass L1: all SMs share L2.
         constexpr int kSplitChunks = kPartialChunks<RowTiles, OutputTiles> * Threads;
         const int first_split = split.stream_k_tile * params_.max_splits;
         uint4* first =

@@ -20,8 +20,8 @@ from .problems import Part, agree  # a result's part with exact values and allow
 #: Kernels of these passes get the problems here.
 PASSES = ("Decode", "DecodeMla", "Prefill", "PrefillStreamK", "Append", "Dequantize")
 _BITS = {row["name"]: row["bits"] for row in cache_formats()}
-#: Number of columns in 16 bytes (128 bits), by cache format; "": fp16 and bf16. Kernels read a cache in place if its rows are multiples
-#: of 16 bytes. Of other caches they read a copy in q's dtype.
+#: Columns in 16 bytes (128 bits), by cache format, of the narrower of keys and values; "": fp16 and bf16. Kernels read a cache in place if
+#: its rows are multiples of 16 bytes, else a copy in q's dtype.
 _COLUMNS = {row["name"] if row["is_quantized"] else "": 128 // min(_BITS[row["keys"]], _BITS[row["values"]]) for row in cache_formats()}
 #: (queries, cached tokens, appended tokens) of each sequence.
 Lengths = tuple[tuple[int, int, int], ...]
@@ -31,7 +31,9 @@ _UNQUANTIZED = {"float": torch.float16, "bfloat16": torch.bfloat16}
 
 def _case(lengths: Lengths, headdim: int, headdim_v: int, group: int, cache: str = "float", **options: Any) -> CacheCase:
     """Returns a problem with two KV heads, or with one head of latents. `group`: query heads of each KV head. `cache`: the cache's format,
-    as in a variant's "cache". Unless `options` say otherwise, the mask is causal, and a page has 16 tokens; page=0 is a dense cache."""
+    as in a variant's "cache". `options`: other fields. Without them the mask is causal and pages have 16 tokens; page=0: a dense cache.
+    sinks="own": in q's dtype. own_new: appended tokens have cu_seqlens_k_new. descale="h": a scale for each KV head, for formats without
+    one for each token."""
     if options.get("rotary"):
         options["rotary_dim"] = headdim // 4 // 8 * 16  # at most half of the columns, a multiple of 16
     nheads_k = 1 if options.get("latents") else 2
@@ -236,7 +238,7 @@ def exact(inputs: CacheInputs) -> tuple[list[Part], dict[str, Tensor]]:
         if n:
             k, v = (t[entry, row] for t in caches.values())
             parts += inputs.parts(b, k, v, _is_dequantized(c))
-    if not c.rotary:  # with fp64 tensors, the operator would not round rotated keys as it does here
+    if not c.rotary:  # with fp64 tensors the operator would not round rotated keys to q's dtype, as above
         in_fp64 = inputs.mapped(lambda t: t.double() if t.dtype == dtype else t)
         if c.alibi:  # slopes are fp32 in every call
             in_fp64.options["alibi_slopes"] = inputs.options["alibi_slopes"]

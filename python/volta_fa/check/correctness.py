@@ -1,6 +1,7 @@
-"""Checks one kernel: runs each of its problems twice, in memory filled with NaN, and compares with exact results in fp64. `check_kernel` is
-the entry point; `isolation` calls it in subprocesses. A result may be as far from the exact one as `tolerance` allows, and both runs must
-agree bitwise, except where gradients are summed by atomics. A "variant" is a kernel's entry in `info()["variants"]`."""
+"""Checks one kernel: runs each of its problems twice, in memory filled with NaN, and compares with exact results in fp64, or of int8
+kernels with a model of their rounding. `check_kernel` is the entry point; `isolation` calls it in subprocesses. A result may be as far from
+the exact one as `tolerance` allows, and both runs must agree bitwise, except where gradients are summed by atomics. A "variant" is a
+kernel's entry in `info()["variants"]`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from .int8_scores import FastCase, FastInputs
 from .kernels import FORWARD, WITHOUT_PROBLEM, Target, lacks_memory, problems
 from .problems import Error, Inputs, Part, WrongReference, exact_backward, exact_forward
 
-#: Outcomes of a check: all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
+#: Outcomes of a whole check (report.py): all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
 RIGHT, WRONG, INCOMPLETE = "right", "wrong", "incomplete"
 #: Results of a call, by name: out, dq, ...
 Results = dict[str, Tensor]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import first_line
 from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
-from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan
+from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan  # Step: launches of two ranks
 
 
 @dataclass
@@ -99,7 +99,7 @@ def _arguments(p: Problem, launch: Launch, q: Tensor) -> tuple[dict[str, Any], T
         options["max_seqlen_k"] = max(call.keys for call in launch.calls)
     if p.alibi_slopes is not None:
         slopes = p.alibi_slopes
-        if slopes.dim() == 2 and len(p.mask.queries) > 1:
+        if slopes.dim() == 2 and len(p.mask.queries) > 1:  # packed sequences
             slopes = slopes[[call.sequence for call in launch.calls]]
         # OWN: the operator measures the right distances. BEFORE, AFTER: all keys lie before, or after, all rows
         if call.distance is Distance.OWN:
@@ -165,7 +165,7 @@ def backward(
     """Returns the gradients of q, k, v and sinks; the last is that of this rank's rows only. Shapes are those of `forward`, whose results
     are out, lse and states."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    of_rows, of_keys = _parts(p)
+    of_rows, of_keys = _parts(p)  # ranges of launches; at most two: additions to a row (_Sum)
     dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
     dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
     back: _Returning | None = None

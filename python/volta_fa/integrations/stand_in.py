@@ -52,8 +52,8 @@ def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
 
     So does `import flash_attn_interface`, FlashAttention 3's module, unless that is installed.
 
-    Call it before importing packages that look for flash-attn, such as transformers, because they look once. A second call only sets
-    its argument, and so does a call if pip has installed the shim.
+    Call it before importing packages that look for flash-attn, such as transformers, because they look once. A second call only
+    applies its argument, and so does a call if pip has installed the shim.
 
     Args:
         fa3_returns_lse: True: functions of flash_attn_interface return (out, softmax_lse), as before 2025-08-29. Programs of that time,

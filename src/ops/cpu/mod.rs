@@ -48,8 +48,8 @@ pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)
     Ok((out, softmax_lse))
 }
 
-/// Computes `fwd_fast`, (out, softmax_lse), with the rounding errors of its kernels ([`fast`]). A boolean mask is in the place of the bias.
-/// `rotate`: a Hadamard transform of Q and K came before the codes; `smooth_k` (below): K is quantized less its mean over the keys.
+/// Computes `fwd_fast`, attention on int8 codes of Q and K: (out, softmax_lse), with its kernels' rounding errors ([`fast`]). The bias, if
+/// any, is a boolean mask. `rotate`: codes are of Q and K after a Hadamard transform; `smooth_k` (below): of K less its mean over the keys.
 pub(super) fn fast_forward(inputs: &Inputs, a: &Attention, codes: &Codes) -> Result<(Tensor, Tensor)> {
     let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), Device::Cpu))?;
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, Device::Cpu))?;

@@ -1,7 +1,8 @@
 """Writes small random models with sharp attention, and a tokenizer and a LoRA adapter for them: python models.py FOLDER [NAME...]
 
-run.py calls it on the GPU machine, which needs no checkpoints. Sharp: a few keys get most of a row's attention, as in trained models. The
-seed is fixed, so all runs on one kind of device have the same weights. Weights are float16.
+run.py runs vLLM on them with volta_fa's attention and with vLLM's own, and compares the tokens; no checkpoints are needed. Sharp: a few
+keys get most of a row's attention, as in trained models, so a wrong key changes tokens. The seed is fixed, so all runs on one kind of
+device have the same weights. Weights are float16.
 """
 
 import itertools
@@ -66,7 +67,7 @@ _GEMMA4 = {
 }  # fmt: skip
 #: A vision encoder with the headdim of Qwen3-VL's and SigLIP's: 72, with 8 heads.
 _VISION = {"hidden_size": 576, "intermediate_size": 1024}
-#: The first token that stands for an image or its ends, in models with images.
+#: The first token that stands for an image or its ends; molmo2's follow the vocabulary.
 FIRST_IMAGE_TOKEN = VOCABULARY - 8
 
 
@@ -199,7 +200,7 @@ def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generato
 def drafter(state: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Returns the weights of a draft head: an attention layer, and a projection that mostly repeats the last token's embedding.
 
-    As the models' embeddings are large, its guesses are right now and then.
+    As the models' embeddings are large, some of its guesses are right.
     """
     layer = "model.layers.3."
     found = {f"mtp.layers.0.{key.removeprefix(layer)}": x for key, x in state.items() if key.startswith(layer)}

@@ -43,7 +43,7 @@ fn assert_near(what: &str, found: f64, measured: f64) {
 fn accumulators_are_forwarded_to_the_next_hmma() {
     assert_eq!(cycles(&SM70, "v100", "hmma_chain"), 277.0); // 32 x 8.656: the measured cycles
     assert_near("four chains of m8n8k4", cycles(&SM70, "v100", "hmma_chains") / 128.0, 8.383);
-    let machine = Machine::default();
+    let machine = Machine::default(); // a V100
     let waiting = cycles(&SM70, "v100", "hmma_fadd_chain") / 32.0 - 8.66;
     assert!(waiting > (machine.hmma_latency - machine.hmma_forward) as f64 - 4.0, "{waiting} cycles for FADD");
 }

@@ -1,5 +1,6 @@
-"""Masks without memory, which `mask_function` makes and `attention_function` reads: `MaskRule` describes causality, windows, packed
-sequences and padding in a few numbers, and any other pattern by a block mask. `pattern_of` recognizes mask functions of transformers."""
+"""Masks without memory, which `mask_function` makes and `attention_function.attention` reads: `MaskRule` describes causality, windows,
+packed sequences and padding in a few numbers, and any other pattern by a block mask. `pattern_of` recognizes mask functions of
+transformers."""
 
 from __future__ import annotations
 

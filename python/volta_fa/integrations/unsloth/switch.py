@@ -33,7 +33,7 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
         force: also use newer GPUs. The kernels are correct there, but slower than unsloth's.
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist, and ImportError if unsloth is not imported or
-    has changed what this replaces. Nothing is replaced then. Warns if the release is untested.
+    has changed what this replaces: nothing is replaced then, and the last also undoes an earlier call. Warns if the release is untested.
     """
     if "unsloth" not in sys.modules:
         raise ImportError("volta_fa.enable_unsloth: unsloth is not imported: run `import unsloth` first, because it replaces functions too")

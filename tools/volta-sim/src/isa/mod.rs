@@ -1,4 +1,4 @@
-//! The instruction set as data: the operations ([`Op`]), their operands and modifiers, and a decoded instruction ([`Inst`]).
+//! SASS of sm_70 and sm_75 as data: the operations ([`Op`]), their operands and modifiers, and a decoded instruction ([`Inst`]).
 
 mod fields;
 mod op;
@@ -20,12 +20,15 @@ pub struct Inst {
     pub pred_dst: [u8; 2],
     pub src: [Src; 3],
     pub pred_src: [PredOp; 3],
+    /// address of a memory access
     pub mem: MemRef,
     /// constant bank of a load through `mem`
     pub bank: u8,
     /// pc of the target of a branch or convergence barrier; BRX adds a register to it; `u32::MAX`: none
     pub target: u32,
+    /// stall cycles and scoreboards
     pub ctrl: Ctrl,
+    /// the unit that executes it
     pub unit: Unit,
     pub mnemonic: String,
     /// the instruction as nvdisasm prints it

@@ -1,5 +1,5 @@
-//! Logic, shifts, and what moves or counts bits.
-//! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
+//! SASS instructions of logic and shifts, and those that move or count bits. `d` decodes an instruction (`Ok(None)`: of another class), `s`
+//! executes it: `s.int(i)` reads source i of all lanes, `s.bits(i)` without its modifiers (inversion, sign); `s.write` writes active lanes.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -59,7 +59,7 @@ impl Class for Bits {
                 let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                 let r = lop3(lut, &a, &b, &c);
                 s.write(&r);
-                // the predicate: a bit is 1, or (and with PAND) the source predicate holds
+                // the predicate: whether the result is not 0, OR the source predicate; with PAND, AND
                 if s.inst.pred_dst[0] != PT {
                     let nz = mask_of(|l| r[l] != 0);
                     let p = s.predicate(0);

@@ -40,8 +40,8 @@ pub fn undecodable(raw: &RawInst, why: String) -> Inst {
 }
 
 impl Cta {
-    /// Execute the next instruction of warp `warp_index`. The caller has checked that the warp is runnable.
-    /// `now` feeds the clock registers. Returns the index of the executed instruction.
+    /// Executes the next instruction of warp `warp_index`, which must be runnable, and returns its index. `now` feeds the clock registers.
+    /// `access` receives the lanes, addresses and branch for the timing model.
     pub fn step(&mut self, warp_index: usize, env: &Env, now: u64, access: &mut Access) -> SimResult<usize> {
         let w = &mut self.warps[warp_index];
         let group = match w.select() {
