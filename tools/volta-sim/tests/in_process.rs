@@ -228,7 +228,8 @@ fn busy_sms_share_the_bandwidth() {
     };
     let m = Machine::default();
     let dram = 32.0 * m.clock_mhz * SMS as f64 / (1e3 * m.dram_gb_per_s); // where all SMs are busy
-    let near = |found: [f64; 2], l2: f64, dram: f64| assert!((found[0] - l2).abs() + (found[1] - dram).abs() < 1e-6, "{found:?}, {l2}, {dram}");
+    let near =
+        |found: [f64; 2], l2: f64, dram: f64| assert!((found[0] - l2).abs() + (found[1] - dram).abs() < 1e-6, "{found:?}, {l2}, {dram}");
     near(cycles(80, 80), 32.0 / m.l2_bytes_per_clk, dram);
     near(cycles(80, 64), 32.0 / m.l2_bytes_per_clk * 0.8, dram * 0.8);
     near(cycles(80, 8), 32.0 / m.l2_port_bytes_per_clk, dram * 0.1);
