@@ -18,6 +18,8 @@ and by the first model `kernels`, the microseconds of each kernel's last launch,
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
@@ -254,16 +256,25 @@ class Kept:
 
 
 def key_of(call: Call) -> dict[str, Any]:
-    """Returns a key of `Kept`: GPU, models, case, reported parts and stalls, and each launch with a digest of its machine code.
+    """Returns a key of `Kept`: GPU, models, case, reported parts and stalls, each launch with a digest of its machine code, the simulator.
 
-    So a changed kernel runs again, and so does a row whose figures lack what this version reports.
+    So a changed kernel runs again, and so does a row whose figures lack what this version reports, and all after a change of the simulator.
     """
     try:
         made = [launch for work in call.case.calls("cpu") for launch in launches(work, call.gpu)]
     except NotImplementedError:
         made = []
     parts = [*PIPES, *WAITS]
-    return {"gpu": call.gpu, "models": list(call.models), "case": repr(call.case), "parts": parts, "launches": made}
+    key = {"gpu": call.gpu, "models": list(call.models), "case": repr(call.case), "parts": parts, "launches": made}
+    return key | {"simulator": _simulator_digest()}
+
+
+@functools.cache
+def _simulator_digest() -> str:
+    """Returns 8 hexadecimal digits of the sources by which the simulator takes times."""
+    source = Path(__file__).resolve().parent.parent / "tools" / "volta-sim" / "src"
+    files = [source / "machine.rs", source / "run.rs", *sorted((source / "timing").glob("*.rs"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def timed(rows: Sequence[Row], kept: Kept, only_kept: bool = False, jobs: int = 1, on_gpu: bool = False) -> Iterator[Any]:

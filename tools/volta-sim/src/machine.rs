@@ -146,7 +146,8 @@ machine! {
     // --- bandwidth, bytes per cycle for one SM -------------------------------------------
     /// where all SMs are equally busy (Jia18): 2155 GB/s over 80 SMs at 1.53 GHz
     l2_bytes_per_clk: f64 = 17.6,
-    /// at most, where other SMs are idle (GPGPU: an SM's port of the crossbar takes 32 bytes of data per cycle, the flit of 40 with its header)
+    /// where other SMs are idle, at most (GPGPU: a port of the crossbar takes a flit of 40 bytes, 32 of data, per cycle). DRAM's share
+    /// grows by the same factor, 1.8. An H200's SM has 1.6 to 1.9 times its share if a quarter of the SMs work, and 3.4 to 4.2 alone.
     l2_port_bytes_per_clk: f64 = 32.0,
     /// GB/s of the card's DRAM that kernels attain: 0.87 of the peak (1Cat: a GEMM that reads 624 MB; Jia18: 750 of 900)
     dram_gb_per_s: f64 = 783.0,
@@ -224,7 +225,7 @@ impl Machine {
     }
 
     /// Tesla T4. Constants that are not here are the V100's: (PG) has the same throughputs for both, and equal latencies where none is
-    /// published, the MIO queue, the refill of the L0 and its prefetching are assumed.
+    /// published, the MIO queue, the refill of the L0 and its prefetching, and the L2 port are assumed.
     pub fn t4() -> Machine {
         Machine {
             name: "t4".into(),

@@ -82,7 +82,7 @@ pub struct Share {
     pub cost: Vec<u64>,
     /// cost of the average SM's CTAs relative to this one's
     pub balance: f64,
-    /// SMs that have at least half of this one's cost: the bandwidth of L2 and DRAM is theirs
+    /// SMs that have at least a third of this one's cost; with static dispatch, SMs that have CTAs. The bandwidth of L2 and DRAM is theirs
     pub busy_sms: u32,
     /// how the CTAs were dispatched, for the report
     pub note: String,
@@ -200,7 +200,7 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
         ctas: per_sm[c].iter().map(|&i| cta_id(&env.grid, i)).collect(),
         cost: per_sm[c].iter().map(|&i| cost[i as usize]).collect(),
         balance: avg / load(c).max(1) as f64,
-        busy_sms: (0..m.sms as usize).filter(|&s| 2 * load(s) >= load(c)).count() as u32,
+        busy_sms: (0..m.sms as usize).filter(|&s| 3 * load(s) >= load(c)).count() as u32,
         note: format!("dynamic; CTA work varies along {axes:?}"),
     })
 }

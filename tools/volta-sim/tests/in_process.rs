@@ -210,7 +210,7 @@ fn rejects_wrong_timing_options() {
     assert!(error(TimingOptions { machine, ..Default::default() }).contains("sms"));
 }
 
-/// SMs that have CTAs without work leave their bandwidth to the others, of L2 as far as an SM's port goes.
+/// SMs whose CTAs have no work leave their bandwidth to the others, as far as an SM's port goes.
 #[test]
 fn busy_sms_share_the_bandwidth() {
     const SMS: usize = 80; // a V100's
@@ -227,13 +227,15 @@ fn busy_sms_share_the_bandwidth() {
         [c.l2_busy / (c.l2_sectors + c.store_sectors) as f64, c.dram_busy / c.dram_sectors as f64]
     };
     let m = Machine::default();
-    let dram = 32.0 * m.clock_mhz * SMS as f64 / (1e3 * m.dram_gb_per_s); // where all SMs are busy
-    let near =
-        |found: [f64; 2], l2: f64, dram: f64| assert!((found[0] - l2).abs() + (found[1] - dram).abs() < 1e-6, "{found:?}, {l2}, {dram}");
-    near(cycles(80, 80), 32.0 / m.l2_bytes_per_clk, dram);
-    near(cycles(80, 64), 32.0 / m.l2_bytes_per_clk * 0.8, dram * 0.8);
-    near(cycles(80, 8), 32.0 / m.l2_port_bytes_per_clk, dram * 0.1);
-    near(cycles(8, 8), 32.0 / m.l2_port_bytes_per_clk, dram * 0.1);
+    let (l2, dram) = (32.0 / m.l2_bytes_per_clk, 32.0 * m.clock_mhz * SMS as f64 / (1e3 * m.dram_gb_per_s)); // where all SMs are busy
+    let near = |found: [f64; 2], share: f64| {
+        assert!((found[0] - l2 / share).abs() + (found[1] - dram / share).abs() < 1e-6, "{found:?}, {l2}, {dram}, {share}");
+    };
+    near(cycles(80, 80), 1.0);
+    near(cycles(80, 64), 1.25);
+    let most = m.l2_port_bytes_per_clk / m.l2_bytes_per_clk;
+    near(cycles(80, 8), most);
+    near(cycles(8, 8), most);
 }
 
 /// A prefetch into L2 takes no time of the warp. A load right after it saves nothing; a load after DRAM's latency takes L2's alone.

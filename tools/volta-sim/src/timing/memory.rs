@@ -175,7 +175,7 @@ impl SmSim<'_, '_> {
     }
 
     /// Returns whether this SM pays the DRAM fetch of a sector that no warp of it touched before. It pays
-    /// for its fair share of each buffer (one SM's on a full GPU). The other SMs bring the rest into L2.
+    /// for its share of each buffer, one part in as many as SMs are busy. The others bring the rest into L2.
     pub(super) fn first_touch(&mut self, addr: u64) -> bool {
         let Some(i) = self.env.mem.bufs.iter().position(|b| b.touches(addr)) else { return false };
         let pays = self.dram_budget[i] > 0;

@@ -66,7 +66,8 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let warps_per_cta = env.block.iter().product::<u32>().div_ceil(32);
         let n = env.prog.code.len();
         let lines = n.div_ceil(8); // of code
-        let share = f64::from(m.sms) / f64::from(busy_sms); // of the bandwidth, relative to that where all are busy
+                                   // of the bandwidth, relative to that where all SMs are busy
+        let share = (f64::from(m.sms) / f64::from(busy_sms)).min(m.l2_port_bytes_per_clk / m.l2_bytes_per_clk).max(1.0);
         SmSim {
             env,
             machine: m,
@@ -85,7 +86,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             l15_fill_free: 0,
             l2_free: 0.0,
             dram_free: 0.0,
-            l2_rate: m.l2_bytes_per_clk.max(m.l2_port_bytes_per_clk.min(m.l2_bytes_per_clk * share)),
+            l2_rate: m.l2_bytes_per_clk * share,
             dram_rate: m.dram_bytes_per_clk() * share,
             l1: Cache::new((m.l1_smem_total - carve) as u64, 64), // bytes, ways
             l2: Cache::new(m.l2_bytes, 16),
