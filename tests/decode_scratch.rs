@@ -69,7 +69,7 @@ impl Call {
         p.group = Divisor::new(HEADS as i32); // all query heads share the one KV head
         p.max_rows = i32::MAX; // no sequence has too many rows
         (p.partials, p.semaphores, p.launch_id) = (self.partials.as_mut_ptr(), self.semaphores.as_mut_ptr(), launch_id);
-        // exchanged: CTAs read what others of the launch wrote
+        // exchanged (CTAs read what others of the launch wrote) matters for times alone
         let extent = |name, ptr: *mut u8, len, read_only| Extent { name, ptr, len, read_only, exchanged: false };
         let read = |name, x: &[u16]| extent(name, x.as_ptr() as *mut u8, size_of_val(x), true);
         let extents = [

@@ -24,15 +24,15 @@ struct RowState {
     float row_max, sum;
 };
 
-// How a row's partials are combined: a factor for the output of each, and the joint softmax state. Lies in shared memory, in place
-// of the states of at most Most partials, [Most][BLOCK_ROWS], so that columns are combined without a look at the states.
+// How a row's partials are combined: a factor for the output of each, and the joint softmax state. Lies in shared memory, in as
+// many bytes as the states of Most partials, [Most][BLOCK_ROWS], so that columns are combined without a look at the states.
 template <int Most>
 struct RowWeights {
     static constexpr float kUnseen = -1.f;  // instead of a factor: the row saw no key there, and its output may be unwritten
     RowState* at;
 
     // Sets a row's weights. state_of(i) returns the state of partial i, which may lie in its place at `at`: all are read first.
-    // Factor i replaces row_max i; the joint state replaces sums 0 and 1, so Most is at least 2.
+    // Factor i takes the place of row_max i, the joint state those of sums 0 and 1, so Most is at least 2.
     template <class StateOf>
     __device__ __forceinline__ void set(int count, int row, StateOf state_of) const {
         RowState states[Most];
@@ -101,8 +101,7 @@ constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 8 : 4;
 // Partials in global memory, read with ld.cg because other blocks wrote them and L1 is not coherent.
 //
 // The buffer has all outputs, then all states. Outputs are combined in place: only the thread that writes an element reads it.
-// Other threads write states than read them, so each level of the combination (combine_blocks) has its own. A slot is the place of
-// one partial.
+// Each level of the combination (combine_blocks) has states of its own. A slot is the place of one partial.
 struct GlobalPartials {
     static constexpr int kMost = kRadix, kLoadsAtOnce = kRadix;  // L2 answers after some 200 cycles
     float* partials;
@@ -194,7 +193,7 @@ struct WriteOutputAs {
         const Problem& problem = p.problem;
         row += first;
         const int group = p.group.divisor, packed = s.row + row;
-        // batch-invariant kernels of latents have no registers for a quotient() here: they would spill
+        // a division in batch-invariant kernels: those of latents have no registers for a quotient() here, and would spill
         const int query = kBatchInvariant ? packed / group : quotient(packed, p.group);
         const int head = s.head_k * group + packed - query * group;
         const float sum_of_keys = state.sum, max_of_keys = state.row_max;
