@@ -265,8 +265,8 @@ def key_of(call: Call) -> dict[str, Any]:
     except NotImplementedError:
         made = []
     parts = [*PIPES, *WAITS]
-    key = {"gpu": call.gpu, "models": list(call.models), "case": repr(call.case), "parts": parts, "launches": made}
-    return key | {"simulator": _simulator_digest()}
+    of_call = {"gpu": call.gpu, "models": list(call.models), "case": repr(call.case)}
+    return {**of_call, "parts": parts, "launches": made, "simulator": _simulator_digest()}
 
 
 @functools.cache

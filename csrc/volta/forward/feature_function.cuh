@@ -31,7 +31,7 @@ public:
                                                    Rescale rescale) const {
         // m: a row's largest product. SoftmaxRow gets its scaled state, so with scales of 1, and returns as limit the scaled state
         // above which a maximum moves. The test compares limits with products, so the limit becomes the product of that state.
-        // kAll: all rows move; kMovedRows is for batch-invariant kernels, none of which requires features.
+        // kAll: all rows move; kMovedRows is for batch-invariant kernels, and none has required features.
         s.update_row_max(softmax, rescale, [&](SoftmaxRow& row, float m) {
             const float factor = row.template update_row_max<RescaledRows::kAll>(scale * function_.state(m), 1.f, 1.f);
             row.limit = function_.product(row.limit * inverse_scale);

@@ -66,8 +66,8 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let warps_per_cta = env.block.iter().product::<u32>().div_ceil(32);
         let n = env.prog.code.len();
         let lines = n.div_ceil(8); // of code
-                                   // of the bandwidth, relative to that where all SMs are busy
-        let share = (f64::from(m.sms) / f64::from(busy_sms)).min(m.l2_port_bytes_per_clk / m.l2_bytes_per_clk).max(1.0);
+        let equal = f64::from(m.sms) / f64::from(busy_sms);
+        let share = equal.min(m.l2_port_bytes_per_clk / m.l2_bytes_per_clk).max(1.0); // of the bandwidth; 1: where all SMs are busy
         SmSim {
             env,
             machine: m,
