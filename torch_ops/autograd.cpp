@@ -18,7 +18,6 @@ using torch::autograd::variable_list;
 // fwd and bwd, and the arguments that both have: tensors such as q, and options such as is_causal. The node saves all of these.
 struct Pair {
     struct Shared {
-        std::string name;
         bool is_tensor;
         size_t in_fwd, in_bwd;  // indices in the schemas
     };
@@ -27,7 +26,7 @@ struct Pair {
         const auto& all = fwd.op().schema.arguments();
         for (size_t i = 0; i < all.size(); ++i) {
             const auto in_bwd = bwd.op().find(all[i].name());
-            if (in_bwd) shared.push_back({all[i].name(), all[i].type()->isSubtypeOf(*c10::OptionalType::ofTensor()), i, *in_bwd});
+            if (in_bwd) shared.push_back({all[i].type()->isSubtypeOf(*c10::OptionalType::ofTensor()), i, *in_bwd});
         }
     }
 
@@ -49,13 +48,16 @@ struct Attention : torch::autograd::Function<Attention> {
                                  const OptionalTensor&, Stack* stack) {
         const Arguments arguments(ops().fwd.op(), *stack);
         variable_list saved;
+        // one entry of the node's map for all options, because each entry costs small problems time
+        c10::impl::GenericList options(c10::AnyType::get());
         for (const auto& argument : ops().shared) {
             if (argument.is_tensor) {
                 saved.push_back(arguments.tensor(argument.in_fwd));
             } else {
-                ctx->saved_data[argument.name] = arguments[argument.in_fwd];
+                options.push_back(arguments[argument.in_fwd]);
             }
         }
+        ctx->saved_data["options"] = std::move(options);
         ctx->saved_data["attn_bias_requires_grad"] = attn_bias && attn_bias->requires_grad();
         {
             at::AutoDispatchBelowADInplaceOrView guard;
@@ -65,7 +67,7 @@ struct Attention : torch::autograd::Function<Attention> {
         torch::jit::pop(*stack, out, softmax_lse, rng_state);
         saved.insert(saved.end(), {out, softmax_lse, rng_state});
         ctx->save_for_backward(std::move(saved));
-        ctx->mark_non_differentiable({rng_state});
+        // rng_state has integers, so it needs no mark as not differentiable. Compiled autograd takes no node with such a mark.
         // gradients of outputs without a use stay undefined, to save allocating zeros and the work for softmax_lse's
         ctx->set_materialize_grads(false);
         return {out, softmax_lse, rng_state};
@@ -81,9 +83,11 @@ struct Attention : torch::autograd::Function<Attention> {
         static const size_t dlse_at = bwd.op().at("dlse"), bias_requires_grad = bwd.op().at("attn_bias_requires_grad");
         Stack stack = bwd.defaults();
         const auto saved = ctx->get_saved_variables();
+        const auto options = ctx->saved_data["options"].toList();
         auto next = saved.begin();
+        size_t option = 0;
         for (const auto& argument : ops().shared) {
-            stack[argument.in_bwd] = argument.is_tensor ? c10::IValue(optional(*next++)) : ctx->saved_data[argument.name];
+            stack[argument.in_bwd] = argument.is_tensor ? c10::IValue(optional(*next++)) : options.get(option++);
         }
         stack[out] = *next++;
         stack[softmax_lse] = *next++;

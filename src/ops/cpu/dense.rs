@@ -4,13 +4,13 @@
 use super::part::{Part, Rows, Sums};
 use super::{chunked, flash};
 use crate::error::Result;
-use crate::tensor::compute_kind;
+use crate::tensor::{compute_kind, in_kind};
 use tch::{Kind, Tensor};
 
 /// Computes out (batch, seqlen_q, nheads, headdim_v) and softmax_lse (batch, nheads, seqlen_q).
 pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     let (out, lse) = attend(part)?;
-    Ok((out.f_to_kind(part.q.kind())?.f_contiguous()?, lse.f_to_kind(Kind::Float)?.f_contiguous()?))
+    Ok((in_kind(&out, part.q.kind())?.f_contiguous()?, in_kind(&lse, Kind::Float)?.f_contiguous()?))
 }
 
 /// Computes [`forward`] in the type of the arithmetic: fp64 for fp64 tensors, else fp32.
@@ -44,7 +44,7 @@ fn add_sinks(mut out: Tensor, lse: &Tensor, sinks: &Tensor) -> Result<(Tensor, T
 /// softmax_lse is fp32 for every input type, and its rounding alone adds a relative error of 1e-7 or more to each probability. So fp64
 /// computes its own again. It takes a given value only if that differs by more than rounding: ring attention passes sums over more keys.
 fn gradient_lse(part: &Part, softmax_lse: &Tensor) -> Result<Tensor> {
-    let given = softmax_lse.f_to_kind(compute_kind(part.q.kind()))?;
+    let given = in_kind(softmax_lse, compute_kind(part.q.kind()))?;
     if given.kind() != Kind::Double {
         return Ok(given);
     }
@@ -80,6 +80,6 @@ pub fn backward(part: &Part, rows: &Rows, sums: &Sums) -> Result<[Tensor; 3]> {
     let covered = flash::covers(part) && sums.dattn_bias.is_none() && rows.dlse.is_none();
     let by_flash = if covered { flash::backward(part, &rows.dout, &rows.out, &lse)? } else { None };
     let [dq, dk, dv] = by_flash.map_or_else(|| chunked::backward(part, &rows.dout, &delta(rows, lse.kind())?, &lse, sums), Ok)?;
-    let rounded = |t: Tensor, like: &Tensor| t.f_to_kind(like.kind())?.f_contiguous();
+    let rounded = |t: Tensor, like: &Tensor| -> Result<Tensor> { Ok(in_kind(&t, like.kind())?.f_contiguous()?) };
     Ok([rounded(dq, &part.q)?, rounded(dk, &part.k)?, rounded(dv, &part.v)?])
 }
