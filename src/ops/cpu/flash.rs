@@ -332,7 +332,7 @@ struct Found {
 impl Found {
     /// Returns true if no log-sum-exp is 0 (which may mean a row without keys) and, under a mask, none is NaN (of a hidden infinite score).
     fn is_settled(&self, has_mask: bool) -> bool {
-        !self.zero && !(has_mask && self.nan)
+        !(self.zero || has_mask && self.nan)
     }
 }
 
