@@ -66,9 +66,11 @@ struct DecodeMainloop {
     static constexpr bool kCooperative = Layout::kCooperative && RowGroups == 4 && !kQuantized;
     static constexpr int kKeyLoads = kGroupHeaddim / 32, kValueLoads = kGroupHeaddimV / 64;
     // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory. With column groups
-    // (column_groups.cuh), 64 KB of shared memory have room for a quarter.
-    static constexpr int kSharedQueryParts = kColumnGroups > 1 && SHARED_BYTES <= 65536 ? 4 : 2;
-    static constexpr int kSharedQueryChunks = kCooperative && RowTiles * kKeyLoads > 8 ? kKeyLoads / kSharedQueryParts : 0;
+    // (column_groups.cuh), 64 KB of shared memory have room for a quarter. Beside quantized keys and values no part of Q fits
+    // registers.
+    static constexpr int kSharedQueryParts = kQuantized ? 1 : kColumnGroups > 1 && SHARED_BYTES <= 65536 ? 4 : 2;
+    static constexpr int kSharedQueryChunks =
+        (kCooperative || kQuantized) && RowTiles * kKeyLoads > 8 ? kKeyLoads / kSharedQueryParts : 0;
     using OwnQueries = Queries<RowTiles, kKeyLoads, kSharedQueryChunks>;
     // Rows whose outputs, of all token groups, are in shared memory at once: all rows if they fit, else half of them.
     __device__ static constexpr int rows_at_once(int rows) {

@@ -72,12 +72,13 @@ fn is_built(v: &Variant) -> bool {
     }
 }
 
-/// Returns the decode kernel of a tile over caches of a format. Those of int4 load in stages.
+/// Returns the decode kernel of a tile over caches of a format. Those of int4 load in stages. The 32 rows of headdim 256 are those of two
+/// warps where elements are bytes, which leave registers for 16 rows of outputs: each byte is converted for twice as many products.
 fn decode(format: CacheFormat, tile: DecodeTile) -> Variant {
-    let row = shared::decode(VOLTA, DECODE, format, tile);
     match format.info().bits {
-        4 => staged(row),
-        _ => row,
+        4 => staged(shared::decode(VOLTA, DECODE, format, tile)),
+        8 if (tile.0, tile.1) == (256, [32, 8]) => shared::decode(VOLTA, DECODE, format, (256, [32, 16], tile.2, tile.3)),
+        _ => shared::decode(VOLTA, DECODE, format, tile),
     }
 }
 
