@@ -335,7 +335,7 @@ public:
             has_invalid_page = !loader.page_valid();
             if constexpr (kBf16 && kCooperative) shared_inverse = loader.inverse();
         }
-        if constexpr (kCooperative || kStaged || kColumnGroups > 1) __syncthreads();  // partials overwrite what the loop used
+        if constexpr (kWorkBytes > 0) __syncthreads();  // partials overwrite what the loop used
         if constexpr (kQuantized) finish_values(p, s, lane, probability_scale, o);
         if constexpr (kBf16) rescale_all(lane, o, kCooperative ? shared_inverse : value_scaler.inverse());
 
