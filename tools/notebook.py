@@ -44,8 +44,12 @@ def with_kernels(target: Path) -> Path:
     return target
 
 
-def execute(folder: Path, state: str, source: str = "", seconds: int = 900) -> tuple[int, str]:
-    """Runs the notebook with this address in its variable SOURCE, `seconds` at most for a cell.
+#: Seconds that a cell may take: in the state "source" one builds the library.
+MAX_SECONDS = 3600
+
+
+def execute(folder: Path, state: str, source: str = "") -> tuple[int, str]:
+    """Runs the notebook with this address in its variable SOURCE.
 
     Returns 0 if no cell raised an error, and the text of all outputs. The executed notebook stays in `folder`.
     """
@@ -60,7 +64,7 @@ def execute(folder: Path, state: str, source: str = "", seconds: int = 900) -> t
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     if source:
         environ["CARGO_TARGET_DIR"] = str(with_kernels(folder / "target"))
-    command = [python, "-c", code, f"--timeout={seconds}", "--inplace", "--allow-errors", path.name]
+    command = [python, "-c", code, f"--timeout={MAX_SECONDS}", "--inplace", "--allow-errors", path.name]
     status = subprocess.run(command, cwd=folder, env=environ).returncode
     outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", ())]
     said = ["".join(output.get("text", "")) + "\n".join(output.get("traceback", ())) for output in outputs]
@@ -79,7 +83,7 @@ def main(arguments: list[str]) -> int:
             print("volta_fa: builds a wheel", flush=True)
             pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT]
             subprocess.run(pip, check=True)
-        status, said = execute(folder, state, str(ROOT) if state == "source" else "", 3600)
+        status, said = execute(folder, state, str(ROOT) if state == "source" else "")
         # each later cell stops with one line too, if it is run all the same
         stopped = STOPPED in said and "Exit status" not in said and "Traceback" not in said
         right = stopped if state == "nothing" else status == 0 and "Exit status 0" in said
