@@ -148,7 +148,7 @@ pub fn share(t: &Option<Tensor>) -> Option<Tensor> {
     t.as_ref().map(Tensor::shallow_clone)
 }
 
-/// Returns a tensor in another type, or itself: ATen's own test of that costs small problems on the CPU time.
+/// Returns a tensor in another type, or itself. This skips ATen's check, which takes time in small problems on the CPU.
 pub fn in_kind(t: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(if t.kind() == kind { t.shallow_clone() } else { t.f_to_kind(kind)? })
 }

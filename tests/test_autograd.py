@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo.utils import counters
 from torch.library import opcheck
 
 import reference
@@ -53,16 +54,23 @@ def test_rng_state_is_not_differentiable(backend):
 
 @on("cpu-fp32", "cuda")
 def test_compiled_autograd(backend):
-    """Options may differ from call to call of the graph that PyTorch's compiled autograd traced; so may what needs a gradient."""
-    q, k, v, dout = Case(9, 11, 8).inputs(backend)
-    for options in ({}, {"softmax_scale": 0.7}, {"is_causal": True}, {"sinks": backend.randn(2).requires_grad_()}):
+    """PyTorch's compiled autograd traces the graph of the backward pass. Other options get other gradients, also where their sizes are
+    equal: a scale of 0 is not the default, and numbers are inputs of a trace. Calls repeat each set of options with new tensors."""
+    counters.clear()
+    plain = ({}, {"softmax_scale": 0.0}, {"softmax_scale": 0.7}, {"is_causal": True}, {"window_left": 3}, {"dropout_p": 0.3})
+    for options in (*plain, {"sinks": backend.randn(2).requires_grad_(), "attn_bias": backend.randn(2, 1, 9, 11).requires_grad_()}) * 2:
+        q, k, v, dout = Case(9, 11, 8).inputs(backend)
         inputs = [*leaves((q, k, v)), *filter(torch.is_tensor, options.values())]
-        expected = torch.autograd.grad(fwd(*inputs[:3], **options), inputs, dout)
-        out = fwd(*inputs[:3], **options)
+        out, lse, _ = torch.ops.volta_fa.fwd(*inputs[:3], **options)
+        loss = (out * dout).sum() + lse.square().sum()
+        expected = torch.autograd.grad(loss, inputs, retain_graph=True)
+        for t in inputs:
+            t.grad = None
         with torch._dynamo.config.patch(compiled_autograd=True):
-            torch.compile(out.backward, backend="eager")(dout)
+            torch.compile(loss.backward, backend="eager")()
         for t, gradient in zip(inputs, expected, strict=True):
             assert torch.equal(t.grad, gradient)
+    assert counters["compiled_autograd"]["captures"] > 0
 
 
 @on("cpu-fp32", "sim", "cuda")

@@ -181,10 +181,11 @@ def test_chunks_are_near_fp64(machine: None, headdim: int) -> None:
     sequence.assert_near_fp64(sequence.attend(LONG - 77, LONG)[0])
 
 
+@pytest.mark.parametrize("headdim", [64, 256])
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])
-def test_quantized_caches(machine: None, name: str) -> None:
+def test_quantized_caches(machine: None, name: str, headdim: int) -> None:
     """Quantized caches: the power of two by which kernels scale a row's probabilities depends on this row alone."""
-    sequence = Sequence(64)
+    sequence = Sequence(headdim)
     is_fp8 = name.startswith("fp8")
     for letter in "kv":
         # fp8 has the scale that a caller gives; int8 and int4 compute scales for each token and head, int4 also a zero point

@@ -18,6 +18,7 @@ using torch::autograd::variable_list;
 // fwd and bwd, and the arguments that both have: tensors such as q, and options such as is_causal. The node saves all of these.
 struct Pair {
     struct Shared {
+        std::string name;
         bool is_tensor;
         size_t in_fwd, in_bwd;  // indices in the schemas
     };
@@ -26,7 +27,7 @@ struct Pair {
         const auto& all = fwd.op().schema.arguments();
         for (size_t i = 0; i < all.size(); ++i) {
             const auto in_bwd = bwd.op().find(all[i].name());
-            if (in_bwd) shared.push_back({all[i].type()->isSubtypeOf(*c10::OptionalType::ofTensor()), i, *in_bwd});
+            if (in_bwd) shared.push_back({all[i].name(), all[i].type()->isSubtypeOf(*c10::OptionalType::ofTensor()), i, *in_bwd});
         }
     }
 
@@ -48,16 +49,15 @@ struct Attention : torch::autograd::Function<Attention> {
                                  const OptionalTensor&, Stack* stack) {
         const Arguments arguments(ops().fwd.op(), *stack);
         variable_list saved;
-        // one entry of the node's map for all options, because each entry costs small problems time
-        c10::impl::GenericList options(c10::AnyType::get());
+        // Only options other than bwd's defaults, because an entry takes time. Each has its own: compiled autograd takes numbers of
+        // entries as inputs of its graph, but those inside a list as constants, and there a scale of 0 is the same to it as None.
         for (const auto& argument : ops().shared) {
             if (argument.is_tensor) {
                 saved.push_back(arguments.tensor(argument.in_fwd));
-            } else {
-                options.push_back(arguments[argument.in_fwd]);
+            } else if (arguments[argument.in_fwd] != ops().bwd.defaults()[argument.in_bwd]) {
+                ctx->saved_data[argument.name] = arguments[argument.in_fwd];
             }
         }
-        ctx->saved_data["options"] = std::move(options);
         ctx->saved_data["attn_bias_requires_grad"] = attn_bias && attn_bias->requires_grad();
         {
             at::AutoDispatchBelowADInplaceOrView guard;
@@ -83,19 +83,17 @@ struct Attention : torch::autograd::Function<Attention> {
         static const size_t dlse_at = bwd.op().at("dlse"), bias_requires_grad = bwd.op().at("attn_bias_requires_grad");
         Stack stack = bwd.defaults();
         const auto saved = ctx->get_saved_variables();
-        const auto options = ctx->saved_data["options"].toList();
         auto next = saved.begin();
-        size_t option = 0;
         for (const auto& argument : ops().shared) {
-            stack[argument.in_bwd] = argument.is_tensor ? c10::IValue(optional(*next++)) : options.get(option++);
+            if (argument.is_tensor) stack[argument.in_bwd] = optional(*next++);
         }
+        for (const auto& [name, value] : ctx->saved_data) stack[bwd.op().at(name)] = value;
         stack[out] = *next++;
         stack[softmax_lse] = *next++;
         stack[rng_state] = optional(*next++);
         // bwd's first argument
         stack[0] = dout.defined() ? dout : at::zeros_like(stack[out].toTensor());
         stack[dlse_at] = optional(dlse);
-        stack[bias_requires_grad] = ctx->saved_data["attn_bias_requires_grad"];
         if (at::globalContext().deterministicAlgorithms()) stack[deterministic] = true;
         // which of bwd's results, dq, dk, dv, dattn_bias and dsinks, are gradients; the others have no elements
         const std::array<bool, 5> expected{true, true, true, stack[bias_requires_grad].toBool(), !stack[sinks].isNone()};

@@ -28,7 +28,7 @@ __device__ __forceinline__ constexpr int unit_offset(int column) {
 template <int RowTiles, int Chunks, int SharedChunks>
 struct Queries {
     static constexpr int kChunks = Chunks, kBytes = SharedChunks * RowTiles * 32 * sizeof(uint4);  // of shared memory, for a warp
-    unsigned in_registers[RowTiles][SharedChunks < Chunks ? Chunks - SharedChunks : 1][4];  // an array has an element
+    unsigned in_registers[RowTiles][SharedChunks < Chunks ? Chunks - SharedChunks : 1][4];  // C++ has no empty arrays
     uint4* in_shared;  // this lane's first chunk; its next are 32 further, past those of the other lanes
 
     __device__ __forceinline__ uint4 chunk(int mt, int j) const {

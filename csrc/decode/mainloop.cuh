@@ -5,8 +5,8 @@
 // tokens). A token group is the warps that take the same tokens: RowGroups of them. Above headdim 256 two column groups have as
 // many each: half of the columns of Q, K, V and output (column_groups.cuh). A step is: scores = Q K^T, score modifiers and mask,
 // online softmax (lazy: a row's maximum moves, and its output is rescaled, only when a score exceeds SoftmaxRow::limit,
-// softmax.cuh), output += P V. Q and the output stay in registers; where these are too few, kSharedQueryChunks moves part of Q to
-// shared memory. One of three loaders brings K and V:
+// softmax.cuh), output += P V. Q and the output stay in registers; where these are too few, kSharedQueryChunks moves part of Q, or
+// all, to shared memory. One of three loaders brings K and V:
 //
 //   DirectLoader       global memory straight into operand registers; no shared memory, no barrier. Loads the keys of the next
 //                      step once the scores are done, and its values once the output is
@@ -66,8 +66,8 @@ struct DecodeMainloop {
     static constexpr bool kCooperative = Layout::kCooperative && RowGroups == 4 && !kQuantized;
     static constexpr int kKeyLoads = kGroupHeaddim / 32, kValueLoads = kGroupHeaddimV / 64;
     // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory. With column groups
-    // (column_groups.cuh), 64 KB of shared memory have room for a quarter. Beside quantized keys and values no part of Q fits
-    // registers.
+    // (column_groups.cuh), 64 KB of shared memory have room for a quarter. Beside keys and values of bytes, in registers, all of Q
+    // goes there (1 part).
     static constexpr int kSharedQueryParts = kQuantized ? 1 : kColumnGroups > 1 && SHARED_BYTES <= 65536 ? 4 : 2;
     static constexpr int kSharedQueryChunks =
         (kCooperative || kQuantized) && RowTiles * kKeyLoads > 8 ? kKeyLoads / kSharedQueryParts : 0;

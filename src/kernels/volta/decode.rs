@@ -26,7 +26,7 @@ const SPARSE_MLA: Source = Source::new(
 pub const INDEXER: Source = Source::new(&["volta/indexer.cuh"], "indexer::Kernel<volta::IndexerProducts, BLOCK_ROWS>");
 
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
-/// the queries in shared memory. At headdim 512 two warps share the columns.
+/// the queries in shared memory. At headdim 512 two warps share the columns. `decode` has other warps for caches of bytes.
 /// A tuple has the headdim, [rows of a block, rows of a warp], threads of a block, and the blocks that an SM must hold.
 const TILES: [DecodeTile; 16] = [
     (64, [8, 8], 128, 4),
@@ -72,8 +72,8 @@ fn is_built(v: &Variant) -> bool {
     }
 }
 
-/// Returns the decode kernel of a tile over caches of a format. Those of int4 load in stages. The 32 rows of headdim 256 are those of two
-/// warps where elements are bytes, which leave registers for 16 rows of outputs: each byte is converted for twice as many products.
+/// Returns the decode kernel of a tile over caches of a format. Those of int4 load in stages. Over caches of bytes, 32 rows of headdim 256
+/// are two warps of 16 rows. So each converted byte serves twice as many products. Shared memory holds their queries.
 fn decode(format: CacheFormat, tile: DecodeTile) -> Variant {
     match format.info().bits {
         4 => staged(shared::decode(VOLTA, DECODE, format, tile)),

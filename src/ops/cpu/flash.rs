@@ -18,6 +18,8 @@ const MIN_ROWS: i64 = 64;
 /// Query rows of a block with a mask: as many as its window is wide, but within this range. Then a block has about twice the keys that a
 /// row sees. A block whose mask would exceed [`MASK_ELEMENTS`] has fewer rows.
 const ROWS: std::ops::RangeInclusive<i64> = 256..=1024;
+/// Most elements of a log-sum-exp for which one loop replaces ATen's operators: up to here ATen uses one thread too.
+const MOST_LOOPED: usize = 1 << 15;
 /// Largest |q| and |k| for which a score is finite in fp32, at headdims to 256 and scales to 1: -inf plus an infinite score is NaN.
 const LARGEST_FACTOR: f64 = 1e18;
 
@@ -322,57 +324,52 @@ fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(if bias.kind() == Kind::Half { numbers } else { numbers.f_threshold(LOWEST_SCORE, f64::NEG_INFINITY)? })
 }
 
-/// What [`copied_lse`] found among numbers.
-#[derive(Default)]
-struct Found {
-    zero: bool,
-    nan: bool,
-}
-
-impl Found {
-    /// Returns true if no log-sum-exp is 0 (which may mean a row without keys) and, under a mask, none is NaN (of a hidden infinite score).
-    fn is_settled(&self, has_mask: bool) -> bool {
-        !(self.zero || has_mask && self.nan)
+/// Copies a (batch, heads, rows) log-sum-exp to contiguous memory. Also returns true if no number is 0 (which may mean a row without keys)
+/// and, under a mask, none is NaN (of a hidden infinite score).
+fn contiguous_lse(lse: &Tensor, has_mask: bool) -> Result<(Tensor, bool)> {
+    // ATen's operators take more time than one loop of one thread, because their code left the caches during the attention: 2% of that of
+    // (batch, nheads, seqlen, headdim) = (8, 4, 128, 32). For many rows they use all threads.
+    if lse.numel() <= MOST_LOOPED && lse.kind() == Kind::Float {
+        return looped_lse(lse, has_mask);
     }
+    let all: [i64; 0] = [];
+    let every_dim: Option<i64> = None;
+    let lse = lse.f_contiguous()?;
+    // NaN counts as nonzero. ATen's `all` would convert each number to a bool first.
+    let has_zero = lse.f_count_nonzero(every_dim)?.f_int64_value(&[])? < lse.numel() as i64;
+    let is_settled = !has_zero && (!has_mask || lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?.f_int64_value(&[])? != 0);
+    Ok((lse, is_settled))
 }
 
-/// Copies the operator's (batch, heads, rows) log-sum-exp, in which the heads are adjacent, to contiguous memory.
-///
-/// One pass for what takes three operators of ATen, whose code has left the caches during an attention: 1% of the time of forward and backward
-/// at (batch, nheads, seqlen, headdim) = (8, 4, 128, 32).
-fn copied_lse(lse: &Tensor) -> Result<(Tensor, Found)> {
-    fn copy<T: Copy + Into<f64>>(lse: &Tensor, to: &Tensor) -> Result<Found> {
-        let (batch, heads, rows) = lse.size3()?;
-        let (of_batch, of_head, of_row) = lse.stride3()?;
-        let (from, mut to) = (lse.data_ptr() as *const T, to.data_ptr() as *mut T);
-        let mut found = Found::default();
-        for start in (0..batch).flat_map(|entry| (0..heads).map(move |head| entry * of_batch + head * of_head)) {
-            for row in 0..rows {
-                // SAFETY: the element lies in `lse`, whose type is T. `to` is contiguous, and has as many elements.
-                let value = unsafe { *from.offset((start + row * of_row) as isize) };
-                unsafe { to.write(value) };
-                to = to.wrapping_add(1);
-                found.zero |= value.into() == 0.0;
-                found.nan |= value.into().is_nan();
-            }
+/// Computes [`contiguous_lse`] of an fp32 tensor on the CPU in one loop.
+fn looped_lse(lse: &Tensor, has_mask: bool) -> Result<(Tensor, bool)> {
+    let (batch, heads, rows) = lse.size3()?;
+    let (of_batch, of_head, of_row) = lse.stride3()?;
+    let copy = Tensor::f_empty(lse.size(), (Kind::Float, Device::Cpu))?;
+    let (from, to) = (lse.data_ptr() as *const f32, copy.data_ptr() as *mut f32);
+    let mut is_settled = true;
+    for (number, start) in (0..batch).flat_map(|entry| (0..heads).map(move |head| entry * of_batch + head * of_head)).enumerate() {
+        for row in 0..rows {
+            // SAFETY: entry, head and row are within the sizes of `lse`, which is fp32 in the CPU's memory.
+            let x = unsafe { *from.offset((start + row * of_row) as isize) };
+            // SAFETY: `copy` is contiguous and fp32; the loops count its elements from 0 on.
+            unsafe { *to.add(number * rows as usize + row as usize) = x };
+            is_settled &= x != 0.0 && !(has_mask && x.is_nan());
         }
-        Ok(found)
     }
-    let to = Tensor::f_empty(lse.size(), (lse.kind(), Device::Cpu))?;
-    let found = if lse.kind() == Kind::Double { copy::<f64>(lse, &to)? } else { copy::<f32>(lse, &to)? };
-    Ok((to, found))
+    Ok((copy, is_settled))
 }
 
 /// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, where the operator has 0. None: others are 0, or NaN under a mask.
 fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
-    let (lse, found) = copied_lse(lse)?;
-    if found.is_settled(mask.is_some()) {
+    let (lse, is_settled) = contiguous_lse(lse, mask.is_some())?;
+    if is_settled {
         return Ok(Some(lse));
     }
     let Some(mask) = mask else { return Ok(None) };
     let hidden = mask.f_amax(-1, false)?.f_eq(f64::NEG_INFINITY)?.f_logical_and(&lse.f_eq(0.0)?)?;
-    let (lse, found) = copied_lse(&lse.f_masked_fill(&hidden, f64::INFINITY)?)?;
-    Ok(found.is_settled(true).then_some(lse)) // true: there is a mask
+    let (lse, is_settled) = contiguous_lse(&lse.f_masked_fill(&hidden, f64::INFINITY)?, true)?; // true: there is a mask
+    Ok(is_settled.then_some(lse))
 }
 
 /// Computes out (batch, seqlen_q, nheads, headdim) and the log-sum-exp (batch, nheads, seqlen_q).
