@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from conftest import CORES, LIBRARY, on, run_python
 
-#: Largest ratio of our time to SDPA's: where both are one operator of ATen, and where SDPA gets a mask instead of an option.
+#: Largest ratio of our time to SDPA's: where both are one operator of ATen, and where SDPA gets a mask.
 SAME, MASKED = 1.05, 1.5
-#: Least rounds of a measurement, and its least seconds. A test makes up to PROCESSES of them.
+#: Fewest rounds of a measurement, its fewest seconds, and the most processes in which a test makes it.
 MIN_ROUNDS, SECONDS, PROCESSES = 10, 2, 5
 
 

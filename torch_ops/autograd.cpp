@@ -49,8 +49,9 @@ struct Attention : torch::autograd::Function<Attention> {
                                  const OptionalTensor&, Stack* stack) {
         const Arguments arguments(ops().fwd.op(), *stack);
         variable_list saved;
-        // Only options other than bwd's defaults, because an entry takes time. Each has its own: compiled autograd takes numbers of
-        // entries as inputs of its graph, but those inside a list as constants, and there a scale of 0 is the same to it as None.
+        // Saves only options that differ from bwd's defaults, because each entry takes time. Each option is an entry, not an
+        // element of one list: compiled autograd makes a list's numbers constants of its graph, and takes a scale of 0 for None in
+        // it.
         for (const auto& argument : ops().shared) {
             if (argument.is_tensor) {
                 saved.push_back(arguments.tensor(argument.in_fwd));

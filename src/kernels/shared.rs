@@ -268,8 +268,8 @@ pub const fn column_groups(headdim: u32) -> u32 {
 
 /// Returns the shared memory of csrc/decode/block.cuh, bytes: a part for each set of warps with tokens of its own. A part has fp32 outputs,
 /// which the block merges after its loop, in rows padded by four floats. An SM without room for all of them holds half at a time, or a
-/// quarter. In their place the loop has its own bytes: with one set of columns, queries at most (block.cuh asserts that these fit). Besides these, two floats of state for each part of a row, two for the row, and 256
-/// bytes for the block's position.
+/// quarter. In their place the loop has its own bytes (block.cuh asserts that these fit). Besides these, two floats of state for each part
+/// of a row, two for the row, and 256 bytes for the block's position.
 fn decode_shared_bytes(row: &Variant) -> u32 {
     let Variant { family, headdim, block_rows, step, threads, blocks_per_sm, .. } = *row;
     let of_loop = if column_groups(headdim) > 1 { wide_loop_bytes(row) } else { 0 };
