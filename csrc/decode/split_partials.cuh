@@ -34,29 +34,45 @@ struct RowPart {
     }
 };
 
-// Parts in global memory. A slot, the place of one partial, has parts of all rows that a sequence can have in a tile. A part is
-// three float4. The first ones of all parts lie together, then the second, then the third, so a warp accesses whole lines.
+// Partials in global memory. A slot, the place of one partial, has all rows that a sequence can have in a tile: for each row and
+// eight columns the first four, then the second four, so a warp accesses whole lines. After these it has two states of each row.
+// Only the first counts, but in a slot that serves all splits of a row tile: there a split reads one state and writes the other
+// (`odd`), because all threads of a row read and one writes.
 struct SplitSlots {
-    static constexpr int kChunks = 3;  // float4 of a part: eight outputs, then the state
-    float* partials;
-    int parts;  // of a slot
+    float4* base;
+    int rows;  // of a slot
 
+    // The opaque division keeps other numbers in the registers of kernels that use all.
     __device__ __forceinline__ explicit SplitSlots(const DecodeParams& p)
-        : partials(p.partials),
-          parts(min(p.problem.seqlen_q * (p.problem.nheads / p.problem.nheads_k), BLOCK_ROWS) * (HEADDIM_V / kColumns)) {}
-    __device__ __forceinline__ float4* at(long long slot, int row, int column) const {
-        return reinterpret_cast<float4*>(partials) + slot * kChunks * parts + row * (HEADDIM_V / kColumns) + column / kColumns;
+        : base(reinterpret_cast<float4*>(p.partials)),
+          rows(min(p.problem.seqlen_q * (p.problem.nheads / p.problem.nheads_k), BLOCK_ROWS)) {
+        make_opaque(rows);
     }
-    __device__ __forceinline__ RowPart load(long long slot, int row, int column) const {
-        const float4* from = at(slot, row, column);
-        const float4 lo = __ldcg(from), hi = __ldcg(from + parts), state = __ldcg(from + 2 * parts);
-        return {{state.x, state.y}, {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w}};
-    }
-    __device__ __forceinline__ void store(long long slot, int row, int column, const RowPart& part) const {
-        float4* to = at(slot, row, column);
-        __stcg(to, make_float4(part.x[0], part.x[1], part.x[2], part.x[3]));
-        __stcg(to + parts, make_float4(part.x[4], part.x[5], part.x[6], part.x[7]));
-        __stcg(to + 2 * parts, make_float4(part.state.row_max, part.state.sum, 0.f, 0.f));
+    static constexpr int kHalf = HEADDIM_V / kColumns;  // float4 of a row's first halves
+    // Size of a slot in float4 (src/plan/decode.rs plans as many).
+    __device__ __forceinline__ int size() const { return rows * (2 * kHalf + 1); }
+
+    // A place of eight columns of a row: of their outputs, and of the row's states.
+    struct Place {
+        float4* output;
+        float2* states;
+
+        // Returns the same place in a slot `distance` float4 further.
+        __device__ __forceinline__ Place further(int distance) const { return {output + distance, states + 2 * distance}; }
+        __device__ __forceinline__ RowPart load(bool odd) const {
+            const float4 lo = __ldcg(output), hi = __ldcg(output + kHalf);
+            const float2 state = __ldcg(states + odd);
+            return {{state.x, state.y}, {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w}};
+        }
+        __device__ __forceinline__ void store(bool odd, bool has_state, const RowPart& part) const {
+            __stcg(output, make_float4(part.x[0], part.x[1], part.x[2], part.x[3]));
+            __stcg(output + kHalf, make_float4(part.x[4], part.x[5], part.x[6], part.x[7]));
+            if (has_state) __stcg(states + odd, make_float2(part.state.row_max, part.state.sum));
+        }
+    };
+    __device__ __forceinline__ Place at(long long slot, int row, int column) const {
+        float4* first = base + slot * size();
+        return {first + row * (2 * kHalf) + column / kColumns, reinterpret_cast<float2*>(first + rows * (2 * kHalf) + row)};
     }
 };
 
@@ -70,18 +86,18 @@ struct WriteSplit {
     int first;  // the tile's number of the row that the caller calls row 0
 
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
-        const SplitSlots slots(p);
         RowPart part = {state, {x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]}};
-        const bool is_last = s.first_block == s.blocks - 1;
+        const SplitSlots::Place place = SplitSlots(p).at(s.slot, first + row, column);
+        const bool is_last = s.first_block == s.blocks - 1, odd = s.whole && s.first_block % 2;
         if (s.whole && s.first_block > 0) {
-            RowPart before = slots.load(s.slot, first + row, column);
+            RowPart before = place.load(!odd);
             before.join(part);
             part = before;
         }
         if (s.blocks == 1 || (s.whole && is_last))
             WriteOutput{p, s, first}(row, column, part.state, part.x);
         else
-            slots.store(s.slot, first + row, column, part);
+            place.store(odd, column == 0, part);
     }
 };
 
@@ -92,20 +108,22 @@ __device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTi
     __threadfence();  // this thread's partial is visible before the semaphore counts it
     if (!is_last_block(p.semaphores + begin, p.launch_id, s.blocks)) return;
     const SplitSlots slots(p);
-    const int chunks = p.problem.headdim_v / kColumns;  // parts of a row, of eight columns each
-    constexpr int kAhead = 8;  // parts that a thread loads at once
+    constexpr int kChunks = HEADDIM_V / kColumns, kAhead = 8;  // parts of a row; parts that a thread loads at once
 #pragma unroll 1
-    for (int i = threadIdx.x; i < s.rows * chunks; i += THREADS) {
-        const int row = i / chunks, column = i % chunks * kColumns;
-        RowPart joint = slots.load(begin, row, column);
+    for (int i = remat_thread_index(); i < s.rows * kChunks; i += THREADS) {
+        const int row = i / kChunks, column = i % kChunks * kColumns;
+        if (column >= p.problem.headdim_v) continue;
+        SplitSlots::Place place = slots.at(begin, row, column);
+        RowPart joint = {};
 #pragma unroll 1
-        for (int split = 1; split < s.blocks; split += kAhead) {
+        for (int left = s.blocks; left > 0; left -= kAhead) {
             RowPart parts[kAhead];
 #pragma unroll
-            for (int j = 0; j < kAhead; j++) parts[j] = slots.load(begin + min(split + j, s.blocks - 1), row, column);
+            for (int j = 0; j < kAhead; j++) parts[j] = place.further(min(j, left - 1) * slots.size()).load(false);
 #pragma unroll
             for (int j = 0; j < kAhead; j++)
-                if (split + j < s.blocks) joint.join(parts[j]);
+                if (j < left) joint.join(parts[j]);
+            place = place.further(kAhead * slots.size());
         }
         WriteOutput{p, s, 0}(row, column, joint.state, joint.x);
     }

@@ -73,7 +73,14 @@ public:
         const bool whole = takes_whole_tiles(p);
         const long long blocks = min(static_cast<long long>(gridDim.x), total);
         if (blockIdx.x >= blocks) return has_queries;
-        const long long start = whole ? blockIdx.x : blockIdx.x * total / blocks;
+        // The range of the line that this block takes. Ranges differ by one split. An SM's blocks, b, b + sms, ..., take
+        // neighboring ones, so the sums of SMs differ by one split too. Not over latents: kernels of fp8 would spill.
+        int range = blockIdx.x;
+        if constexpr (!IS_LATENTS) {
+            const int sms = gridDim.x / BLOCKS_PER_SM;
+            if (blocks == gridDim.x) range = range % sms * BLOCKS_PER_SM + range / sms;
+        }
+        const long long start = whole ? blockIdx.x : range * total / blocks;
         // Exactly one thread has the sequence in which this block starts.
         if (until - own_splits <= start && start < until) {
             long long left = start - (until - own_splits);
@@ -92,7 +99,7 @@ public:
             }
             batch_ = batch;
             position_ = start;
-            end_ = whole ? total : (blockIdx.x + 1ll) * total / blocks;
+            end_ = whole ? total : (range + 1ll) * total / blocks;
         }
         return has_queries;
     }

@@ -50,8 +50,8 @@ const MAX_SPLIT_BYTES: i64 = 256 << 20;
 fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     let variant = plan.kernel.variant;
     let tile_rows = i64::from(variant.block_rows);
-    // of a partial result: for each row and eight columns eight outputs, and four of state (SplitSlots in csrc/decode/split_partials.cuh)
-    let floats = a.rows_per_kv_head().min(tile_rows) * i64::from(variant.headdim_v) / 8 * 12;
+    // of a partial result: for each row its outputs, and two states of two numbers (SplitSlots in csrc/decode/split_partials.cuh)
+    let floats = a.rows_per_kv_head().min(tile_rows) * (i64::from(variant.headdim_v) + 4);
     // Each sequence counts as the longest one, also if packed: wrong cu_seqlens_q may say so, and kernels must stay inside the memory.
     let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64);
     let splits = (a.seqlen_k as u64).div_ceil(u64::from(SPLIT_TOKENS)).max(1) as i64;

@@ -40,7 +40,7 @@ const TILES: [DecodeTile; 13] = [
 /// Tiles of batch-invariant calls. A headdim's tiles have the same number of warps with other tokens (threads * rows of a warp / rows of a
 /// block), and a row's bits depend on nothing else of a tile: so they are the same in all, and the planner is free to choose.
 const INVARIANT_TILES: [DecodeTile; 8] =
-    [TILES[1], (64, [64, 16], 256, 1), TILES[4], (128, [64, 16], 128, 2), TILES[7], TILES[8], TILES[11], TILES[12]];
+    [TILES[1], (64, [64, 16], 256, 1), TILES[4], (128, [64, 16], 128, 3), TILES[7], TILES[8], TILES[11], TILES[12]];
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
     let of_tile = |tile| shared::decode(TURING, DECODE, CacheFormat::Unquantized, tile);
