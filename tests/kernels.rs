@@ -36,7 +36,7 @@ fn parameter_sizes_match_cubins() {
     }
 }
 
-/// Kernels divide exactly by a [`Divisor`] of their parameters: `quotient` in csrc/divisor.cuh.
+/// Kernels divide exactly by a [`Divisor`] of their parameters: `quotient` in csrc/decode/tile_scheduler.cuh.
 #[test]
 fn divisors_are_exact() {
     let quotient = |n: i32, d: &Divisor| ((n as u64 * u64::from(d.factor)) >> d.shift) as i32;

@@ -71,6 +71,8 @@ class Sequence:
         self.q = uneven(1, LONG, HEADS, headdim, dtype=dtype)
         self.k, self.v = (uneven(1, LONG, KV_HEADS, headdim, dtype=dtype) for _ in "kv")
         self.options = {"is_causal": True, "batch_invariant": True, **options}
+        if "sinks" in options:
+            self.options["sinks"] = torch.tensor(options["sinks"])
 
     def attend(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Computes rows [first, last) of a sequence of `last` tokens."""
@@ -101,11 +103,13 @@ CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
     "256": (256, torch.float16, {}),
     "512": (512, torch.float16, {}),
     "bf16": (128, torch.bfloat16, {}),
+    "bf16_64": (64, torch.bfloat16, {}),
     "bf16_256": (256, torch.bfloat16, {}),
     "window": (64, torch.float16, {"window_left": 70}),
     "window_128": (128, torch.float16, {"window_left": 70}),
     "softcap": (64, torch.float16, {"softcap": 20.0}),
     "softcap_128": (128, torch.float16, {"softcap": 20.0}),
+    "sinks": (64, torch.float16, {"sinks": [0.3, -1.0, 2.0, 0.0]}),
     "no_splits": (64, torch.float16, {"num_splits": 1}),
     "no_splits_128": (128, torch.float16, {"num_splits": 1}),
 }
@@ -141,7 +145,7 @@ def test_chunks_of_pages_and_large_groups_agree(family: None, case: str) -> None
         assert_same(sequence.attend(first, last), rows(prompt, first, last))
 
 
-@pytest.mark.parametrize("case", ["64", "128", "256", "bf16"])
+@pytest.mark.parametrize("case", ["64", "128", "256", "bf16", "bf16_64"])
 @pytest.mark.parametrize("gpu", GPUS.values())
 def test_tiles_of_32_and_of_64_rows_run(gpu: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 32 query rows per KV head take a tile of 64 rows. So the comparisons above are of different kernels."""
@@ -173,6 +177,16 @@ def test_both_grids_agree(machine: None) -> None:
     sequence.options["num_splits"] = 1
     assert_same(sequence.attend(0, LONG), spread)
     sequence.assert_near_fp64(spread[0])
+
+
+def test_both_grids_agree_about_rows_whose_keys_all_count_as_0(machine: None) -> None:
+    """Scores below any that softmax tells apart: each split has a sum of 0, and only the sink is left."""
+    sequence = Sequence(64, sinks=[-100.0] * HEADS)
+    sequence.q[:], sequence.k[:] = 60000.0, -60000.0
+    spread = sequence.attend(LONG - 3, LONG)
+    sequence.options["num_splits"] = 1
+    assert_same(sequence.attend(LONG - 3, LONG), spread)
+    assert torch.equal(spread[1], torch.full_like(spread[1], -100.0)) and not spread[0].any()
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 256, 512])

@@ -10,7 +10,7 @@
 // aligned.
 #pragma once
 
-#include "backward/gradient_type.cuh"  // gradients_are_fp32(): output dtype; BwdParams (src/params)
+#include "backward/gradient_output.cuh"  // gradients_are_fp32(): output dtype; BwdParams (src/params)
 #include "backward/scratch.cuh"  // rounded_row(): a query's row in dq_accum
 #include "tile.cuh"  // kChunk: 8 columns; rows_of(), fp32_element(): addresses
 

@@ -33,7 +33,7 @@
 // Sparse (Split with a block mask): steps visit only half tiles, 64 terms, with scores. A unit of kAbsentUnit: there are none.
 #pragma once
 
-#include "backward/gradient_type.cuh"  // gradients_are_fp32(), store_gradient2(): output dtype
+#include "backward/gradient_output.cuh"  // gradients_are_fp32(), store_gradient2(): output dtype
 #include "backward/iteration_range.cuh"  // KeyRange: keys that a block of queries sees
 #include "backward/probabilities.cuh"  // kProbabilityUnit
 #include "backward/stored_scores.cuh"  // stored_tile(): offset of a tile; StoredScores, BwdParams (src/params)

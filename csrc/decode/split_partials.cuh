@@ -114,7 +114,8 @@ __device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTi
         const int row = i / kChunks, column = i % kChunks * kColumns;
         if (column >= p.problem.headdim_v) continue;
         SplitSlots::Place place = slots.at(begin, row, column);
-        RowPart joint = {};
+        const SoftmaxRow none;
+        RowPart joint = {{none.row_max, none.sum}, {}};  // of a row that sees no key
 #pragma unroll 1
         for (int left = s.blocks; left > 0; left -= kAhead) {
             RowPart parts[kAhead];

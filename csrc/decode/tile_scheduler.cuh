@@ -12,9 +12,15 @@
 // STEP, not the step above: rows of a warp, or of MLA the rows of output that shared memory holds at a time (volta/decode/mla.cuh).
 #pragma once
 
+#include "batch_invariant.cuh"
 #include "cache.cuh"
-#include "divisor.cuh"
 #include "mask.cuh"
+
+// Returns n / d.divisor, for 0 <= n < 2^31, by a multiplication and a shift, because a division is some twenty instructions.
+// d.factor is 2^d.shift / d.divisor, rounded up.
+__device__ __forceinline__ int quotient(int n, const Divisor& d) {
+    return static_cast<int>(static_cast<unsigned long long>(static_cast<unsigned>(n)) * d.factor >> d.shift);
+}
 
 namespace decode {
 
@@ -39,10 +45,12 @@ constexpr int kTileTokens = 8;
 constexpr int kTileBytes = kTileTokens * (HEADDIM * KeyInfo::kBits + HEADDIM_V * ValueInfo::kBits) / 8;
 constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kKeyZeroPoints);
 // Latents have two tiles (volta/decode/mla.cuh). Two also pay where four warps (BLOCK_ROWS of 64) share bf16 steps of few columns:
-// instructions are the limit there, and the two share those that a step needs once.
-constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
+// instructions are the limit there, and the two share those that a step needs once. Not in batch-invariant kernels: after a step
+// row maxima may move, so tiles of 32 and of 64 rows have the same steps.
+constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64 && !kBatchInvariant;
 constexpr int kStepTiles = IS_LATENTS || (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
 constexpr int kStepTokens = kTileTokens * kStepTiles;
+static_assert(!kBatchInvariant || IS_LATENTS || kQuantized || kStepTiles == 1, "all tiles of a headdim have the same steps");
 // int4 steps have still fewer bytes, so a warp loads further steps while it computes one (staged_loader.cuh). Kernels with 16
 // rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop fills most of the instruction cache.
 constexpr bool kStaged = kKeyZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);

@@ -161,7 +161,7 @@ impl Pass {
         PASSES[self as usize]
     }
 
-    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/dq_mode.cuh), if they are main kernels of the backward pass. build.rs
+    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/gradient_output.cuh), if they are main kernels of the backward pass. build.rs
     /// defines it for the kernel's C++ type as `DQ_MODE`, so these passes share their sources.
     pub const fn dq_mode(self) -> Option<&'static str> {
         match self {

@@ -3,6 +3,7 @@
 
 use super::inputs::Inputs;
 use crate::error::Result;
+use crate::kernels::Pass;
 use crate::launch::{KernelLaunch, Launcher, MemoryRange};
 use crate::plan::{DecodePlan, PlannedKernel};
 use crate::problem::Attention;
@@ -90,12 +91,27 @@ pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Res
     let counted = (launch_id << 16 | 0xffff) as i64;
     // a semaphore takes two floats
     let all = scratch.f_narrow(0, partials, 2 * semaphores)?.f_view_dtype(Kind::Int64)?;
-    // Each level of the tree has two for each block (GlobalPartials in csrc/decode/partials.cuh). Batch-invariant kernels have one level,
-    // in which a row tile's semaphore is that of its first split, and blocks take equal ranges of all splits.
-    let of_level = if kernel.variant.is_batch_invariant { semaphores.max(1) } else { 2 * i64::from(kernel.blocks[0]) };
-    let of_first_blocks = (of_level / i64::from(kernel.variant.blocks_per_sm)).max(1);
+    let blocks_per_sm = i64::from(kernel.variant.blocks_per_sm);
+    let blocks = i64::from(kernel.blocks[0]);
+    let arrived = |first: i64, end: i64| -> Result<()> {
+        let _ = all.f_narrow(0, first.min(semaphores), (end.min(semaphores) - first).max(0))?.f_fill_(counted)?;
+        Ok(())
+    };
+    // Blocks of batch-invariant kernels take equal ranges of all splits, and a row tile's semaphore is that of its first split. The first
+    // block of a processor takes the first of `neighbors` ranges beside each other (SplitScheduler in csrc/decode/split_scheduler.cuh).
+    if kernel.variant.is_batch_invariant {
+        let is_mapped = semaphores >= blocks && kernel.variant.pass != Pass::DecodeMla;
+        let neighbors = if is_mapped { blocks_per_sm } else { 1 };
+        let ranges = blocks.min(semaphores).max(1);
+        for sm in 0..blocks / blocks_per_sm {
+            arrived(sm * neighbors * semaphores / ranges, (sm * neighbors + 1) * semaphores / ranges)?;
+        }
+        return Ok(());
+    }
+    // Each level of the tree has two for each block (GlobalPartials in csrc/decode/partials.cuh).
+    let of_level = 2 * blocks;
     for first in (0..semaphores).step_by(of_level as usize) {
-        let _ = all.f_narrow(0, first, (semaphores - first).min(of_first_blocks))?.f_fill_(counted)?;
+        arrived(first, first + (of_level / blocks_per_sm).max(1))?;
     }
     Ok(())
 }

@@ -25,7 +25,7 @@
 // score feature (features.cuh).
 #pragma once
 
-#include "backward/gradient_type.cuh"
+#include "backward/gradient_output.cuh"
 #include "backward/score_coord.cuh"
 #include "half.cuh"
 #include "score_mod.cuh"

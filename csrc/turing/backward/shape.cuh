@@ -13,7 +13,7 @@
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/iteration_range.cuh"
-#include "backward/dq_mode.cuh"
+#include "backward/gradient_output.cuh"
 #include "backward/row_statistics.cuh"
 #include "turing/backward/dq_product.cuh"  // for the main kernels, which include this file: dQ += dS K
 #include "turing/backward/fragments.cuh"

@@ -11,7 +11,7 @@
 //   remat_*()         reads special registers again (ptx.cuh)
 #pragma once
 
-#include "backward/gradient_type.cuh"
+#include "backward/gradient_output.cuh"
 #include "volta/backward/dq_accumulator.cuh"
 #include "volta/backward/fragments.cuh"
 

@@ -10,7 +10,7 @@
 //   remat_*()         reads special registers again (ptx.cuh)
 #pragma once
 
-#include "backward/gradient_type.cuh"
+#include "backward/gradient_output.cuh"
 #include "backward/tiles.cuh"
 #include "volta/backward/fragments.cuh"
 

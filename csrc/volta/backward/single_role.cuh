@@ -31,7 +31,7 @@
 #include "backward/score_coord.cuh"
 #include "backward/tiles.cuh"
 #include "backward/iteration_range.cuh"
-#include "backward/dq_mode.cuh"
+#include "backward/gradient_output.cuh"
 #include "backward/row_statistics.cuh"
 #include "volta/backward/key_block.cuh"
 #include "volta/backward/dq_product.cuh"
@@ -40,8 +40,8 @@
 
 namespace volta {
 
-// The kernel. BlockRows: keys of a block. Step: queries of a step. Mode: what becomes of dQ (dq_mode.cuh). Grid: which keys and
-// steps a block has, KeyBlock or StreamKKeyBlock.
+// The kernel. BlockRows: keys of a block. Step: queries of a step. Mode: what becomes of dQ (gradient_output.cuh). Grid: which keys
+// and steps a block has, KeyBlock or StreamKKeyBlock.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, class Grid = KeyBlock>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;  // one tile of scores: P^T, then dS^T

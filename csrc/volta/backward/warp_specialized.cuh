@@ -1,8 +1,8 @@
 // Main kernel of the volta backward pass for headdim above 64, and at 64 for small grids, block masks and generic kernels (score
 // features chosen by parameters): 8 warps in two roles of four (warp specialization). Warps 0 to 3 compute S^T, P and dV, warps 4
 // to 7 dP^T, dS and dK: dV and dK together do not fit one warp's registers. P goes to the second role through shared memory. All
-// warps compute dQ, which is added up by atomics (fp32, unscaled), left to dq.cuh, or stored (Mode, dq_mode.cuh). shape.cuh has the
-// products. csrc/entry.cu calls run().
+// warps compute dQ, which is added up by atomics (fp32, unscaled), left to dq.cuh, or stored (Mode, gradient_output.cuh). shape.cuh
+// has the products. csrc/entry.cu calls run().
 //
 // With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of its gradient. With 64 keys (headdim
 // above 128, and small grids) two warps share 32 keys. Of the scores each has half the queries (or half the keys, in steps of
@@ -38,7 +38,7 @@
 #include "backward/score_coord.cuh"
 #include "backward/tiles.cuh"
 #include "backward/iteration_range.cuh"
-#include "backward/dq_mode.cuh"
+#include "backward/gradient_output.cuh"
 #include "backward/row_statistics.cuh"
 #include "volta/backward/bias_gradient.cuh"
 #include "volta/backward/key_block.cuh"

@@ -8,7 +8,8 @@ use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, FeatureSet, Pass, Source, Variant};
 use super::family::VOLTA;
 
-// STEP, a row's `step`, is the rows of a warp here. The numbers: 8-row tiles of a warp, warps with other rows for the same tokens, warps.
+// STEP, a row's `step`, is the rows of a warp here; over latents it is that of `MlaTile`. The numbers: 8-row tiles of a warp, warps with
+// other rows for the same tokens, warps.
 const DECODE: Source = Source::new(
     &["volta/decode/layout.cuh"],
     "decode::Block<decode::DecodeMainloop<volta::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",
@@ -104,8 +105,8 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
         CacheFormat::Unquantized => shared::in_both_types(of_format(row.format)),
         quantized => of_format(quantized).collect(),
     });
-    // One tile serves drafts over quantized caches: 8 to 64 tokens, whose rows are those of all heads of a group. A T4 has no shared memory
-    // for 32 rows of headdim 512.
+    // One tile serves drafts over quantized caches: 8 to 64 tokens, whose rows are those of all heads of a group. A T4 runs these kernels
+    // too, and has no shared memory for 32 rows of headdim 512.
     let tile_of_drafts = |row: &Variant| row.block_rows == if row.headdim > 256 { 16 } else { 32 };
     let trees = shared::with_tree(of_formats.clone().filter(move |row| row.cache == CacheFormat::Unquantized || tile_of_drafts(row)));
     // batch-invariant calls over quantized caches: of each headdim the one tile of 32 rows

@@ -2,8 +2,8 @@
 //! `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each, and `s.warp.hint` the buffer of global memory
 //! that the warp accessed last, where the search for an address begins.
 
-use super::class::Class;
 use super::memory::{addresses, global_fault, in_shared_window};
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;

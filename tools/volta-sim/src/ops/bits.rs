@@ -1,7 +1,7 @@
 //! SASS instructions of logic and shifts, and those that move or count bits. `d` decodes an instruction (`Ok(None)`: of another class), `s`
 //! executes it: `s.int(i)` reads source i of all lanes, `s.bits(i)` without its modifiers (inversion, sign); `s.write` writes active lanes.
 
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -3,7 +3,7 @@
 //! A warp's threads are in groups that share a pc ([`crate::warp`]). In `execute`, `gi` is the index of the group that runs, `here` its
 //! threads, and `m` those of them whose guard holds. A branch that only some take divides the group.
 
-use super::class::Class;
+use super::Class;
 use crate::cta::Arrival;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;

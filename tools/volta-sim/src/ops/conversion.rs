@@ -4,7 +4,7 @@
 //! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). `s.f32(i)`, `s.halves(i)` (lower and upper halves) and so on read source i of
 //! all lanes; `s.write` and `s.write64` write the result.
 
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;

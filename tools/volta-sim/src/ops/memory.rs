@@ -1,7 +1,7 @@
 //! Loads and stores. Generic addresses (LD, ST) reach shared memory from [`SHARED_WINDOW`] on, and global memory below.
 //! `d` decodes an instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
 
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

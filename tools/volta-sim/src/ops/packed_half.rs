@@ -3,8 +3,8 @@
 //! `d` decodes an instruction and `s` executes it: `s.halves(i)` returns source i's low halves and its high halves as f32, for all lanes.
 //! `mrg` selects the halves of the destination that are written.
 
-use super::class::Class;
 use super::float;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;

@@ -2,7 +2,7 @@
 //! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::bits::lop3;
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

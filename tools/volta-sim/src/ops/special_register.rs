@@ -1,7 +1,7 @@
 //! Reads of the special registers (S2R, CS2R): indices of thread and CTA, lane masks, clocks. `d` decodes an instruction and `s` executes
 //! it: `s.write` writes its result in the active lanes.
 
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

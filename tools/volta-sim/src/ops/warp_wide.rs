@@ -1,7 +1,7 @@
 //! Exchange between the threads of a warp: SHFL, VOTE, MATCH, MOVM.
 //! `d` decodes an instruction and `s` executes it: `s.bits(i)` reads source i of all lanes, `s.write` writes the active ones.
 
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
