@@ -34,10 +34,10 @@ struct RowPart {
     }
 };
 
-// Partials in global memory. A slot, the place of one partial, has all rows that a sequence can have in a tile: for each row and
-// eight columns the first four, then the second four, so a warp accesses whole lines. After these it has two states of each row.
-// Only the first counts, but in a slot that serves all splits of a row tile: there a split reads one state and writes the other
-// (`odd`), because all threads of a row read and one writes.
+// Partials in global memory. A slot, the place of one partial, has all rows that a sequence can have in a tile, one after the
+// other: of a row first the first four of every eight columns, then the second four, so a warp accesses whole lines. After the rows
+// come two states of each. Only the first counts, but in a slot that serves all splits of a row tile: there a split reads one state
+// and writes the other (`odd`), because all threads of a row read and one writes.
 struct SplitSlots {
     float4* base;
     int rows;  // of a slot
@@ -48,7 +48,7 @@ struct SplitSlots {
           rows(min(p.problem.seqlen_q * (p.problem.nheads / p.problem.nheads_k), BLOCK_ROWS)) {
         make_opaque(rows);
     }
-    static constexpr int kHalf = HEADDIM_V / kColumns;  // float4 of a row's first halves
+    static constexpr int kHalf = HEADDIM_V / kColumns;  // float4 of a row's first fours, and of its second
     // Size of a slot in float4 (src/plan/decode.rs plans as many).
     __device__ __forceinline__ int size() const { return rows * (2 * kHalf + 1); }
 
