@@ -31,7 +31,8 @@ pub struct Output {
 }
 
 /// Divides by multiplication: `n / divisor` is `n * factor >> shift` for `0 <= n < 2^31` (Granlund and Montgomery 1994). Kernels divide by it
-/// (csrc/decode/tile_scheduler.cuh), because a division by a number that the compiler does not know is some twenty instructions.
+/// (`quotient` in csrc/decode/tile_scheduler.cuh), because a division by a number that the compiler does not know is some twenty
+/// instructions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Divisor {
