@@ -36,13 +36,13 @@ struct RowPart {
 
 // Partials in global memory. A slot, the place of one partial, has all rows that a sequence can have in a tile, one after the
 // other: of a row first the first four of every eight columns, then the second four, so a warp accesses whole lines. After the rows
-// come two states of each. Only the first counts, but in a slot that serves all splits of a row tile: there a split reads one state
-// and writes the other (`odd`), because all threads of a row read and one writes.
+// come two states of each. The first alone is used, except in a slot that serves all splits of a row tile: there even splits write
+// the first and odd ones the second (`odd`), and each reads the other, because all threads of a row read and one writes.
 struct SplitSlots {
     float4* base;
     int rows;  // of a slot
 
-    // The opaque division keeps other numbers in the registers of kernels that use all.
+    // make_opaque: else the compiler keeps this number in a register, which kernels that use all lack.
     __device__ __forceinline__ explicit SplitSlots(const DecodeParams& p)
         : base(reinterpret_cast<float4*>(p.partials)),
           rows(min(p.problem.seqlen_q * (p.problem.nheads / p.problem.nheads_k), BLOCK_ROWS)) {
@@ -52,7 +52,7 @@ struct SplitSlots {
     // Size of a slot in float4 (src/plan/decode.rs plans as many).
     __device__ __forceinline__ int size() const { return rows * (2 * kHalf + 1); }
 
-    // A place of eight columns of a row: of their outputs, and of the row's states.
+    // Addresses of eight output columns of a row, and of the row's two states.
     struct Place {
         float4* output;
         float2* states;
@@ -79,7 +79,7 @@ struct SplitSlots {
 // Takes a split's result for eight columns of a row (a `write` of combine_partials). Writes the output if it is the row tile's only
 // split, or the last of a block that takes all, one after the other (`whole`). Until then, that block keeps the joint result in its
 // one slot, which serves all of its splits. Other blocks store each split's partial in a slot of its own, for the last to arrive.
-// In SplitTile `first_block` is the split's number among `blocks` splits.
+// SplitTile has TileScheduler's names: `first_block` is the split's number among `blocks` splits.
 struct WriteSplit {
     const DecodeParams& p;
     const SplitTile& s;

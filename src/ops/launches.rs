@@ -97,8 +97,9 @@ pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Res
         let _ = all.f_narrow(0, first.min(semaphores), (end.min(semaphores) - first).max(0))?.f_fill_(counted)?;
         Ok(())
     };
-    // Blocks of batch-invariant kernels take equal ranges of all splits, and a row tile's semaphore is that of its first split. The first
-    // block of a processor takes the first of `neighbors` ranges beside each other (SplitScheduler in csrc/decode/split_scheduler.cuh).
+    // Blocks of batch-invariant kernels take equal ranges of all splits, and a row tile's semaphore is that of its first split. The blocks
+    // of a processor take `neighbors` ranges beside each other, except over latents, whose kernels lack registers for that
+    // (SplitScheduler in csrc/decode/split_scheduler.cuh).
     if kernel.variant.is_batch_invariant {
         let is_mapped = semaphores >= blocks && kernel.variant.pass != Pass::DecodeMla;
         let neighbors = if is_mapped { blocks_per_sm } else { 1 };
@@ -108,7 +109,7 @@ pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Res
         }
         return Ok(());
     }
-    // Each level of the tree has two for each block (GlobalPartials in csrc/decode/partials.cuh).
+    // Other kernels join partial results in a tree. Each level has two semaphores for each block (GlobalPartials in csrc/decode/partials.cuh).
     let of_level = 2 * blocks;
     for first in (0..semaphores).step_by(of_level as usize) {
         arrived(first, first + (of_level / blocks_per_sm).max(1))?;
