@@ -1,7 +1,8 @@
-//! One warp instruction while it executes: the operands it reads, the results it writes, the faults it stops with. Every function is
-//! inlined into the instructions that call it, so that it is compiled with the same vector instructions of the host ([`crate::ops`]).
+//! One warp instruction while it executes: the operands it reads, the results it writes, the faults it stops with; and the interface
+//! of a class of instructions. Every function is inlined into the instructions that call it, so that it is compiled with the same vector instructions of the host ([`crate::ops`]).
 
 use crate::cta::Arrival;
+use crate::decoder::{Decoded, Decoder};
 use crate::env::Env;
 use crate::half::{f2h_rz, h2f};
 use crate::isa::*;
@@ -18,8 +19,18 @@ pub struct Access {
     /// whether a branch or call moved threads
     pub taken: bool,
 }
+
 /// A result of simulated code. The error text names the kernel and pc, and mostly the instruction too.
 pub type SimResult<T> = Result<T, String>;
+
+/// A class of instructions; a value is one operation with its modifiers. The files of [`crate::ops`] implement it for enums of `isa/op.rs`.
+pub trait Class: Copy {
+    /// Returns None for mnemonics of other classes. Reads operands and unit into `d.inst`.
+    fn decode(d: &mut Decoder) -> Decoded;
+
+    /// Executes it for the lanes of `s.active`. To be inlined: it is compiled for each instruction set of the host.
+    fn execute(self, s: &mut Step) -> SimResult<()>;
+}
 
 /// A warp instruction in execution, and all that it may read or write.
 pub struct Step<'a> {

@@ -3,12 +3,11 @@
 //! that the warp accessed last, where the search for an address begins.
 
 use super::memory::{addresses, global_fault, in_shared_window};
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 impl Class for Atomic {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,11 +1,10 @@
 //! SASS instructions of logic and shifts, and those that move or count bits. `d` decodes an instruction (`Ok(None)`: of another class), `s`
 //! executes it: `s.int(i)` reads source i of all lanes, `s.bits(i)` without its modifiers (inversion, sign); `s.write` writes active lanes.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 impl Class for Bits {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -3,13 +3,12 @@
 //! A warp's threads are in groups that share a pc ([`crate::warp`]). In `execute`, `gi` is the index of the group that runs, `here` its
 //! threads, and `m` those of them whose guard holds. A branch that only some take divides the group.
 
-use super::Class;
 use crate::cta::Arrival;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::Operand;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 use crate::warp::{Group, GroupState};
 
 impl Class for Branch {

@@ -4,13 +4,12 @@
 //! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). `s.f32(i)`, `s.halves(i)` (lower and upper halves) and so on read source i of
 //! all lanes; `s.write` and `s.write64` write the result.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::look_up;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 fn type_of(modifier: &str) -> Option<NumTy> {
     use NumTy::*;

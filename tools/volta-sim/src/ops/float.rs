@@ -2,12 +2,11 @@
 //!
 //! `d` decodes an instruction and `s` executes it: `s.f32(i)` reads source i of all lanes, `s.write` writes the active ones.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 impl Class for Float {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -2,11 +2,10 @@
 //! instruction's destination predicates (`pred_dst`) to another's source predicates (`s.predicate(i)`).
 //! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 use std::cmp::Ordering;
 
 impl Class for Integer {

@@ -1,12 +1,11 @@
 //! Loads and stores. Generic addresses (LD, ST) reach shared memory from [`SHARED_WINDOW`] on, and global memory below.
 //! `d` decodes an instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::Operand;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 fn bytes(d: &Decoder) -> u8 {
     d.one_of(&[("U8", 1), ("S8", 1), ("U16", 2), ("S16", 2), ("64", 8), ("128", 16)]).unwrap_or(4)

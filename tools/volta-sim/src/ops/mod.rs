@@ -5,7 +5,7 @@ use crate::decoder::{blank, Decoded, Decoder};
 use crate::disasm::RawInst;
 use crate::env::{Env, HostIsa};
 use crate::isa::*;
-use crate::step::{Access, SimResult, Step};
+use crate::step::{Access, Class, SimResult, Step};
 use crate::warp::Group;
 use std::collections::HashMap;
 
@@ -22,15 +22,6 @@ mod special_register;
 mod tensor;
 mod uniform;
 mod warp_wide;
-
-/// A class of instructions; a value is one operation with its modifiers. Each file of this folder implements it for enums of `isa/op.rs`.
-trait Class: Copy {
-    /// Returns None for mnemonics of other classes. Reads operands and unit into `d.inst`.
-    fn decode(d: &mut Decoder) -> Decoded;
-
-    /// Executes it for the lanes of `s.active`. To be inlined: it is compiled for each instruction set of the host.
-    fn execute(self, s: &mut Step) -> SimResult<()>;
-}
 
 /// Decodes one instruction. The error names the instruction and its pc.
 pub fn decode(raw: &RawInst, labels: &HashMap<String, u32>) -> Result<Inst, String> {

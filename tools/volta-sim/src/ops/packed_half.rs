@@ -4,12 +4,11 @@
 //! `mrg` selects the halves of the destination that are written.
 
 use super::float;
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 impl Class for PackedHalf {
     fn decode(d: &mut Decoder) -> Decoded {

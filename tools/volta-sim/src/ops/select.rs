@@ -2,11 +2,10 @@
 //! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use super::bits::lop3;
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 impl Class for Select {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,12 +1,11 @@
 //! Reads of the special registers (S2R, CS2R): indices of thread and CTA, lane masks, clocks. `d` decodes an instruction and `s` executes
 //! it: `s.write` writes its result in the active lanes.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::{look_up, Operand};
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 fn by_name(n: &str) -> Option<SReg> {
     use SReg::*;

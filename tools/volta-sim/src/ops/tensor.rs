@@ -1,13 +1,12 @@
 //! The tensor cores: HMMA.884 of sm_70, HMMA.1688 and IMMA.8816 of sm_75. All lanes of a warp must execute them together.
 //! Names of fragments are those of PTX: D = A B + C. A register holds two halves or four bytes of a matrix in each of 32 lanes.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::{lanes, Each, V};
 use crate::operand::Operand;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 use crate::warp::Warp;
 
 impl Class for Tensor {

@@ -1,11 +1,10 @@
 //! The uniform datapath of sm_75: scalar instructions that a warp executes once. A uniform register is kept as a register whose lanes are
 //! equal ([`UR0`]), so most of these execute as the instruction of the same name without the U, for all lanes, active or not.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::Each;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 /// Instructions that differ from those without the U in their registers alone.
 const SCALARS: [&str; 15] =

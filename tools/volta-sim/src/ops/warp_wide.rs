@@ -1,11 +1,10 @@
 //! Exchange between the threads of a warp: SHFL, VOTE, MATCH, MOVM.
 //! `d` decodes an instruction and `s` executes it: `s.bits(i)` reads source i of all lanes, `s.write` writes the active ones.
 
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
-use crate::step::{SimResult, Step};
+use crate::step::{Class, SimResult, Step};
 
 impl Class for WarpWide {
     fn decode(d: &mut Decoder) -> Decoded {
