@@ -1,5 +1,6 @@
 //! One warp instruction while it executes: the operands it reads, the results it writes, the faults it stops with; and the interface
-//! of a class of instructions. Every function is inlined into the instructions that call it, so that it is compiled with the same vector instructions of the host ([`crate::ops`]).
+//! of a class of instructions. Every function is inlined into the instructions that call it, so that it is compiled with the same
+//! vector instructions of the host ([`crate::ops`]).
 
 use crate::cta::Arrival;
 use crate::decoder::{Decoded, Decoder};
