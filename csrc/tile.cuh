@@ -67,8 +67,9 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
 }
 
 // Returns the address of the chunk whose number is `chunks` higher in the same row, from a swizzled address: an XOR, because the
-// swizzle is one too. kGroup: chunks that the swizzle permutes. Modulo kGroup, `chunks` shares no bit with the chunk's number, so
-// that XOR adds. Tiles begin at multiples of kGroup chunks, so that it changes no bit of the tile's own address.
+// swizzle is one too. kGroup: chunks within which an XOR reaches it, a row of 2^n chunks or a group that the swizzle permutes.
+// Modulo kGroup, `chunks` shares no bit with the chunk's number, so that XOR adds. Tiles begin at multiples of kGroup chunks, so
+// that it changes no bit of the tile's own address.
 template <int Chunks>
 __device__ __forceinline__ unsigned chunk_after(unsigned address, unsigned chunks) {
     constexpr bool kPowerOf2 = (Chunks & (Chunks - 1)) == 0;
@@ -76,8 +77,9 @@ __device__ __forceinline__ unsigned chunk_after(unsigned address, unsigned chunk
     if (kPowerOf2) return address ^ chunks * kChunkBytes;
     return (address ^ chunks % kGroup * kChunkBytes) + chunks / kGroup * (kGroup * kChunkBytes);
 }
-// Returns by how many chunks the swizzle moves a chunk from a row to the one `rows` further, which shares none of bits 0 to 2 with
-// it. That row's chunk is at chunk_after(address, row_swizzle(rows)) + rows * Chunks * kChunkBytes.
+// Returns by how many chunks the swizzle moves a chunk from a row to the one `rows` further, where `rows` and the first row's
+// number have no common bit among bits 0 to 2. That row's chunk is at chunk_after(address, row_swizzle(rows)) + rows * Chunks *
+// kChunkBytes.
 template <int Chunks>
 __device__ __forceinline__ unsigned row_swizzle(unsigned rows) {
     return swizzled<Chunks>(rows % 8, 0) / kChunkBytes - rows % 8 * Chunks;

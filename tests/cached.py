@@ -3,7 +3,7 @@
 `Cached` (volta_fa.check.cache_cases.CacheCase) describes a problem: lengths of each sequence, and the layout of the cache.
 `CacheInputs` are its tensors: q, k_cache, v_cache, `new` (k and v to append, or none), and the operator's options. `judge` (conftest.py)
 compares results with attention in fp64 over the tokens of each sequence, by `parts`: exact values with allowed errors. A test passes its
-`backend` (conftest.py): device and dtype."""
+`backend` (conftest.py): device and dtype. `backend.simulate()` runs kernels on CPU tensors, in the simulator."""
 
 import torch
 from torch import Tensor
@@ -51,6 +51,6 @@ def check_opcheck(backend, p: CacheInputs, **options):
 
 def check_reads_no_value(backend, p: CacheInputs, *calls: str):
     """Checks that the call reads no tensor value on the host, which a CUDA graph forbids, and that it runs the operators `calls`."""
-    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")  # the check reads lengths on the host
     backend.simulate()
     reads_no_value(lambda: fwd_kvcache(p.q, p.k_cache, p.v_cache, *p.new, **p.options), "volta_fa::fwd_kvcache", *calls)

@@ -7,8 +7,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
-
 namespace volta_fa {
 namespace {
 
@@ -50,8 +48,8 @@ struct Attention : torch::autograd::Function<Attention> {
         const Arguments arguments(ops().fwd.op(), *stack);
         variable_list saved;
         // Saves only options that differ from bwd's defaults, because each entry takes time. Each option is an entry, not an
-        // element of one list: compiled autograd makes a list's numbers constants of its graph, and takes a scale of 0 for None in
-        // it.
+        // element of one list: compiled autograd makes a list's numbers constants of its graph, and a scale of 0 there
+        // stands for None.
         for (const auto& argument : ops().shared) {
             if (argument.is_tensor) {
                 saved.push_back(arguments.tensor(argument.in_fwd));

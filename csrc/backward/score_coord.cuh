@@ -1,8 +1,9 @@
-// Query and key index of each of a lane's scores in the backward pass, and their mask. Included by all kernels that compute them.
+// Query and key index of each of a lane's scores in the backward pass, and their mask. Included by all backward kernels that
+// compute scores.
 //
-// A lane has some elements v of each tile of scores. By its family's Layout (score_layout.cuh), v is of query first_query(lane) +
-// query_slot(v) and key first_key(lane) + key_slot(v) of the tile. For the backward pass it also has the following, where "row"
-// means query except in kKeyRows:
+// A lane has some elements of each tile of scores, numbered v. By its family's Layout (score_layout.cuh), v is of query
+// first_query(lane) + query_slot(v) and key first_key(lane) + key_slot(v) of the tile. For the backward pass it also has the
+// following, where "row" means query except in kKeyRows:
 //
 //   query(first, v), key(first, v) first + query_slot(v), first + key_slot(v); the family chooses the order of the additions,
 //                                  because ptxas's schedule depends on it

@@ -56,7 +56,7 @@ public:
         long long own_splits = 0;  // places on the line of this thread's sequences
         for (int batch = first; batch < last; batch++) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch);
-            const SequenceWork work(p, batch, sequence);
+            const SequenceWork work(p, sequence);
             own_splits += static_cast<long long>(work.row_tiles) * splits_of_tile(p, work);
             has_queries &= sequence.has_queries();
         }
@@ -86,7 +86,7 @@ public:
             long long left = start - (until - own_splits);
             int batch = first;
             while (true) {
-                const SequenceWork work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
+                const SequenceWork work(p, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
                 const int tile_splits = splits_of_tile(p, work);
                 const long long sequence_splits = static_cast<long long>(work.row_tiles) * tile_splits;
                 if (left < sequence_splits) {
@@ -110,7 +110,7 @@ public:
         s.exists = position_ < end_;
         if (s.exists) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch_);
-            const SequenceWork work(p, batch_, sequence);
+            const SequenceWork work(p, sequence);
             const int group = p.problem.nheads / p.problem.nheads_k, rows = sequence.seqlen_q() * group;
             const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
             s.whole = takes_whole_tiles(p);
@@ -147,7 +147,7 @@ public:
                     row_tile -= batch_tiles;
                     batch = next_sequence(p, batch + 1);
                     const CacheSeqlenInfo following(p.problem, p.lengths, p.cache, batch);
-                    batch_tiles = SequenceWork(p, batch, following).row_tiles;
+                    batch_tiles = SequenceWork(p, following).row_tiles;
                 }
             } else if (s.whole) {
                 moves = 0;

@@ -88,7 +88,7 @@ struct SequenceWork {
     int first, end;  // range of tokens that any row sees
     bool valid;  // false: its lengths, from GPU memory, are impossible
 
-    __device__ __forceinline__ SequenceWork(const DecodeParams& p, int batch, const CacheSeqlenInfo& sequence) {
+    __device__ __forceinline__ SequenceWork(const DecodeParams& p, const CacheSeqlenInfo& sequence) {
         const int rows = sequence.seqlen_q() * p.group.divisor;
         const Mask mask(p.problem, sequence.seqlen_q(), sequence.seqlen_k());
         valid = sequence.valid();
@@ -132,7 +132,7 @@ __device__ __forceinline__ int next_sequence(const DecodeParams& p, int batch) {
         bool has_work = false;
         if (batch + lane < p.problem.batch) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch + lane);
-            has_work = SequenceWork(p, batch + lane, sequence).row_tiles > 0;
+            has_work = SequenceWork(p, sequence).row_tiles > 0;
         }
         const unsigned found = __ballot_sync(~0u, has_work);
         if (found) return batch + __ffs(found) - 1;
@@ -163,7 +163,7 @@ public:
 #pragma unroll 1
         for (int batch = first; batch < last; batch++) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch);
-            const SequenceWork work(p, batch, sequence);
+            const SequenceWork work(p, sequence);
             lane_tiles += work.row_tiles;
             tile_steps = work.steps;
             lane_steps += static_cast<long long>(work.row_tiles) * work.steps;
@@ -182,7 +182,7 @@ public:
             long long left = start - (until - lane_steps);
             int batch = first;
             while (each > 1) {  // with one sequence a lane, tile_steps is its own already
-                const SequenceWork work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
+                const SequenceWork work(p, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
                 const long long sequence_steps = static_cast<long long>(work.row_tiles) * work.steps;
                 tile_steps = work.steps;
                 if (left < sequence_steps) break;
@@ -208,7 +208,7 @@ public:
         s.exists = position_ < end_;
         if (s.exists) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch_);
-            const SequenceWork work(p, batch_, sequence);
+            const SequenceWork work(p, sequence);
             const int rows = sequence.seqlen_q() * p.group.divisor;
             const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
             const int row_tile = row_tile_, step = step_;

@@ -1,8 +1,8 @@
 //! `volta_fa::indexer_logits`: the scores by which queries of sparse attention choose their tokens (DeepSeek V3.2, GLM-5):
 //! `logits[query, key] = scale[key] * sum over heads of weights[query, head] * relu(q . codes of the key)`.
 //!
-//! q is (batch, seqlen_q, nheads, 128), weights fp32 (batch, seqlen_q, nheads). Codes are fp8 numbers (e4m3) with an fp32 scale for each
-//! key: k (total_k, 128) and k_scales, or pages that have both. A query sees the keys from `k_start` (default 0) up to `k_end`, exclusive;
+//! q is (batch, seqlen_q, nheads, 128) in fp16, bf16 or e4m3, weights fp32 (batch, seqlen_q, nheads). Codes are fp8 numbers (e4m3) with an fp32 scale for each
+//! key: k (total_k, 128) and k_scales, or pages that have both, bytes (pages, page_size, 1, 132). A query sees the keys from `k_start` (default 0) up to `k_end`, exclusive;
 //! k_end of shape (batch,) is the last query's, and each query before sees one key less. These and block tables stay on the device. What
 //! they name outside of memory is no key. src/operators.rs calls this module.
 
@@ -30,7 +30,8 @@ pub struct Call {
     pub stream: *mut c_void,
 }
 
-/// Computes logits, fp32 (batch, seqlen_q, columns): a column for each key, -inf for keys that a query does not see.
+/// Computes logits, fp32 (batch, seqlen_q, columns). Columns are total_k, or for pages max_seqlen_k: one for each key, -inf where a
+/// query does not see it, or the block table has no room for it.
 pub fn logits(call: &Call) -> Result<Tensor> {
     let q = describe(&call.args.q)?;
     // a CPU tensor in fp8 may select the simulator, as fp16 does

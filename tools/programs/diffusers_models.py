@@ -1,7 +1,10 @@
-"""Models of diffusers' own classes with random weights, for run_diffusers.py and fast_models.py: SMALL, and LARGE with released widths.
+"""Models of diffusers' own classes with random weights, which run_diffusers.py and fast_models.py run with volta_fa
+and with PyTorch's attention: SMALL, and LARGE with released widths.
 
 Functions such as flux() take the sizes of a model and its input, and return arguments of Model. `text` is the number of text tokens,
-`width` that of columns of their embeddings, `side` an edge of a square input, `axes` the columns of a head for each rotary axis.
+`width` that of columns of their embeddings (beside `frames` and `height` it is an edge of the latents), `side` an edge of a square input,
+`axes` the columns of a head for each rotary axis. Of sdxl() and vae(), `channels`, `heads` and `blocks` (of transformers) have an entry
+for each level of the model.
 """
 
 from __future__ import annotations
@@ -132,7 +135,6 @@ def vae(channels: tuple[int, ...], side: int) -> dict[str, Any]:
         ),
         inputs=lambda: dict(sample=torch.randn(1, 3, side, side)),
         dispatches=False,
-        falls_back=("headdim",) if channels[-1] > 256 else (),
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@
 //
 // DqMode says what becomes of dQ += dS K: another kernel computes it (kSeparate, "dkdv kernels"), atomics add it, or the block
 // stores it, which has all keys (kStore, "fused"). Kernels with score features are compiled for exactly one (one_feature.cuh), for
-// want of registers. Plain and varlen kernels of headdim 64 with atomics are in single_role_halves.cuh, where others spill.
+// want of registers. Plain and varlen kernels of headdim 64 with atomics are in single_role_halves.cuh, because they would spill
+// here.
 //
 // A step, after the barrier at which its tiles of Q and dO and the previous step's dS are in shared memory:
 //   1. stores the next step's tiles; dQ of the previous step

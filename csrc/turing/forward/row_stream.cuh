@@ -9,7 +9,7 @@
 namespace turing {
 
 // Streams steps of Step rows of K or V. A thread moves one chunk (8 columns, 16 bytes) of a row in each pass. Past the last row it
-// loads the last row again: those scores are masked, and 0 times an existing row adds no new NaN. If a step has fewer chunks than
+// loads the last row again: those scores are masked, and 0 times an existing row adds no new NaN. If a pass has fewer chunks than
 // threads, the last threads take none. Row r in shared memory is the step's key number Layout::key_of_row(r), a permutation that
 // the layout of the scores requires. So a thread's keys may differ from its rows in shared memory. Chunks: of a row. Threads: of
 // the block.

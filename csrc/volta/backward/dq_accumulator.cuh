@@ -18,9 +18,9 @@ struct DqAccumulator {
         return 16 * half + 8 * qn + 4 * qm + quad % 2 * 2 + quad / 2;
     }
 
-    // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first element. The row's bits are,
-    // from the lowest: bit 0 of t, bit 1 of v, then qn, half and qm. In steps of 16 queries qm is bit 3 of the column instead.
-    // Integer: long long in postprocess. headdim: columns of a row of the accumulator.
+    // Element (row, column), column a multiple of 8, lies at row(row) + column(column) from the sequence's first element; load8()
+    // has the seven after it. The row's bits are, from the lowest: bit 0 of t, bit 1 of v, then qn, half and qm. In steps of 16
+    // queries qm is bit 3 of the column instead. Integer: long long in postprocess. headdim: columns of a row of the accumulator.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         const int rows = has_short_steps(headdim) ? 16 : 32, in_step = static_cast<int>(row % rows);

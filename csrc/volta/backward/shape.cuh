@@ -20,6 +20,7 @@
 namespace volta {
 
 // Tiles of P^T and dS^T: rows are keys, of four chunks (16 bytes) of eight queries. Steps of 16 queries use two of the four.
+// In dq.cuh tiles are of dS: rows are queries, of chunks of keys.
 constexpr int kScoreChunks = 4, kScoreRowBytes = kScoreChunks * kChunkBytes;
 
 // A block owns kRows rows (keys, or queries in dq.cuh), and visits the other rows in steps of kStep. ScoreTiles: how many tiles of

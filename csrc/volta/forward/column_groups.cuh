@@ -256,7 +256,7 @@ struct ForwardColumnGroups {
             odd.load_q(odd_chunk<kChunksQ>(q)), odd.load_k(odd_chunk<kChunks>(k));
             __syncwarp();
             even.multiply(s, even.a);
-            even.load_q(q + kPair), even.load_k(k + kPair);  // after the last pair, nothing may use this Q
+            even.load_q(q + kPair), even.load_k(k + kPair);  // after the last pair, this Q may stay unused
             __syncwarp();
             odd.multiply(s, odd.a);
         }

@@ -1,4 +1,4 @@
-"""DTensor and PyTorch's `context_parallel` on volta_fa, for every supported release of torch.
+"""DTensor and PyTorch's `context_parallel` on volta_fa.
 
 `import volta_fa` registers a hook, the operator `volta_fa::_has_rules`. When an operator of volta_fa first receives a DTensor, the hook
 adds `volta_fa.distributed.dtensor`'s rules to DTensor's table of handlers. A rule computes `volta_fa::fwd` or `bwd` of sharded tensors.

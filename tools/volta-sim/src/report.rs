@@ -199,7 +199,7 @@ fn utilization(c: &Counters, m: &Machine) -> Fractions {
         ("fma", pipe(c.fma_busy)),
         ("fp16", pipe(c.fp16_busy)),
         ("fp64", pipe(c.fp64_busy)),
-        ("issue", pipe(c.issue_slots)),
+        ("issue", pipe(c.insts)),
         ("l0_fill", once(c.l0_fills * m.l0_line_cycles)),
         ("l2_bw", c.l2_busy / cyc),
         // the LSU's data stage; of that, global and local memory, and shared memory

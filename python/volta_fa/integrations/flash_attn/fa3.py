@@ -191,6 +191,7 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 (batch): the positions of each entry's first query and first new key, in place of cache_seqlens.
         k_descale, v_descale: float32 (batch, nheads_k): scales of a cache in float8.
         attention_chunk: as in `flash_attn_func`. With pages whose size does not divide it, a call copies the chunks' keys.
+        qv: None. A tensor raises NotImplementedError.
 
     The other arguments are those of `volta_fa.flash_attn_with_kvcache` and of `flash_attn_func`.
 

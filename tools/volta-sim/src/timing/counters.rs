@@ -112,9 +112,9 @@ impl Stalls {
 pub struct Counters {
     /// clock cycles from the first launch to the last exit
     pub cycles: u64,
+    /// warp instructions
     pub insts: u64,
     pub ctas: u64,
-    pub issue_slots: u64,
     /// FP32 and IMAD
     pub fma_busy: u64,
     pub alu_busy: u64,

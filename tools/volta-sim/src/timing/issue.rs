@@ -38,7 +38,6 @@ impl SmSim<'_, '_> {
         let idx = cta.step(warp_index, env, now, acc)?;
         let inst = &env.prog.code[idx];
         self.counters.insts += 1;
-        self.counters.issue_slots += 1;
         self.executions[idx] += 1;
         if matches!(inst.op, Op::SpecialRegister(SpecialRegister::S2r(SReg::Clock) | SpecialRegister::Cs2r { sreg: SReg::Clock, .. }))
             && *self.clock_reader.get_or_insert(k) == k
