@@ -116,7 +116,7 @@ def test_checkpoint(backend, how, compiled):
 @pytest.mark.parametrize("mask", [False, True], ids=["", "learned mask"])
 @on("cpu-fp32")
 def test_second_derivatives_are_refused(backend, mask):
-    """volta_fa has no second derivatives. PyTorch's fused attention has none either; with a learned mask it runs unfused, which has them."""
+    """volta_fa has no second derivatives. PyTorch's fused attention has none either; unfused, with a learned mask, it has them."""
     q, k, v, bias = leaves(*qkv(backend), backend.randn(9, 9))
 
     def step():
