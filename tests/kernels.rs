@@ -70,7 +70,7 @@ fn registers_match_golden_file() {
     assert_eq!(golden, compiled, "{REGISTERS} has other kernels or another order");
 }
 
-/// Kernels of fp32 in full precision (`Split`: each number is a sum of two fp16 numbers) hold a step's sums beside all others, so they may
+/// Limits of spills. Kernels of fp32 in full precision (`Split`: each number is a sum of two fp16 numbers) hold a step's sums beside all others, so they may
 /// spill: at most 32 or 112 bytes, which is far less than a step loads.
 #[test]
 fn kernels_have_no_spills() {
@@ -78,6 +78,8 @@ fn kernels_have_no_spills() {
         let most = match v.pass {
             Pass::ForwardSplit | Pass::ForwardSplitStreamK => 32,
             Pass::BackwardSplitScores | Pass::BackwardSplitGradients => 112,
+            // around the loop over all keys, which few calls enter (largest_product in csrc/shared/cast/cast.cuh)
+            Pass::Cast => 80,
             _ => 0,
         };
         assert!(kernels::image(v).spill_bytes <= most, "{}: ptxas spilled {} bytes", v.name, kernels::image(v).spill_bytes);

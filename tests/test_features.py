@@ -140,9 +140,20 @@ def test_alibi_far_before_the_keys(backend, headdim):
     """Rows 30,000 before 16 keys have ALiBi biases of up to 15,000, which must not be added before the products: fp32 would lose bits."""
     q, k, v = (backend.randn(1, n, 1, headdim) for n in (30000, 16, 16))
     slopes = torch.tensor([0.5], device=backend.device)
-    out = torch.ops.volta_fa.fwd(q, k, v, alibi_slopes=slopes)[0]
+    out = backend.forward(q, k, v, alibi_slopes=slopes)[0]
     ref = reference.forward(q.double(), k.double(), v.double(), alibi_slopes=slopes)
     assert reference.rms_error(out, ref.out) <= 2 * reference.forward_budget(ref, q, k, v, alibi_slopes=slopes).eager_rms
+
+
+@pytest.mark.parametrize("headdim", [32, 64, 128])
+@on("sim", "cuda")
+def test_alibi_of_a_negative_slope(backend, headdim):
+    """Scores then grow with the distance, so a row's maximum also moves where the terms' sign changes, at the diagonal."""
+    q, k, v = (backend.randn(1, 128, 2, headdim) for _ in range(3))
+    slopes = torch.tensor([-1.0, -2.0], device=backend.device)
+    out = backend.forward(q / 8, k, v, alibi_slopes=slopes)[0]
+    ref = reference.forward(q.double() / 8, k.double(), v.double(), alibi_slopes=slopes)
+    assert reference.rms_error(out, ref.out) <= 2 * reference.forward_budget(ref, q / 8, k, v, alibi_slopes=slopes).eager_rms
 
 
 @on_cases(

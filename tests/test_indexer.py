@@ -433,6 +433,7 @@ WRONG = {
     "k_end dtype": ({"k_end": INTS.long()}, "k_end: got dtype torch.int64, expected torch.int32"),
     "k_end of sequences": ({"k_end": torch.zeros(3, dtype=torch.int32)}, "k_end: got shape (3)", "here (2)"),
     "k_start": ({"k_start": torch.zeros(2, dtype=torch.int32)}, "k_start: got shape (2)", "(batch, seqlen_q), here (2, 3)"),
+    "k a number": ({"k": torch.tensor(1.0)}, "k: got a tensor of rank 0", "(total_k, 128)"),
     "k rank": ({"k": torch.zeros(9, 16, 132)}, "k: got a tensor of rank 3", "(pages, page_size, 1, 132)"),
     "device": ({"k": ROWS["k"].to("meta")}, "k: got device meta"),
 }

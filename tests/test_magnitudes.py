@@ -54,6 +54,28 @@ def exactly(q, k, v, dout, **options):
         return out, lse, *torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)[:3]
 
 
+@pytest.mark.parametrize("large", [2.0**13, 2.0**15], ids=["2^13", "2^15"])
+@on(*BF16_KERNELS, *FP32_KERNELS)
+def test_large_columns_of_q_and_of_k_that_do_not_meet(backend, large):
+    """Large q and large k in different columns make no large score, so no row may be scaled down: its softmax would be another."""
+    q, k, v, dout = Case(33, 70, 64, nheads=2, nheads_k=1).inputs(backend)
+    q, k = q.detach().clone(), k.detach().clone()
+    q[..., 1], k[..., 0] = 0, 0
+    q[..., 0], k[:, 3, :, 1] = large * 0.9, large * 0.9
+    check_against(exactly(q, k, v, dout), backend, q, k, v, dout)
+
+
+@on(*BF16_KERNELS, *FP32_KERNELS)
+def test_scores_below_the_range_of_fp16(backend):
+    """Scores of 2^-60 are 0 for the softmax, not raised to fp16's smallest numbers."""
+    q, k, v, dout = Case(33, 70, 64).inputs(backend)
+    q, k = torch.full_like(q, 2.0**-30), torch.full_like(k, 2.0**-30)
+    out, lse = backend.forward(q, k, v)
+    expected, expected_lse = exactly(q, k, v, dout)[:2]
+    assert (lse.cpu().double() - expected_lse).abs().max() < 1e-6
+    assert (out.cpu().double() - expected).abs().max() < torch.finfo(q.dtype).eps * expected.abs().max()
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @on(*BF16_KERNELS)
 def test_rows_of_q_may_differ_by_a_million(backend, packed):

@@ -50,6 +50,8 @@ constexpr int kRowsAtOnce = THREADS / kLanes;
 // A group is ordinary, and needs no scale, if its largest magnitude is from 2^(kMinOrdinary - 1) to below 2^kMaxOrdinary. fp16's
 // normal numbers are from 2^-14 to below 2^16. So at least a factor of 8 is left up to fp16's end, and 2^6 down to subnormals.
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
+// Scaled q and k are below 2^kMaxScaled, so products of largest magnitudes up to 2^30 fit.
+constexpr int kMaxScaled = 15;
 // Outlying are magnitudes beyond 2^kSpread times kSmallest. With normally distributed numbers the ratio stays below 2^5.
 constexpr int kSpread = 6;
 constexpr float kLargestHalf = 65504.f;
@@ -115,34 +117,33 @@ struct Exponents {
         has_moved = !is_ordinary(largest_q, exponent_q) || !is_ordinary(largest_k, exponent_k) ||
                     (both_nonzero && sum + p.score_exponent > p.max_score_exponent);
         if (has_moved || p.low_column) {
-            const auto in_range = [](int exponent) { return min(max(exponent, kMinOrdinary), kMaxOrdinary); };
-            // Both factors get about the same size; where one of them is 0, the other gets that of 1.
+            const auto in_range = [](int exponent) { return min(max(exponent, kMinOrdinary), kMaxScaled); };
+            // Both factors get about the same size; where one of them is 0, the other gets that of 1. The forward pass needs no
+            // more digits of a tiny q than fp16's subnormal numbers have: its scores are 0 for the softmax.
+            const bool is_backward = p.lowered_score_exponent < p.max_score_exponent;
+            const int least = is_backward ? kMinOrdinary : -126;
             keys = both_nonzero ? in_range((sum + 1) >> 1) : 0;
             k = largest_k ? keys - exponent_k : 0;
-            q += largest_q ? (both_nonzero ? max(sum - keys, kMinOrdinary) : 0) - exponent_q : 0;
+            q += largest_q ? (both_nonzero ? max(sum - keys, least) : 0) - exponent_q : 0;
         }
     }
 };
 
 // Returns the further exponent of a row of q, at most 0: it lowers a row whose scores may exceed 2^max_score_exponent (log2 units)
-// to 2^lowered_score_exponent (26 forward, 19 backward), and elements beyond 2^kMaxOrdinary to below. The row's eight lanes call it
-// together. `largest` and `sum`: of the lane's |q|, both times 2^shift. `lse`: the row's softmax_lse in backward, else 0.
-__device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& exponents, int shift, float largest, float sum,
+// to 2^lowered_score_exponent (26 forward, 19 backward), and elements beyond 2^kMaxScaled to below. `largest`: of the row's |q|.
+// `most`: at least its largest |q . k|, with the largest |k| below 1. Both are times 2^shift. `lse`: the row's softmax_lse in
+// backward, else 0.
+__device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& exponents, int shift, float largest, float most,
                                             float lse) {
-#pragma unroll
-    for (int i = 1; i < kLanes; i *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
-        sum += __shfl_xor_sync(~0u, sum, i);
-    }
-    if (sum == 0.f) return 0;
-    // The largest score is at most lse (natural logarithm). Without it, |score| is at most the sum times the largest |k| times the
-    // softmax scale in log2 units (p.scale_log2_exponent: its exponent).
+    if (largest == 0.f) return 0;
+    // The largest score is at most lse (natural logarithm). Without it, |score| is at most `most` times the softmax scale in log2
+    // units (p.scale_log2_exponent: its exponent).
     const bool has_lse = lse != 0.f && is_finite(__float_as_uint(lse) & 0x7fffffffu);
     const int score_exponent =
         has_lse ? exponent_of(__float_as_uint(fabsf(lse * kLog2e)))
-                : exponent_of(__float_as_uint(sum)) - shift + exponents.q + exponents.keys + p.scale_log2_exponent;
+                : exponent_of(__float_as_uint(most)) - shift + exponents.q + exponents.keys + p.scale_log2_exponent;
     const int excess = score_exponent > p.max_score_exponent ? score_exponent - p.lowered_score_exponent : 0;
-    return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + exponents.q - kMaxOrdinary), 0);
+    return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + exponents.q - kMaxScaled), 0);
 }
 
 // Rows of one head of one tensor and one sequence. `slot`: number of the head among those of q, then k, then v. first_entry: number
@@ -187,6 +188,12 @@ struct Head {
             return;
         }
         unpack8(x, load_global(reinterpret_cast<const unsigned short*>(at + column * 2)), true);
+    }
+    // Loads one element as fp32, in fewer registers.
+    __device__ __forceinline__ float element(int row, int column) const {
+        const unsigned char* at = from + row * from_stride;
+        if (is_fp32) return __ldg(reinterpret_cast<const float*>(at) + column);
+        return __uint_as_float(static_cast<unsigned>(__ldg(reinterpret_cast<const unsigned short*>(at) + column)) << 16);
     }
     // Stores the rounded numbers and, from low_column on unless it is 0, what rounding took from them.
     __device__ __forceinline__ void store(int row, int column, const float (&x)[kColumns]) const {
@@ -270,11 +277,32 @@ __device__ __forceinline__ int tensor_exponent(const CastParams& p, const Head& 
     return head.tensor == kQ ? exponents.q : head.tensor == kK ? exponents.k : value_exponent(p, head.group);
 }
 
+// Returns the largest |q . k| of a row of q and all keys of its KV head in this sequence, with q times 2^shift and k times
+// 2^key_shift, which brings the largest |k| below 1; elements beyond it are of hidden keys, and count as 1. Only for rows whose
+// scores could be too large: it reads all keys. A row's eight lanes call it together, with all lanes of their warp.
+__device__ __forceinline__ float largest_product(const Head& head, const Head& keys, int row, int shift, int key_shift) {
+    const auto number = [](float x, int by) {
+        return is_finite(__float_as_uint(x) & 0x7fffffffu) ? fminf(fmaxf(times_power(x, by), -1.f), 1.f) : 0.f;
+    };
+    float most = 0.f;
+#pragma unroll 1
+    for (int key = 0; key < keys.rows; key++) {
+        float product = 0.f;
+#pragma unroll 1
+        for (int column = threadIdx.x % kLanes; column < head.columns; column += kLanes)
+            product = fmaf(number(head.element(row, column), shift), number(keys.element(key, column), key_shift), product);
+#pragma unroll
+        for (int i = 1; i < kLanes; i *= 2) product += __shfl_xor_sync(~0u, product, i);
+        most = fmaxf(most, fabsf(product));
+    }
+    return most;
+}
+
 // Calls f(row, exponent of the group, further exponent of the row) for each row of a head, in the row's eight lanes. Lanes of
 // missing rows only take part in shuffles. `lse_row`: index of the head's first row in softmax_lse.
 template <class F>
-__device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const Exponents& exponents, long long lse_row,
-                                         F f) {
+__device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int batch,
+                                         const Exponents& exponents, long long lse_row, F f) {
     const int group_exponent = tensor_exponent(p, head, exponents);
     const int shift = -exponent_of(p.largest[head.group]);  // brings the largest |q| of the group to 1, so that sums stay finite
     for (int first = blockIdx.x * kRowsAtOnce; first < head.rows; first += gridDim.x * kRowsAtOnce) {
@@ -295,7 +323,19 @@ __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, 
                     sum += scaled;
                 }
             }
+#pragma unroll
+            for (int i = 1; i < kLanes; i *= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
+                sum += __shfl_xor_sync(~0u, sum, i);
+            }
             further = row_exponent(p, exponents, shift, largest, sum, lse);
+            // The sum is a coarse bound: large |q| and |k| may be in different columns.
+            if (__any_sync(~0u, further < 0)) {
+                const Head keys(p, sequence, p.problem.nheads + head.kv_head, batch);
+                const float most =
+                    largest_product(head, keys, min(row, head.rows - 1), shift, -exponent_of(largest_of(p, kK, head.group)));
+                further = row_exponent(p, exponents, shift, largest, fminf(sum, most), lse);
+            }
         }
         if (exists) f(row, group_exponent, further);
     }
@@ -311,7 +351,7 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
     }
     if (head.tensor != kV && !exponents.has_moved && !p.low_column) return;  // cast_as_is() has cast it
     const long long lse_row = sequence.lse_row(batch, slot);
-    each_row(p, head, exponents, lse_row, [&](int row, int group_exponent, int further) {
+    each_row(p, head, sequence, batch, exponents, lse_row, [&](int row, int group_exponent, int further) {
         for (int column = threadIdx.x % kLanes * kColumns; column < head.columns; column += kLanes * kColumns) {
             float x[kColumns];
             head.load(row, column, x);
@@ -333,7 +373,7 @@ __device__ __forceinline__ void restore_lse(const CastParams& p, const Head& hea
     const Exponents exponents(p, head.group);
     if (!exponents.has_moved || head.tensor != kQ) return;
     const long long lse_row = sequence.lse_row(batch, slot);
-    each_row(p, head, exponents, lse_row, [&](int row, int, int further) {
+    each_row(p, head, sequence, batch, exponents, lse_row, [&](int row, int, int further) {
         if (further == 0 || threadIdx.x % kLanes) return;
         float& lse = p.softmax_lse[lse_row + row];
         lse = times_power(lse, -further);

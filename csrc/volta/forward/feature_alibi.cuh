@@ -137,6 +137,9 @@ public:
         distance_ += kKeys;
     }
 
+    static constexpr bool kCorrectionRaises = true;
+    // With a negative slope, terms past the diagonal grow.
+    __device__ __forceinline__ bool correction_raises(const FwdParams& p) const { return slope_of(p) < 0.f; }
     // Corrects a tile on the diagonal: turns terms past it from slope * distance to -slope * distance. The last of these tiles for
     // the warp also moves scores and row maxima to the constant term after the diagonal, and changes the sign of slope_.
     __device__ __forceinline__ void correct_masked_tile(Tile& s, SoftmaxState<RowTiles>& softmax, Unmasked& unmasked,

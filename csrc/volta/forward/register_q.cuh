@@ -265,6 +265,8 @@ struct ForwardRegisterQ {
                 else
                     s.apply_mask(mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())),
                                  Block::remat_row(problem) + remat_thread_index() / 32 * kWarpRows, key);
+                if constexpr (decltype(features)::kCorrectionRaises)
+                    if (features.correction_raises(p)) exceeds = s.needs_rescale(softmax);
             }
             if (exceeds) features.update_row_max(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             features.set_masked(masked, s);

@@ -57,7 +57,9 @@ public:
     // keys has no registers for them during the product.
     __device__ __forceinline__ void init_accumulators(const FwdParams&, Tile& s, int, int) { s.clear(); }
     __device__ __forceinline__ void add_to(const FwdParams&, Tile&) {}
-    // Corrects a tile that needs a mask, before the mask. ALiBi: the sign of terms after the diagonal.
+    // Corrects a tile that needs a mask, before the mask. ALiBi: the sign of terms after the diagonal. kCorrectionRaises: whether
+    // that may raise scores, so that a test of them against row maxima has to be made again where correction_raises(p).
+    static constexpr bool kCorrectionRaises = false;
     __device__ __forceinline__ void correct_masked_tile(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&,
                                                         int, int) {}
     // Raises row maxima and calls rescale(row tile, row, factor), which rescales the output. kMovedRows: all rows, in

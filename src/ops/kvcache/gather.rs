@@ -153,7 +153,8 @@ impl Places {
 /// Views a tensor as (tokens, heads, headdim).
 fn tokens(t: &Tensor) -> Result<Tensor> {
     let sizes = t.size();
-    Ok(t.f_reshape([-1, sizes[sizes.len() - 2], sizes[sizes.len() - 1]].as_slice())?)
+    let [tokens @ .., heads, columns] = &sizes[..] else { unreachable!("the operator has checked the rank") };
+    Ok(t.f_reshape([tokens.iter().product(), *heads, *columns].as_slice())?)
 }
 
 /// Returns the sequence of each of `count` rows (of q, or of k and v to append), and the row's number there. `starts`: first row of each

@@ -171,12 +171,13 @@ pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: Attend) -> Result
 fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs> {
     let group = a.nheads / a.nheads_k.max(1);
     let part = |t: &Tensor, dim: i64, each: i64| match head {
-        Some(head) if t.size()[dim as usize] > 1 => t.f_narrow(dim, head * each, each),
+        Some(head) if t.size().get(dim as usize).is_some_and(|&size| size > 1) => t.f_narrow(dim, head * each, each),
         _ => Ok(t.shallow_clone()),
     };
     let o = &inputs.options;
     let of_tokens = |t: &Option<Tensor>| t.as_ref().map(|t| part(t, 2, 1)).transpose();
-    let of_sequences = |t: &Option<Tensor>| t.as_ref().map(|t| part(t, t.dim() as i64 - 1, 1)).transpose();
+    // one number for all heads has no dimension, or one of size 1
+    let of_sequences = |t: &Option<Tensor>| t.as_ref().map(|t| part(t, (t.dim() as i64 - 1).max(0), 1)).transpose();
     let options = Options {
         block_table: share(&o.block_table),
         cache_batch_idx: share(&o.cache_batch_idx),
