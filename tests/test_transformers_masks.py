@@ -16,7 +16,7 @@ from torch import nn
 import test_transformers
 from conftest import run_python
 from flash_attention import refused
-from test_transformers import BATCH, CAUSAL, KINDS, LAYERS, SEQLEN, TOLERANCE, V5, kept, make, models, padding, profile, run, tokens
+from test_transformers import BATCH, CAUSAL, KINDS, LAYERS, SEQLEN, SMALL, TOLERANCE, V5, kept, make, models, padding, profile, run, tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -460,3 +460,66 @@ def test_compiled_layers(name):
         found, calls = profile(lambda: run(compiled, **inputs))
         torch.testing.assert_close(found[keep], run(ours, **inputs)[keep], **TOLERANCE)
         assert calls.biased == 0
+
+
+@pytest.mark.parametrize("seqlen", [6, 1])
+@pytest.mark.parametrize("strided", ["q", "k", "v"])
+def test_a_strided_last_dimension_is_copied(strided, seqlen):
+    """Models may pass transposed states, which eager attention takes."""
+    given = dict(zip("qkv", torch.randn(3, 2, 2, 6, 8)))
+    given[strided] = given[strided].transpose(2, 3).contiguous().transpose(2, 3)
+    q, k, v = given.values()
+    q = q[:, :, -seqlen:]
+    out, _ = volta_fa.transformers.attention(SimpleNamespace(is_causal=False), q, k, v, None)
+    torch.testing.assert_close(out.transpose(1, 2), F.scaled_dot_product_attention(q, k, v))
+
+
+def both(config, cls):
+    """Returns a model's eager form and ours, with equal weights."""
+    eager, ours = (make(config, cls, implementation) for implementation in ("eager", "volta_fa"))
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+@pytest.mark.skipif(not V5, reason="does not use the attention interface in transformers 4.57")
+def test_informers_sparse_attention_adds_its_mask():
+    config = transformers.InformerConfig(
+        prediction_length=8, context_length=16, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, lags_sequence=[1, 2], num_time_features=1, dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0, attention_type="prob", distil=False,
+    )  # fmt: skip
+    past, future = (2, 18), (2, 8)
+    inputs = dict(
+        past_values=torch.randn(past), past_time_features=torch.randn(*past, 1), past_observed_mask=torch.ones(past),
+        future_values=torch.randn(future), future_time_features=torch.randn(*future, 1),
+    )  # fmt: skip
+    found = []
+    for model in both(config, transformers.InformerModel):
+        torch.manual_seed(0)  # the attention samples keys
+        found.append(model(**inputs).last_hidden_state)
+    torch.testing.assert_close(*found, **TOLERANCE)
+
+
+@pytest.mark.skipif(not V5, reason="does not use the attention interface in transformers 4.57")
+def test_bridgetowers_images_attend_in_both_directions():
+    text = dict(SMALL, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, pad_token_id=0)
+    vision = dict(hidden_size=64, num_hidden_layers=2, image_size=32, patch_size=8)
+    config = transformers.BridgeTowerConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, text_config=text, vision_config=vision
+    )
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    inputs = dict(
+        input_ids=torch.randint(3, 100, (2, 12)),
+        attention_mask=mask,
+        pixel_values=torch.randn(2, 3, 32, 32),
+        pixel_mask=torch.ones(2, 32, 32),
+    )
+    eager, ours = (model(**inputs) for model in both(config, transformers.BridgeTowerModel))
+    torch.testing.assert_close(ours.image_features, eager.image_features, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not V5, reason="4.57's check differs")
+def test_models_with_a_table_of_attention_classes_are_refused():
+    with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and SamModel .* does not use the attention interface"):
+        transformers.SamModel._from_config(transformers.SamConfig(), attn_implementation="volta_fa")

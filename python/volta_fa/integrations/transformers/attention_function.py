@@ -28,7 +28,7 @@ _UNSUPPORTED = {
     "sinks": "sinks that differ from token to token",
 }
 #: Classes whose attribute is_causal is True, although their attention to an image is not causal. transformers' eager attention ignores it.
-_NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
+_NOT_CAUSAL = ("BridgeTowerSelfAttention", "Phi4MultimodalVisionAttention")
 
 
 def attention(
@@ -129,7 +129,7 @@ def attention(
             raise bad_argument("position_bias", "it together with cu_seq_lens_q", "one of them", error=NotImplementedError)
         bias = _sum_of_biases(bias, position_bias[..., : visible.seqlen_k])
 
-    q = query.transpose(1, 2)
+    q = with_unit_stride(query.transpose(1, 2))
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         if bias is not None or sequences or visible.blocks is not None:
             got = f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__}"
@@ -137,12 +137,12 @@ def attention(
         kv_cache = arguments(key.stored, value.stored)
         q = q if key.turn is None else q @ key.turn
     else:
-        k, v = (t[:, :, : visible.seqlen_k].transpose(1, 2) for t in (key, value))
+        k, v = (with_unit_stride(t[:, :, : visible.seqlen_k].transpose(1, 2)) for t in (key, value))
         kv_cache = {"k_cache": k, "v_cache": v}
     if use_kvcache and bias is None and not sequences:
         out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
-            with_unit_stride(q), kv_cache.pop("k_cache"), kv_cache.pop("v_cache"), **kv_cache, **visible.cache_lengths, **options,
-        )  # fmt: skip
+            q, kv_cache.pop("k_cache"), kv_cache.pop("v_cache"), **kv_cache, **visible.cache_lengths, **options
+        )
         return out, None
     if sequences:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))

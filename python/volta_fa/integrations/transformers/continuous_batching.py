@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument
+from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 from . import releases
 from .mask_rule import sequence_arguments  # cu_seqlens and max_seqlen of `volta_fa::fwd` by name
 from .releases import NAME, PAGED_NAME
@@ -53,14 +54,14 @@ def continuous_batch(
         raise bad_argument("cache", got, "an update method as in 5.17 or 5.23: install one of these", error=NotImplementedError)
     cu_seqlens_k = kwargs["cu_seq_lens_k"]
     if kwargs.get("block_table") is not None:
-        q, k, v = (t.squeeze(0).transpose(0, 1).unsqueeze(1) for t in (query, key, value))
+        q, k, v = (with_unit_stride(t.squeeze(0).transpose(0, 1).unsqueeze(1)) for t in (query, key, value))
         # cu_seqlens_k counts the new token too
         cached = cu_seqlens_k.diff()[: len(q)] - 1
         out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
             q, kwargs["k_cache"], kwargs["v_cache"], k, v, cache_seqlens=cached, block_table=kwargs["block_table"], **options
         )
         return out.transpose(0, 1)
-    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    q, k, v = (with_unit_stride(t.squeeze(0).transpose(0, 1)) for t in (query, key, value))
     sequences = sequence_arguments(kwargs["cu_seq_lens_q"], cu_seqlens_k, kwargs["max_length_q"], kwargs["max_length_k"])
     out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **sequences, **options)
     return out.unsqueeze(0)

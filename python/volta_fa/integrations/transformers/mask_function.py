@@ -18,7 +18,9 @@ from . import sharded_sequences
 from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of  # pattern_of: a mask function as a Pattern, or NeedsTensor is raised
 
 #: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
-_CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")
+_CALCULATE_WITH_MASKS = ("beit", "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "informer")
+#: The same, by the class of a configuration without a model type.
+_CONFIGS_THAT_CALCULATE_WITH_MASKS = ("PPDocLayoutV2ReadingOrderConfig",)
 #: Minimum elements of a dense mask (of 1 byte) for which a block mask is cheaper. Making one takes about 100 launches, once a forward pass
 #: for each kind of layer; then each layer skips the hidden blocks.
 MIN_ELEMENTS = 1 << 20
@@ -62,7 +64,7 @@ def mask(
     if sharded is not None:
         sharded.check_mask(mask_function, attention_mask)
         return None
-    if getattr(kwargs.get("config"), "model_type", None) in _CALCULATE_WITH_MASKS:
+    if _calculates_with_masks(kwargs.get("config")):
         return masking_utils.eager_mask(
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
@@ -95,6 +97,11 @@ def mask(
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs,
         )  # fmt: skip
+
+
+def _calculates_with_masks(config: Any) -> bool:
+    by_class = type(config).__name__ in _CONFIGS_THAT_CALCULATE_WITH_MASKS
+    return by_class or getattr(config, "model_type", None) in _CALCULATE_WITH_MASKS
 
 
 def _is_tracing() -> bool:

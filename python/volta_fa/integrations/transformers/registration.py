@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import warnings
 from typing import Any
@@ -16,6 +17,12 @@ from . import continuous_batching, releases
 from .attention_function import attention
 from .mask_function import mask
 from .releases import NAME, PAGED_NAME, transformers_version
+
+
+@functools.cache
+def _has_table_of_names(module: str) -> bool:
+    """Returns whether the module takes attention classes from a table of transformers' own names, such as SAM_VISION_ATTENTION_CLASSES."""
+    return re.search(r"_CLASSES\[.*_attn_implementation", inspect.getsource(sys.modules[module])) is not None
 
 
 def register() -> None:
@@ -43,7 +50,7 @@ def register() -> None:
         """Returns whether the model class uses the attention interface."""
         for base in cls.__mro__:
             if base is not PreTrainedModel and base.__module__.startswith("transformers.") and issubclass(base, PreTrainedModel):
-                return original_can_set(base)
+                return original_can_set(base) and not _has_table_of_names(base.__module__)
         try:
             inspect.getsource(sys.modules[cls.__module__])
         except (KeyError, OSError, TypeError):
