@@ -1,17 +1,18 @@
 // Online softmax over tiles of keys, with a lazy row maximum (FlashAttention-2's update, but rarely taken). Used by the forward and
 // decode kernels; the backward pass uses exp2_approx and pack_shifted.
 //
-// A score is q.k; scale_log2 is softmax_scale * log2(e). A probability is 2^(score * scale_log2 - row_max), not yet divided by the
-// row's sum. Any row_max gives the same result in exact arithmetic. It only has to keep the row's largest probability inside the
-// range of fp16, and the others precise. So row_max moves, and the output is rescaled, only when a scaled score exceeds row_max by
-// more than kRescaleThreshold (log2 units). On most inputs these are the first tile and a few others.
+// A score is q.k; scale_log2 is |softmax_scale| * log2(e), and q has the scale's sign. A probability is 2^(score * scale_log2 -
+// row_max), not yet divided by the row's sum. Any row_max gives the same result in exact arithmetic. It only has to keep the row's
+// largest probability inside the range of fp16, and the others precise. So row_max moves, and the output is rescaled, only when a
+// scaled score exceeds row_max by more than kRescaleThreshold (log2 units). On most inputs these are the first tile and a few
+// others.
 //
 // Probabilities are packed to fp16 by integer operations, because the conversion instruction runs on the quarter-rate XU pipe,
 // which exp2 already fills. The fp32 bits of x * 2^-112 are those of the fp16 x, shifted left by 13, because the exponent biases
 // differ by 127 - 15 = 112. So packing is a multiplication by 2^-112, a shift and a rounding addition. The factor is not -112 in
-// exp2's argument: there fp32 would round the argument to 2^-17, and lse would be off by 8e-6. Packing loses a NaN, but the row's
-// sum keeps it, which makes the whole output row NaN. kPackedOne moves probabilities up to use the other end of fp16's range: 1
-// becomes 2^8, and the largest is kPackedOne * 2^kRescaleThreshold = 2^15.
+// exp2's argument: there fp32 would round the argument to a multiple of 2^-17, 8e-6, and lse with it (by 8e-6 in all, measured).
+// Packing loses a NaN, but the row's sum keeps it, which makes the whole output row NaN. kPackedOne moves probabilities up to use
+// the other end of fp16's range: 1 becomes 2^8, and the largest is kPackedOne * 2^kRescaleThreshold = 2^15.
 //
 // Range: row_max is fp32, so the scheme holds while |score * scale_log2| < 2^24, where one unit in the last place is still below 2.
 // row_max begins at -2^24 and never falls. Lower scores come only from a bias that hides keys: their probability is 0 even in a row

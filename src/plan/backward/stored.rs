@@ -1,5 +1,7 @@
 //! Plans the backward pass for large headdims, and for fp32: a scores kernel stores P (probabilities) and dS (gradients of scores), and a
-//! gradients kernel multiplies them to dq, dk and dv. plan.rs divides both into launches.
+//! gradients kernel multiplies them to dq, dk and dv. plan.rs divides both into launches, so that P and dS fit their memory: a launch has
+//! some KV heads (`heads`) and of each some key tiles (`key_tiles`, of 128 keys). A block of the scores kernel computes one tile of 128
+//! queries by 128 keys, of one query head; a block of the gradients kernel one tile of dq, dk or dv.
 
 use super::plan::{tiles, BackwardPlan, StoredPlan};
 use crate::error::Result;
@@ -25,9 +27,10 @@ pub(super) fn needs_stored(a: &Attention) -> bool {
 pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<BackwardPlan> {
     let is_wide = |family: &Family| a.headdim.max(a.headdim_v) > i64::from(family.stored_above);
     if !kernels.families().any(is_wide) {
-        return None; // without a search for kernels, as most problems
+        return None; // most problems end here, without a search for kernels
     }
     let plan = stored(kernels, a, mode, d).ok()?;
+    // with other reasons the family's usual choice was not free: another kernel failed, or another family stepped in
     let is_faster = |k: PlannedKernel| matches!(k.reason, Reason::Cheapest | Reason::Tuned) && is_wide(&k.variant.family);
     (plan.kernels().all(is_faster) && plan.stored?.fills_launches()).then_some(plan)
 }
@@ -43,6 +46,7 @@ pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &De
     let on = |kernel, blocks: [i64; 2]| PlannedKernel::new(kernel, blocks.map(|n| n as u32));
     Ok(BackwardPlan {
         preprocess: Some(planned(preprocess, a)),
+        // the gradients kernel runs after the scores kernel, in the place of a postprocess kernel
         postprocess: Some(on(gradients, [plan.heads * plan.blocks_of_head(a), 1])),
         main_launches: plan.launches(a.nheads_k).count() as u32,
         stored: Some(plan),
