@@ -268,3 +268,15 @@ def test_leftpad_and_packed_shapes_are_refused(backend):
     more, options_of_packed = (packed.q, packed.k_cache, packed.v_cache), packed.options | {"kv_indices": tensor(2, 3, 1, 4)}
     expected = "kv_indices: got shape (2, 3, 1, 4)", "(total_q, heads, topk), since cu_seqlens_q is given"
     refused(lambda: fwd_kvcache(*more, **options_of_packed), ValueError, *expected)
+
+
+@on("cpu-fp16", "sim")
+def test_a_scale_without_dimensions(backend):
+    """One scale for all heads is a tensor of one element, or of none of the dimensions, also where each KV head has its own lists."""
+    q = torch.randn(1, 1, 2, 64).half()
+    k, v = (torch.randn(1, 16, 2, 64).to(torch.float8_e4m3fn) for _ in range(2))
+    lists_of_heads = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
+    backend.simulate()
+    scales = (torch.tensor(0.5), torch.tensor([0.5]))
+    one, other = (fwd_kvcache(q, k, v, kv_indices=lists_of_heads, k_descale=s, v_descale=s)[0] for s in scales)
+    assert torch.equal(one, other)

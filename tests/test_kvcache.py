@@ -487,3 +487,12 @@ def test_unchecked_values(backend, name):
             before, right, found = arguments[n], caches[0][n], caches[1][n]
             same = lambda x, y: (x == y) | (x.isnan() & y.isnan())  # noqa: E731
             assert (same(found, before) | same(found, right)).all(), n
+
+
+@on("cpu-fp32", "sim")
+def test_append_without_heads(backend):
+    q, new, cache = (torch.randn(2, tokens, 0, 8).half() for tokens in (1, 1, 16))
+    lengths = torch.zeros(2, dtype=torch.int32)
+    backend.simulate()
+    out, lse = torch.ops.volta_fa.fwd_kvcache.append(q, cache, cache.clone(), new, new.clone(), cache_seqlens=lengths)
+    assert out.shape == q.shape and lse.shape == (2, 0, 1)

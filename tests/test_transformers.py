@@ -154,6 +154,11 @@ def models(name: str):
     if not V5 and name in NOT_IN_4_57:
         pytest.skip("does not use the attention interface in transformers 4.57, or is not in it")
     config, cls = (CAUSAL | ENCODERS | ENCODERS_DECODERS | OTHERS | PECULIAR_TEXT | PECULIAR_VISION)[name](transformers)
+    return both(config, cls)
+
+
+def both(config, cls):
+    """Returns a model of this configuration twice, eager and ours, with the same weights."""
     eager, ours = (make(config, cls, implementation) for implementation in ("eager", "volta_fa"))
     ours.load_state_dict(eager.state_dict())
     return eager, ours

@@ -16,7 +16,24 @@ from torch import nn
 import test_transformers
 from conftest import run_python
 from flash_attention import refused
-from test_transformers import BATCH, CAUSAL, KINDS, LAYERS, SEQLEN, SMALL, TOLERANCE, V5, kept, make, models, padding, profile, run, tokens
+from test_transformers import (
+    BATCH,
+    CAUSAL,
+    KINDS,
+    LAYERS,
+    SEQLEN,
+    SMALL,
+    TOLERANCE,
+    V5,
+    both,
+    kept,
+    make,
+    models,
+    padding,
+    profile,
+    run,
+    tokens,
+)
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -474,13 +491,6 @@ def test_a_strided_last_dimension_is_copied(strided, seqlen):
     torch.testing.assert_close(out.transpose(1, 2), F.scaled_dot_product_attention(q, k, v))
 
 
-def both(config, cls):
-    """Returns a model's eager form and ours, with equal weights."""
-    eager, ours = (make(config, cls, implementation) for implementation in ("eager", "volta_fa"))
-    ours.load_state_dict(eager.state_dict())
-    return eager, ours
-
-
 @pytest.mark.skipif(not V5, reason="does not use the attention interface in transformers 4.57")
 def test_informers_sparse_attention_adds_its_mask():
     config = transformers.InformerConfig(
@@ -523,3 +533,18 @@ def test_bridgetowers_images_attend_in_both_directions():
 def test_models_with_a_table_of_attention_classes_are_refused():
     with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and SamModel .* does not use the attention interface"):
         transformers.SamModel._from_config(transformers.SamConfig(), attn_implementation="volta_fa")
+
+
+@pytest.mark.skipif(not V5, reason="4.57 does not have the model")
+def test_a_model_whose_configuration_has_no_type_adds_its_mask():
+    from transformers.models.pp_doclayout_v2 import configuration_pp_doclayout_v2, modeling_pp_doclayout_v2
+
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64)
+    config = configuration_pp_doclayout_v2.PPDocLayoutV2ReadingOrderConfig(**sizes)
+    boxes = torch.randint(0, 900, (2, 10, 4))
+    boxes[..., 2:] = boxes[..., :2] + 50
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[1, 6:] = False
+    inputs = dict(boxes=boxes, labels=torch.randint(0, 5, (2, 10)), mask=mask)
+    eager, ours = (model(**inputs) for model in both(config, modeling_pp_doclayout_v2.PPDocLayoutV2ReadingOrder))
+    torch.testing.assert_close(ours[1, :6, :6], eager[1, :6, :6], rtol=1e-5, atol=1e-4)

@@ -1,10 +1,10 @@
 //! `volta_fa::indexer_logits`: the scores by which queries of sparse attention choose their tokens (DeepSeek V3.2, GLM-5):
 //! `logits[query, key] = scale[key] * sum over heads of weights[query, head] * relu(q . codes of the key)`.
 //!
-//! q is (batch, seqlen_q, nheads, 128) in fp16, bf16 or e4m3, weights fp32 (batch, seqlen_q, nheads). Codes are fp8 numbers (e4m3) with an fp32 scale for each
-//! key: k (total_k, 128) and k_scales, or pages that have both, bytes (pages, page_size, 1, 132). A query sees the keys from `k_start` (default 0) up to `k_end`, exclusive;
-//! k_end of shape (batch,) is the last query's, and each query before sees one key less. These and block tables stay on the device. What
-//! they name outside of memory is no key. src/operators.rs calls this module.
+//! q is (batch, seqlen_q, nheads, 128) in fp16, bf16 or e4m3, weights fp32 (batch, seqlen_q, nheads). Codes are fp8 numbers (e4m3) with an
+//! fp32 scale for each key: k (total_k, 128) and k_scales, or pages that have both, bytes (pages, page_size, 1, 132). A query sees the keys
+//! from `k_start` (default 0) up to `k_end`, exclusive; k_end of shape (batch,) is the last query's, and each query before sees one key
+//! less. These and block tables stay on the device. What they name outside of memory is no key. src/operators.rs calls this module.
 
 use super::inputs::Target; // Target: ATen on the CPU, or kernels
 use super::launches::Launches;

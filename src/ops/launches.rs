@@ -109,7 +109,7 @@ pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Res
         }
         return Ok(());
     }
-    // Other kernels join partial results in a tree, each level of which has two semaphores for each block (GlobalPartials in
+    // Other kernels combine partial results in a tree, each level of which has two semaphores for each block (GlobalPartials in
     // csrc/decode/partials.cuh).
     let of_level = 2 * blocks;
     for first in (0..semaphores).step_by(of_level as usize) {

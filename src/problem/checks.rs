@@ -109,9 +109,9 @@ pub fn check_device(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     check_same(name, "device", d.device, "q", q.device)
 }
 
-/// Rejects a last dimension of two elements or more with a stride other than 1.
+/// Rejects a last dimension of two elements or more with a stride other than 1. A tensor without dimensions has none.
 pub fn check_contiguous_last(name: &str, d: &TensorDesc) -> Result<()> {
-    let last = d.sizes.len() - 1;
+    let Some(last) = d.sizes.len().checked_sub(1) else { return Ok(()) };
     if d.sizes[last] > 1 && !same_size(d.strides[last], 1) {
         let given = format!("stride {} in the last dimension", d.strides[last]);
         return Err(Error::value(name, given, "a contiguous last dimension (stride 1)"));

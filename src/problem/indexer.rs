@@ -77,9 +77,7 @@ pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Res
         check_tensor("k_start", d, DType::Int32, q, &[batch, seqlen_q], "(batch, seqlen_q)")?;
     }
     check_device("k", k, q)?;
-    if !k.sizes.is_empty() {
-        check_contiguous_last("k", k)?;
-    }
+    check_contiguous_last("k", k)?;
     let found = Indexer { batch, seqlen_q, nheads, columns: 0, keys: 0, page_size: None, is_causal };
     match k.sizes.len() {
         2 => check_rows(args).map(|columns| Indexer { columns, keys: columns, ..found }),

@@ -132,16 +132,15 @@ struct Exponents {
 // Returns the further exponent of a row of q, at most 0: it lowers a row whose scores may exceed 2^max_score_exponent (log2 units)
 // to 2^lowered_score_exponent (26 forward, 19 backward), and elements beyond 2^kMaxScaled to below. `largest`: of the row's |q|.
 // `most`: at least its largest |q . k|, with the largest |k| below 1. Both are times 2^shift. `lse`: the row's softmax_lse in
-// backward, else 0.
+// backward, else 0, also where it is not finite.
 __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& exponents, int shift, float largest, float most,
                                             float lse) {
     if (largest == 0.f) return 0;
     // The largest score is at most lse (natural logarithm). Without it, |score| is at most `most` times the softmax scale in log2
     // units (p.scale_log2_exponent: its exponent).
-    const bool has_lse = lse != 0.f && is_finite(__float_as_uint(lse) & 0x7fffffffu);
     const int score_exponent =
-        has_lse ? exponent_of(__float_as_uint(fabsf(lse * kLog2e)))
-                : exponent_of(__float_as_uint(most)) - shift + exponents.q + exponents.keys + p.scale_log2_exponent;
+        lse != 0.f ? exponent_of(__float_as_uint(fabsf(lse * kLog2e)))
+                   : exponent_of(__float_as_uint(most)) - shift + exponents.q + exponents.keys + p.scale_log2_exponent;
     const int excess = score_exponent > p.max_score_exponent ? score_exponent - p.lowered_score_exponent : 0;
     return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + exponents.q - kMaxScaled), 0);
 }
@@ -312,6 +311,7 @@ __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, 
         if (head.tensor == kQ) {
             float largest = 0.f, sum = 0.f, lse = 0.f;
             if (p.phase == kCastScaled && p.softmax_lse && exists) lse = p.softmax_lse[lse_row + row];
+            if (!is_finite(__float_as_uint(lse) & 0x7fffffffu)) lse = 0.f;
             for (int column = threadIdx.x % kLanes * kColumns; exists && column < head.columns; column += kLanes * kColumns) {
                 float x[kColumns];
                 head.load(row, column, x);
@@ -329,8 +329,8 @@ __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, 
                 sum += __shfl_xor_sync(~0u, sum, i);
             }
             further = row_exponent(p, exponents, shift, largest, sum, lse);
-            // The sum is a coarse bound: large |q| and |k| may be in different columns.
-            if (__any_sync(~0u, further < 0)) {
+            // Without lse the sum is a coarse bound: large |q| and |k| may be in different columns.
+            if (__any_sync(~0u, further < 0 && lse == 0.f)) {
                 const Head keys(p, sequence, p.problem.nheads + head.kv_head, batch);
                 const float most =
                     largest_product(head, keys, min(row, head.rows - 1), shift, -exponent_of(largest_of(p, kK, head.group)));
