@@ -5,9 +5,10 @@
 // A group is the rows of a KV head and its query heads, of one batch entry or of all packed sequences. It has an exponent each for
 // q, k and v: the fp16 numbers are the given ones times 2^exponent. The largest magnitudes of the group decide these exponents.
 //
-// Keys that no query sees (hidden keys) may hold any finite numbers: what memory held before. So they change no exponent, and those
-// that are too large for fp16 become its largest number. A key is outlying if it is far larger than the group's smallest one: only
-// then is it worth the time to find out whether a query sees it.
+// Keys that no query sees (hidden keys) may hold any finite numbers: what memory held before. So they change no exponent of a
+// group, and those that are too large for fp16 become its largest number. (In largest_product() they count, at most as large as
+// visible ones: they can only leave a row's coarser bound in force.) A key is outlying if it is far larger than the group's
+// smallest one: only then is it worth the time to find out whether a query sees it.
 //
 // With low parts (low_column not 0) a number is the sum of two fp16 numbers: the rounded one and, low_column columns further, what
 // rounding took. The first phase then casts nothing, and q and k get about the same size, so that low parts are not subnormal.
