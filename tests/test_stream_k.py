@@ -190,8 +190,18 @@ def test_every_prefill_kernel_is_right(backend, force, variant, name):
     check_cached(backend, Cached((lengths,), headdim=headdim, headdim_v=headdim, **options))
 
 
-def prefill_plan(batch, seqlen_q, seqlen_k, headdim, nheads=32, nheads_k=8):
-    return plan(batch, nheads, seqlen_q, seqlen_k, headdim, True, nheads_k)["cache"]["prefill"]
+def prefill_plan(batch, seqlen_q, seqlen_k, headdim, nheads=32, nheads_k=8, features=""):
+    return plan(batch, nheads, seqlen_q, seqlen_k, headdim, True, nheads_k, features=features)["cache"]["prefill"]
+
+
+@pytest.mark.parametrize("feature", ["softcap", "alibi"])
+@on("sim", "cuda")
+def test_chunks_with_features_of_scores(backend, feature):
+    """A chunk whose row tiles a stream-K grid would split, with a feature that none of its kernels over a cache has."""
+    queries, cached = 70, 954
+    plain, planned = (prefill_plan(1, queries, queries + cached, 128, nheads=2, nheads_k=1, features=f) for f in ("", feature))
+    assert plain["pass"] == "PrefillStreamK" and planned["pass"] == "Prefill"
+    check_cached(backend, Cached(((queries, cached, 0),), headdim=128, headdim_v=128, **FEATURE_FIELDS[feature]))
 
 
 def test_when_a_plan_splits_chunks():

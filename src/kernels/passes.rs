@@ -135,7 +135,7 @@ passes! {
     /// the same of many queries a sequence
     Prefill: "prefill" "", Forward, Queries, PREFILL;
     /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
-    PrefillStreamK: "prefill_streamk" "", ForwardStreamK, Queries, FeatureSet::PAGED;
+    PrefillStreamK: "prefill_streamk" "", ForwardStreamK, Queries, PREFILL;
     /// the same as decode over a cache of latents, whose first columns are the values
     DecodeMla: "mla_decode" "", Decode, PackedQueries, FeatureSet::NONE;
     /// keys and values into a KV cache, and rotary embeddings of keys and queries

@@ -391,6 +391,17 @@ fn kernels_have_unique_names_and_valid_rows() {
     }
 }
 
+/// A feature that a pass is not asked for is dropped, as main kernels leave some to the postprocess. A stream-K grid computes all that the
+/// usual grid does.
+#[test]
+fn passes_on_stream_k_grids_are_asked_for_what_the_usual_ones_are() {
+    use Pass::{Backward, BackwardStreamK, Forward, ForwardSplit, ForwardSplitStreamK, ForwardStreamK, Prefill, PrefillStreamK};
+    let pairs = [(Forward, ForwardStreamK), (ForwardSplit, ForwardSplitStreamK), (Backward, BackwardStreamK), (Prefill, PrefillStreamK)];
+    for (usual, stream_k) in pairs {
+        assert_eq!(usual.info().features, stream_k.info().features, "{stream_k:?}");
+    }
+}
+
 /// A split is a block's part of the steps (query tiles of all heads) of a key block. Splits of a key block have consecutive numbers and
 /// steps, up to the last query that sees one of its keys. Longer ones start first. `part` is number * 256 + splits of the key block.
 #[test]
