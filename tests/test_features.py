@@ -356,6 +356,15 @@ def test_more_entries_than_a_grid_has(backend, packed):
     check(backend, *tensors, **options)
 
 
+@on("sim-bf16", "cuda-bf16")
+def test_more_heads_than_casts_take(backend):
+    """The cast to fp16 has the heads of q, k and v on one axis of its grid."""
+    backend.simulate()
+    q = backend.randn(1, 1, 22_000, 8)
+    with pytest.raises(ValueError, match=r"q, k and v: got 22000 heads of q and 22000 of k in BFloat16, expected at most 65535 heads"):
+        torch.ops.volta_fa.fwd(q, q, q)
+
+
 DETERMINISTIC = [
     changed(BASE, bias="k:fp32", sinks="fp32", is_causal=True),
     changed(BASE, bias="hqk:own", dropout_p=0.2, alibi="h"),

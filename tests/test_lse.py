@@ -134,6 +134,19 @@ def test_gradients(backend, gpu, case):
     check(backend, *inputs, deterministic=case.deterministic, dlse=draw_dlse(backend, inputs[0]), **options)
 
 
+@on("cpu-fp32", "sim", "cuda")
+def test_sinks_of_a_part_without_keys(backend):
+    """As in ring attention, out and softmax_lse are those of all keys. The gradient of the sinks does not depend on the part."""
+    (q, k, v, dout), options = changed(sinks="fp32").problem(backend)
+    options["sinks"] += 4.0  # about as much weight as all keys
+    backend.simulate()
+    out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **options)
+    options["dlse"] = draw_dlse(backend, q)
+    whole, part = (torch.ops.volta_fa.bwd(dout, q, k[:, :n], v[:, :n], out, lse, **options)[4] for n in (93, 0))
+    assert whole.abs().min() > 0.1
+    torch.testing.assert_close(part, whole, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**12], ids=["small", "large"])
 @on("cpu-fp32", *BF16_KERNELS)
 def test_dlse_of_another_magnitude_than_dout(backend, scale):

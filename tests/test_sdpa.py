@@ -244,7 +244,7 @@ FALLBACKS = {
         "broadcast batch": lambda q, k, v: sdpa(q, k[:1], v[:1]),
     },
     "headdim": {"528": lambda q, k, v: sdpa(*(t.repeat(1, 1, 1, 33) for t in (q, k, v)))},
-    "scale": {str(s): lambda q, k, v, s=s: sdpa(q, k, v, scale=s) for s in (float("inf"), float("nan"))},
+    "scale": {str(s): lambda q, k, v, s=s: sdpa(q, k, v, scale=s) for s in (float("inf"), float("nan"), 1e39)},
 }
 
 

@@ -152,12 +152,15 @@ STRIDES = {
 
 
 @pytest.mark.parametrize("layout", STRIDES)
-@pytest.mark.parametrize("case", ["plain", "mask", "gradient of a mask", "dropout", "other headdim", "grouped heads", "one query"])
+@pytest.mark.parametrize(
+    "case", ["plain", "mask", "mask of rank 3", "gradient of a mask", "dropout", "other headdim", "grouped heads", "one query"]
+)
 def test_strides_on_the_cpu_are_those_of_torch(case, layout):
     """out has the strides of PyTorch's result. torch's test_sdpa_backward_with_gradient depends on them."""
     queries, headdim_v, heads_k = 1 if case == "one query" else 5, 12 if case == "other headdim" else 8, 2 if case == "grouped heads" else 4
     q = STRIDES[layout](2, 4, queries, 8).requires_grad_()
     mask = torch.zeros(queries, 7, requires_grad=case == "gradient of a mask") if "mask" in case else None
+    mask = mask.expand(4, -1, -1) if case == "mask of rank 3" else mask
     for kind in ("contiguous", "transposed", "strided headdim"):
         k, v = STRIDES[kind](2, heads_k, 7, 8), STRIDES[kind](2, heads_k, 7, headdim_v)
         options = {"attn_mask": mask, "dropout_p": 0.5 * (case == "dropout"), "enable_gqa": case == "grouped heads"}

@@ -26,6 +26,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <mutex>
 #include <string>
 
@@ -230,7 +231,8 @@ std::optional<Decision> reason_to_fall_back(const Call& c) {
     if (!fused_allowed(c)) return Decision::sdpa_kernel;
     // nested and sparse tensors
     if (c.any([](const Tensor& t) { return t.is_nested() || t.layout() != at::kStrided; })) return Decision::layout;
-    if (c.scale && !std::isfinite(*c.scale)) return Decision::scale;
+    // fwd takes it in fp32
+    if (c.scale && !(std::abs(*c.scale) <= std::numeric_limits<float>::max())) return Decision::scale;
     if (!(c.dropout_p >= 0.0 && c.dropout_p < 1.0)) return Decision::dropout;
     if (!dtype_supported(c)) return Decision::dtype;
     constexpr c10::DispatchKeySet functorch{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
@@ -272,8 +274,10 @@ bool runs_fast(const Call& c) {
 Tensor laid_out(const Call& c, const Tensor& out) {
     if (!c.q.is_cpu()) return out;
     const auto strided = [](const Tensor& t) { return t.sym_stride(3) != 1; };
-    const bool no_kernel = c.dropout_p > 0.0 || c.q.sym_size(3) != c.v.sym_size(3) ||
-                           (c.has_mask() && c.attn_mask->requires_grad()) || strided(c.q) || strided(c.k) || strided(c.v);
+    // the kernel takes masks of two and of four dimensions
+    const bool other_mask = c.has_mask() && (c.attn_mask->requires_grad() || c.attn_mask->dim() == 3);
+    const bool no_kernel =
+        c.dropout_p > 0.0 || c.q.sym_size(3) != c.v.sym_size(3) || other_mask || strided(c.q) || strided(c.k) || strided(c.v);
     return no_kernel ? out.clone(at::MemoryFormat::Contiguous) : at::empty_like(c.q).copy_(out);
 }
 

@@ -20,6 +20,7 @@ use super::tuning::{self, DeviceTuning};
 use super::{only_family, KernelLaunch, Launcher, MemoryRange, SCRATCH};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Variant};
+use crate::limits::MAX_GRID_YZ;
 use crate::plan::DeviceLimits;
 use crate::tuning::Card;
 use std::path::PathBuf;
@@ -182,6 +183,12 @@ impl Launcher for Simulator {
 
     fn launch(&self, launch: &KernelLaunch) -> Result<()> {
         let v = launch.variant;
+        if launch.grid[1..].iter().any(|&blocks| i64::from(blocks) > MAX_GRID_YZ) {
+            return Err(Error::runtime(format!(
+                "{}: a GPU refuses a grid of {:?} blocks, over {MAX_GRID_YZ} in y or z",
+                v.name, launch.grid
+            )));
+        }
         if matches!(self.mode, Mode::Recorded) {
             let code = format!("{:016x}", kernels::image(v).digest());
             keep_report(serde_json::json!({ "kernel": v.name, "grid": launch.grid, "code": code }));

@@ -9,8 +9,9 @@ use super::block_mask::{self, NO_BLOCKS};
 use super::blocks::{self, lse_at, Blocks};
 use super::inputs::Inputs;
 use super::launches::{memory_ranges, Launches};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::launch::{bytes_of, Launcher};
+use crate::limits::MAX_HEADS;
 use crate::log;
 use crate::params::{CastParams, Operand, Output};
 use crate::plan::{self, PlannedKernel};
@@ -141,6 +142,10 @@ impl<'a> Cast<'a> {
         let largest = Tensor::f_zeros([MAGNITUDES, entries * a.nheads_k], int)?;
         let exponents = Tensor::f_empty([3, entries * a.nheads_k], int)?;
         let heads = a.nheads + if values.is_some() { 2 } else { 1 } * a.nheads_k;
+        if heads > MAX_HEADS {
+            let found = format!("{} heads of q and {} of k in {:?}", a.nheads, a.nheads_k, a.dtype);
+            return Err(Error::value("q, k and v", found, format!("at most {MAX_HEADS} heads of q, k and v together, or fp16")));
+        }
         let kernel = plan::cast(a.seqlen_q.max(a.seqlen_k), heads, &launcher.limits()?)?;
         log::cast(a, &kernel)?;
         let written = [
