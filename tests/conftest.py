@@ -14,7 +14,8 @@ Environment:
 - VOLTA_FA_TEST_EXAMPLES: number of random problems of each test of combinations (default: the test's own number)
 - VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: tests fail instead of skip where one cannot
 
-`make test` runs the tests that are not marked `slow`, `make test-all` runs all. Both use several processes (pytest-xdist's
+`make test` runs the tests that are not marked `slow`: on a simulated GPU a quarter of a test's cases, or at least LEAST_SIMULATED. `make
+test-all` runs all. Both use several processes (pytest-xdist's
 `-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does."""
 
 import fcntl
@@ -436,6 +437,8 @@ def repeat(name: str, case: Case, deterministic: bool = False):
 
 #: Most processes of pytest-xdist's `-n auto`: each imports torch and holds about 1 GiB.
 MAX_PROCESSES = 8
+#: Cases of a test that `make test` runs at least on a simulated GPU; of more than four times as many it runs a quarter.
+LEAST_SIMULATED = 6
 
 
 def usable_cpus() -> int:
@@ -455,8 +458,18 @@ def pytest_xdist_auto_num_workers(config) -> int | None:
     return 0 if HAS_CUDA else min(usable_cpus(), MAX_PROCESSES)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m excludes
 def pytest_collection_modifyitems(items):
-    """Runs `alone` tests first, then slow ones, so that no long test runs by itself at the end."""
+    """Marks most cases on a simulated GPU as slow, of tests that have many. Runs `alone` tests first, then slow ones, so that no long test
+    runs by itself at the end."""
+    simulated = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and "sim" in item.callspec.id.split("-") and not item.get_closest_marker("slow"):
+            simulated[item.function].append(item)
+    for cases in simulated.values():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # any, but always the same
+        for item in cases[max(LEAST_SIMULATED, len(cases) // 4) :]:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: 0 if item.get_closest_marker("alone") else 1 if item.get_closest_marker("slow") else 2)
 
 

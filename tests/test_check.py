@@ -182,6 +182,7 @@ def launched(variant, work) -> list[str]:
         return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
 
 
+@pytest.mark.slow
 def test_kernels_of_other_caches_and_of_latents_really_run():
     """Looks at launches, because `_plan` does not plan for latents, and rows not aligned to 16 bytes would be copied to fp16."""
     need("sim")

@@ -88,6 +88,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("threads", sorted({1, min(2, CORES)}))
 def test_time_beside_sdpa(threads):

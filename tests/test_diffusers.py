@@ -38,6 +38,7 @@ FLUX = [*(("flux", way) for way in ("enable_sdpa", "flash", "enable_xformers")),
 VAE = ("vae-512", "enable_sdpa")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, models, ways", [("float16", "flux/*,FluxPipeline/*,", [*FLUX, VAE]), ("float32", "", [VAE])])
 def test_models_and_a_pipeline(dtype, models, ways):
     """On the kernels' machine code in the simulator. SDXL's VAE computes in full precision: outputs and gradients."""
@@ -100,6 +101,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert len(wrong) == 1 and "enable_sdpa" in wrong[0], result.stdout
 
 
+@pytest.mark.slow
 def test_xformers():
     result = run("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "tests/test_xformers.py")
     assert result.returncode == 0, result.stdout

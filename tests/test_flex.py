@@ -359,6 +359,7 @@ def test_compiled_programs_stay_in_one_part():
     assert_same(found, plain(*inputs, RECOGNIZED["softcap"][0], MASKS["sinks and window"]), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score, mask", [("softcap", "causal"), ("alibi and a shift", None), ("alibi absolute", "sinks and window")])
 def test_programs_of_many_lengths_compile_twice(score, mask):
     """Once for the first length, and once with symbolic sizes for all others."""
@@ -386,6 +387,7 @@ def test_numbers_of_score_functions_in_programs_of_any_shape():
         assert_same(found, plain(*inputs, slopes_of(HEADS), None), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 1, 0, 2)], ids=str)
 def test_strides_are_those_of_torch(order):
     query, key, value = (t.detach().permute(order) for t in operands(headdim_v=16))

@@ -257,6 +257,7 @@ COMPILED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED.split())
 def test_every_call_of_a_compiled_program_sees_the_state(name):
     torch._dynamo.reset()

@@ -440,6 +440,7 @@ def test_an_infinite_gradient_of_softmax_lse_stays_in_its_row(backend):
         torch.testing.assert_close(dq[:, others], expected[:, others], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @on("sim-fp32")
 def test_block_masks_beside_several_launches(backend, gpu):
     """With two launches over keys, sums of dq stay in memory between them, and a row's list may have no block in one launch.

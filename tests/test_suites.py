@@ -200,6 +200,7 @@ def run(folder: Path, suite: str, *arguments, forked=True, **files: str):
     return result.returncode, result.stdout + result.stderr, json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_flash_attn_cases_are_sampled_and_failures_grouped(tmp_path):
     """40 cases of test_flash_attn_kvcache are drawn, and test_flash_attn_bounds adds one."""
     arguments = ["--where", "max(seqlen_q, seqlen_k) <= 60", "--tests", "*kvcache,*_bounds"]
@@ -241,7 +242,8 @@ def test_workers_survive_crashes_and_long_cases(tmp_path):
     assert report["fell_back"] == {"sdpa_kernel": 1}
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
 def test_interrupted_run_prints_failures_at_once_and_reports_them(tmp_path, workers):
     """A failure is printed when it happens, and SIGTERM ends the run with a report. Else the run would wait for test_b until the limit."""
     source = "import time\ndef test_a():\n    assert 0\ndef test_b():\n    time.sleep(1000)\n"

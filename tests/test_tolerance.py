@@ -67,6 +67,7 @@ FP16_BITS = 11
 FEW_RESULTS = [(ONE_COLUMN, 1000), (ONE_BY_ONE, 1000), (Case(1, 58, 64, nheads=2), 300), (Case(65, 65, 64, is_causal=True), 30)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case,count", FEW_RESULTS, ids=str)
 def test_rounding_to_fp16_is_within_the_budget(case, count):
     assert draws(case, count, FP16_BITS).max() <= 1

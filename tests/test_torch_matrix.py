@@ -190,6 +190,7 @@ def test_a_machine_without_debians_packages(tmp_path, monkeypatch):
     assert torch_matrix.old_libraries(tmp_path / "old") == tmp_path / "old"
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_table_exist():
     """pytest collects all tests that CHECKS and TRANSFORMERS name."""
     names = {f"tests/{test}" for tests in (*torch_matrix.CHECKS.values(), torch_matrix.TRANSFORMERS) for test in tests}

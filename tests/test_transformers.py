@@ -418,7 +418,7 @@ def generate(model, new_tokens=8, **inputs):
 GENERATION = {"greedy": {}, "beam": {"num_beams": 3}, "static cache": {"cache_implementation": "static"}}
 
 
-@pytest.mark.parametrize("how", GENERATION)
+@pytest.mark.parametrize("how", ["greedy", *(pytest.param(how, marks=pytest.mark.slow) for how in GENERATION if how != "greedy")])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_generate(name, how):
     eager, ours = models(name)

@@ -72,6 +72,7 @@ def test_logits(pair, kind):
     assert not calls.theirs and calls.count == len(ours.model.layers)
 
 
+@pytest.mark.slow
 def test_training(pair):
     eager, ours = pair
     ids = torch.randint(3, 100, (2, BATCH, SEQLEN), generator=torch.Generator().manual_seed(3))

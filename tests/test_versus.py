@@ -118,6 +118,7 @@ def test_why_theirs_is_missing(monkeypatch, tmp_path, capsys):
     assert "volta_fa's stand-in" in versus.package()[1]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_simulator_is_a_row(monkeypatch):
     """If the simulator fails, the row has the error, without paths, and the next rows are still made."""
 

@@ -226,6 +226,7 @@ def test_image_spans(backend, name):
     assert [0 if found is None else len(found.rows) for found in spans] == [3 + 16 + 17, 3, 14 + 2, 15, 0]
 
 
+@pytest.mark.slow
 @SPANS
 @pytest.mark.parametrize("kv_cache_dtype", [*vllm_server.FP8, *(pytest.param(dtype, marks=vllm_server.LATER) for dtype in BESIDE)])
 @BACKENDS
