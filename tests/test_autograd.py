@@ -68,8 +68,7 @@ def test_compiled_autograd(backend):
             t.grad = None
         with torch._dynamo.config.patch(compiled_autograd=True):
             torch.compile(loss.backward, backend="eager")()
-        for t, gradient in zip(inputs, expected, strict=True):
-            assert torch.equal(t.grad, gradient)
+        assert all(torch.equal(t.grad, gradient) for t, gradient in zip(inputs, expected, strict=True))
     assert counters["compiled_autograd"]["captures"] > 0
 
 
@@ -106,8 +105,7 @@ def test_misaligned_tensors(backend):
     found = torch.ops.volta_fa.fwd(*map(misaligned, (q, k, v)))
     assert torch.equal(found[0], out) and torch.equal(found[1], lse)
     expected = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse)
-    for a, b in zip(torch.ops.volta_fa.bwd(*map(misaligned, (dout, q, k, v, out)), lse)[:3], expected):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(torch.ops.volta_fa.bwd(*map(misaligned, (dout, q, k, v, out)), lse), expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -148,8 +146,7 @@ def test_autocast_of_bias_sinks_and_masks(backend):
         lowered = [t.to(other).to(torch.float32 if other == torch.float32 else torch.float16) for t in (bias, sinks)]
         expected, expected_inputs = train(half, *lowered)
         assert torch.equal(found, expected)
-        for a, b in zip(inputs, expected_inputs):
-            assert torch.equal(a.grad, b.grad.to(a.dtype))
+        assert all(torch.equal(a.grad, b.grad.to(a.dtype)) for a, b in zip(inputs, expected_inputs))
     visible = bias > 0
     with torch.autocast(backend.device, torch.float16):
         assert torch.equal(fwd(q, k, v, attn_bias=visible), fwd(*half, attn_bias=visible))
@@ -200,8 +197,7 @@ def test_calls_from_many_threads(backend):
     if backend.name == "cuda":
         torch.cuda.synchronize()
     for f, tensors in zip(found, problems):
-        for a, b in zip(f, both(tensors)):
-            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3 if backend.name == "cuda" else 1e-5)
+        torch.testing.assert_close(f, both(tensors), rtol=2e-3, atol=2e-3 if backend.name == "cuda" else 1e-5)
 
 
 # ---- torch.library.opcheck: schema, autograd registration, fake tensors, AOT dispatch ------------------------------------

@@ -126,8 +126,7 @@ def test_recognized_score_functions(name):
 
 @pytest.mark.parametrize("reason", OTHERS)
 def test_other_score_functions_name_their_operation(reason):
-    with pytest.raises(Unrecognized, match=reason):
-        recognize(OTHERS[reason])
+    refused(Unrecognized, reason, recognize, OTHERS[reason])
 
 
 def doubles_in_place(score, b, h, q, kv):
@@ -181,8 +180,7 @@ def test_score_functions_take_the_branches_of_tensors(name, monkeypatch):
     ids=["catches", "value", "view", "out", "keywords"],
 )
 def test_score_functions_without_a_graph_are_left_to_torch(score_mod, reason):
-    with pytest.raises(Unrecognized, match=reason):
-        recognize(score_mod)
+    refused(Unrecognized, reason, recognize, score_mod)
 
 
 @pytest.mark.parametrize("mask", [None, *MASKS])
@@ -323,8 +321,7 @@ def test_compiled_calls_refuse_what_eager_calls_refuse():
     shorter, right = (volta_fa.BlockMask.from_mask_mod(MASKS["causal"], 1, 1, n, n, "cpu") for n in (LENGTH - 10, LENGTH))
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, backend="eager")
-    with pytest.raises(ValueError, match="block_mask: got lengths"):
-        compiled(*operands(), block_mask=shorter)
+    refused(ValueError, "block_mask: got lengths", compiled, *operands(), block_mask=shorter)
     if hasattr(torch_flex, "AuxRequest"):
         with pytest.raises(NotImplementedError, match="block_mask: got volta_fa.BlockMask"):
             compiled(*operands(), block_mask=right, return_aux=torch_flex.AuxRequest(max_scores=True))

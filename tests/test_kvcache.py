@@ -206,8 +206,7 @@ def test_compile(backend, compiler):
     expected = Decoder()(*eager)
     torch._dynamo.reset()
     found = torch.compile(Decoder(), backend=compiler, fullgraph=True)(*compiled)
-    for a, b in zip((*found, *compiled), (*expected, *eager)):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close((*found, *compiled), (*expected, *eager))
     if not backend.kernels:
         torch.testing.assert_close(found[0], found[1])
 
@@ -220,8 +219,7 @@ def test_functionalization(backend):
     expected = Decoder()(*eager)
     program = torch.export.export(Decoder(), functional).run_decompositions({})
     assert not any(node.target is fwd_kvcache.append for node in program.graph.nodes)
-    for a, b in zip((*program.module()(*functional), *functional), (*expected, *eager)):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close((*program.module()(*functional), *functional), (*expected, *eager))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -232,8 +230,7 @@ def test_dynamic_shapes(backend, compiler):
     for lengths in (((2, 9, 0), (2, 17, 0)), ((3, 40, 0), (3, 1, 0), (3, 5, 0))):
         problem = Cached(lengths, headdim=16).problem(backend)
         arguments = (problem.q, problem.k_cache, problem.v_cache)
-        for a, b in zip(compiled(*arguments, **problem.options), fwd_kvcache(*arguments, **problem.options)):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(compiled(*arguments, **problem.options), fwd_kvcache(*arguments, **problem.options))
 
 
 @on("cpu-fp32")

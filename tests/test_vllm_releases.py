@@ -154,8 +154,7 @@ def test_vllm_accepts_the_cache_dtype_of_the_plugin(monkeypatch):
     for table in ("KV_CACHE_DTYPES", "_KV_CACHE_DTYPE_HANDLERS"):
         kept = [name for name in getattr(of_caches, table) if name != MIXED]
         monkeypatch.setattr(of_caches, table, kept if table == "KV_CACHE_DTYPES" else {})
-    with pytest.raises(ValueError, match="Invalid kv_cache_dtype: 'int8k_int4v'"):
-        CacheConfig(cache_dtype=MIXED)
+    refused(ValueError, "Invalid kv_cache_dtype: 'int8k_int4v'", CacheConfig, cache_dtype=MIXED)
     for _ in range(2):
         volta_fa.vllm.register()
     assert of_caches.KV_CACHE_DTYPES.count(MIXED) == 1 and is_quantized_kv_cache(MIXED)
@@ -200,8 +199,7 @@ def test_vllm_chooses_the_backend(monkeypatch):
     choice = AttentionConfig(backend="CUSTOM").backend
     asked = AttentionSelectorConfig(head_size=128, dtype=torch.float16, kv_cache_dtype="auto", block_size=16)
     assert V100.get_attn_backend_cls(choice, asked) == volta_fa.vllm.BACKEND
-    with pytest.raises(ValueError, match="MLA not supported"):
-        V100.get_attn_backend_cls(choice, asked._replace(use_mla=True))
+    refused(ValueError, "MLA not supported", V100.get_attn_backend_cls, choice, asked._replace(use_mla=True))
 
 
 @NEEDS_VLLM
