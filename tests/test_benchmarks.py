@@ -136,7 +136,8 @@ def test_models_resumes(tmp_path):
 
 
 def test_kept_figures_depend_on_all_of_their_key(tmp_path):
-    """`--resume FILE` reuses figures of a row (`driver.Kept`) only if its GPU and its kernels' launches are the same."""
+    """`--resume FILE` reuses figures of a row (`driver.Kept`) only if its GPU and its kernels' launches are the same. Other files are an
+    error at the start."""
     file = tmp_path / "kept.jsonl"
     driver.Kept(file).put({"gpu": "t4", "launches": ["a"]}, [1.0])
     assert driver.Kept(file).get({"gpu": "t4", "launches": ["a"]}) == [1.0]
@@ -145,7 +146,6 @@ def test_kept_figures_depend_on_all_of_their_key(tmp_path):
     refused(CommandError, "--resume: got .*kept.jsonl, which another version wrote", driver.Kept, file)
 
 
-def test_figures_that_cannot_be_kept_are_an_error_at_the_start(tmp_path):
     for file in (tmp_path, tmp_path / "no folder" / "kept.jsonl"):
         refused(CommandError, f"--resume: got {file}, expected a file to read and write", driver.Kept, file)
 

@@ -258,7 +258,7 @@ def test_without_a_command_it_prints_its_usage(capsys):
 
 
 @pytest.mark.parametrize("columns", ["80", "30"])  # 30: narrower than kernel names
-def test_info_prints_a_summary_or_every_variant(columns, capsys, monkeypatch):
+def test_info_prints_a_summary_every_variant_or_json(columns, capsys, monkeypatch):
     variants = volta_fa.info()["variants"]
     monkeypatch.setenv("COLUMNS", columns)
     assert cli.main(["info"]) == 0
@@ -270,9 +270,6 @@ def test_info_prints_a_summary_or_every_variant(columns, capsys, monkeypatch):
     for variant in variants:
         registers = f".* {variant['registers']} " if columns == "80" else ""
         assert re.search(rf"^{variant['name']} {registers}", text, re.M), variant["name"]
-
-
-def test_info_json(capsys):
     assert cli.main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == volta_fa.info()
 

@@ -161,10 +161,6 @@ def test_threads_share_one_switch():
     assert 3 * calls <= volta_fa.sdpa_stats()["ran"] <= 6 * calls
 
 
-def test_other_devices_are_refused():
-    refused(ValueError, "got meta, expected a CUDA device", volta_fa.enable_sdpa, "meta")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(monkeypatch):
     refused(RuntimeError, "this machine has no CUDA device that torch can use: .*cpu", volta_fa.enable_sdpa)
@@ -205,6 +201,7 @@ def test_which_devices_are_switched_on(machine, monkeypatch):
 
 def test_a_refused_device_changes_nothing(monkeypatch):
     """The library has room for 64 devices."""
+    refused(ValueError, "got meta, expected a CUDA device", volta_fa.enable_sdpa, "meta")
     sdpa = volta_fa.integrations.sdpa
     monkeypatch.setattr(sdpa, "devices_of", lambda op, device, force: sdpa.Devices(cpu=False, cuda=frozenset([64])))
     refused(ValueError, "got CUDA device 64, expected one from 0 to 63", volta_fa.enable_sdpa)
