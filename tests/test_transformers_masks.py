@@ -16,24 +16,7 @@ from torch import nn
 import test_transformers
 from conftest import run_python
 from flash_attention import refused
-from test_transformers import (
-    BATCH,
-    CAUSAL,
-    KINDS,
-    LAYERS,
-    SEQLEN,
-    SMALL,
-    TOLERANCE,
-    V5,
-    both,
-    kept,
-    make,
-    models,
-    padding,
-    profile,
-    run,
-    tokens,
-)
+from test_transformers import BATCH, CAUSAL, KINDS, LAYERS, SEQLEN, TOLERANCE, V5, both, kept, make, models, padding, profile, run, tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -290,6 +273,9 @@ def test_models_without_the_attention_interface_are_refused():
     with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and XLNetModel .* expected 'sdpa', .* or 'eager'"):
         transformers.XLNetModel._from_config(config, attn_implementation="volta_fa")
     transformers.XLNetModel._from_config(config, attn_implementation="eager")
+    if V5:  # SAM has a table of attention classes
+        with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and SamModel .* does not use the attention interface"):
+            transformers.SamModel._from_config(transformers.SamConfig(), attn_implementation="volta_fa")
 
 
 #: What a notebook, a REPL or `python -` run: classes without a file.
@@ -512,7 +498,7 @@ def test_informers_sparse_attention_adds_its_mask():
 
 @pytest.mark.skipif(not V5, reason="does not use the attention interface in transformers 4.57")
 def test_bridgetowers_images_attend_in_both_directions():
-    text = dict(SMALL, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, pad_token_id=0)
+    text = dict(test_transformers.SMALL, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, pad_token_id=0)
     vision = dict(hidden_size=64, num_hidden_layers=2, image_size=32, patch_size=8)
     config = transformers.BridgeTowerConfig(
         hidden_size=64, num_hidden_layers=1, num_attention_heads=4, text_config=text, vision_config=vision
@@ -527,12 +513,6 @@ def test_bridgetowers_images_attend_in_both_directions():
     )
     eager, ours = (model(**inputs) for model in both(config, transformers.BridgeTowerModel))
     torch.testing.assert_close(ours.image_features, eager.image_features, rtol=0, atol=1e-4)
-
-
-@pytest.mark.skipif(not V5, reason="4.57's check differs")
-def test_models_with_a_table_of_attention_classes_are_refused():
-    with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and SamModel .* does not use the attention interface"):
-        transformers.SamModel._from_config(transformers.SamConfig(), attn_implementation="volta_fa")
 
 
 @pytest.mark.skipif(not V5, reason="4.57 does not have the model")
