@@ -21,7 +21,7 @@ import torch
 import reference
 from conftest import INFO, LIBRARY, REPOSITORY, need
 from flash_attention import refused  # checks that a call raises this error, with a message of one line
-from processes import run_forked
+from processes import output_of, run_forked
 
 PNG = b"\x89PNG\r\n\x1a\n"
 pytest.importorskip("matplotlib")
@@ -40,9 +40,8 @@ from volta_fa.errors import CommandError
 def run(module: str, *arguments: object) -> None:
     """Runs `python -m benchmarks.MODULE` in a process, as a user does."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VOLTA_FA_SIM")}
-    done = run_forked(["-m", *f"benchmarks.{module}".split(), *arguments], environment, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"benchmarks.{module}" in done.stdout and torch.__version__ in done.stdout
+    printed = output_of(run_forked(["-m", *f"benchmarks.{module}".split(), *arguments], environment, cwd=REPOSITORY))
+    assert f"benchmarks.{module}" in printed and torch.__version__ in printed
 
 
 def main(module: str, *arguments: object) -> int:

@@ -21,7 +21,7 @@ import torch
 import reference
 import volta_fa
 from conftest import REPOSITORY, agreed, assert_same_bits, need, on, on_cases, run_process, run_python, within
-from processes import run_program
+from processes import output_of, run_program
 
 PACKAGE = REPOSITORY / "integrations" / "comfyui"
 #: The package's name as a module, which ComfyUI derives from its path.
@@ -335,5 +335,4 @@ def test_the_registry_reads_its_version():
 def test_comfyuis_own_models(dtype):
     command = ["tools/programs/run_comfyui.py", Path(os.environ["VOLTA_FA_TEST_COMFYUI"]).absolute(), "--dtype", dtype]
     command += ["--models", "flux,flux-mask,qwen,vae,dtypes", "--starts", "pytorch,flash"]
-    result = run_program(*command, path=[Path(volta_fa.__file__).parents[1]])
-    assert result.returncode == 0, result.stdout + result.stderr
+    output_of(run_program(*command, path=[Path(volta_fa.__file__).parents[1]]))

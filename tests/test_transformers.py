@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY, on
-from processes import run_program
+from processes import output_of, run_program
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -577,9 +577,7 @@ def test_transformers_4_57():
     if not (FOLDER_4_57 / "transformers").is_dir():
         pytest.skip(f"no transformers 4.57 in {FOLDER_4_57}: tools/bootstrap.py puts it there")
     check = "import transformers; assert transformers.__version__.startswith('4.57.'), transformers.__version__"
-    checked = run_program("-c", check, path=[FOLDER_4_57])
-    assert checked.returncode == 0, checked.stderr
+    output_of(run_program("-c", check, path=[FOLDER_4_57]))
     files = [__file__, *(REPOSITORY / "tests" / f"test_transformers_{name}.py" for name in ("masks", "cache"))]
-    result = run_program("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files, path=[FOLDER_4_57])
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files]
+    assert " passed" in output_of(run_program(*command, path=[FOLDER_4_57]))

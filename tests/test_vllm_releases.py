@@ -39,7 +39,7 @@ import vllm_server
 import vllm_stub
 from conftest import REPOSITORY, on, within
 from flash_attention import refused
-from processes import run_program
+from processes import output_of, run_program
 from vllm_server import LAYER_SCALES, MIXED, OLD, PAGE, REAL, SPANS, STEPS, QuantizedServer, Server, implementation, with_first_rows
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
@@ -323,9 +323,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
 def test_vllm_kernels_agree():
     """vLLM's own kernels for image spans, and for combining ranks, agree with volta_fa in Triton's interpreter (vllm_kernels.py)."""
     command = [sys.executable, str(REPOSITORY / "tests/vllm_kernels.py")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = json.loads(output_of(subprocess.run(command, capture_output=True, text=True)).splitlines()[-1])
     rounding = 3e-6  # of fp32
     assert len(found["spans"]) == 4 and all(pair["difference"] < rounding and pair["without_spans"] > 1 for pair in found["spans"])
     assert len(found["ranks"]) == 4 and max(found["ranks"]) < rounding
@@ -538,6 +536,4 @@ def test_real_vllm(folder):
     """Runs the tests of volta_fa.vllm with a real release, including those that need one."""
     files = sorted((REPOSITORY / "tests").glob("test_vllm*.py"))
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files]
-    result = run_program(*command, path=[folder], VOLTA_FA_TEST_VLLM_HERE="1")
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
+    assert " passed" in output_of(run_program(*command, path=[folder], VOLTA_FA_TEST_VLLM_HERE="1"))
