@@ -86,8 +86,7 @@ def test_second_derivative_is_refused(backend):
     """The second derivative of every gradient raises an error."""
     inputs = leaves([*Case(5, 6, 8).inputs(backend)[:3], backend.randn(1, 2, 5, 6), backend.randn(2)])
     out = fwd(*inputs[:3], attn_bias=inputs[3], sinks=inputs[4])
-    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
-    for g in grads:
+    for g in torch.autograd.grad(out.square().sum(), inputs, create_graph=True):
         with pytest.raises(RuntimeError, match="volta_fa::bwd.*not implemented|not implemented.*volta_fa::bwd"):
             torch.autograd.grad(g.sum(), inputs, retain_graph=True)
 
@@ -166,10 +165,7 @@ def scripted_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 def test_torchscript(backend, how, tmp_path):
     """A saved and loaded program has the gradients of the function."""
     q, k, v, dout = Case(12, 12, 16, nheads=4, nheads_k=2).inputs(backend)
-    if how == "script":
-        program = torch.jit.script(scripted_attention)
-    else:
-        program = torch.jit.trace(scripted_attention, (q, k, v))
+    program = torch.jit.script(scripted_attention) if how == "script" else torch.jit.trace(scripted_attention, (q, k, v))
     program.save(str(tmp_path / "program.pt"))
     program = torch.jit.load(str(tmp_path / "program.pt"))
     expected = leaves((q, k, v))

@@ -144,7 +144,6 @@ def test_kept_figures_depend_on_all_of_their_key(tmp_path):
     file.write_text(json.dumps({"gpu": "t4", "name": "a row of an earlier version", "figures": [1.0]}) + "\n")
     refused(CommandError, "--resume: got .*kept.jsonl, which another version wrote", driver.Kept, file)
 
-
     for file in (tmp_path, tmp_path / "no folder" / "kept.jsonl"):
         refused(CommandError, f"--resume: got {file}, expected a file to read and write", driver.Kept, file)
 

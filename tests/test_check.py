@@ -478,8 +478,7 @@ def test_results_survive_json():
     """A result travels between processes as JSON, without loss, also of infinite errors."""
     worst = Worst(math.inf, "out", "rms", error=math.inf, allowed=0.1, problem="p", seed=3)
     result = KernelResult("a", "family", "Forward", problems=2, runs_with=["b"], failures=["c"], inconclusive=["d"], worst=worst)
-    data = json.loads(json.dumps(result.data(), allow_nan=False))
-    assert KernelResult.from_data(data) == result
+    assert KernelResult.from_data(json.loads(json.dumps(result.data(), allow_nan=False))) == result
 
 
 # ---- the machine -------------------------------------------------------------------------------------------------

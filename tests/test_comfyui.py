@@ -244,8 +244,7 @@ def test_fast_precision(backend, attention, counts, mask):
 def test_counts_in_words(attention):
     assert attention.describe(Counter(ran=10, fast=8)) == "10 ran on volta_fa (8 by fwd_fast), 0 fell back"
     assert attention.describe(Counter()) == "0 ran on volta_fa, 0 fell back"
-    found = attention.describe(Counter(ran=10, float32=2, mask=1))
-    assert found == "10 ran on volta_fa, 3 fell back (float32: 2, mask: 1)"
+    assert attention.describe(Counter(ran=10, float32=2, mask=1)) == "10 ran on volta_fa, 3 fell back (float32: 2, mask: 1)"
 
 
 def test_compiled_models_do_not_recompile_for_each_count(attention, counts):

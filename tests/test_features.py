@@ -171,8 +171,7 @@ def test_problem(backend, case):
 @on(*ALL)
 def test_rows_without_a_key(backend, hidden_by, sinks):
     """out and dq are exactly 0; softmax_lse is +inf, or the sink."""
-    case = Case(70, 40, 64, nheads=2, sinks=sinks, is_causal=hidden_by == "mask")
-    tensors, options = case.problem(backend)
+    tensors, options = Case(70, 40, 64, nheads=2, sinks=sinks, is_causal=hidden_by == "mask").problem(backend)
     rows, entries = slice(0, 30), slice(None)
     visible = torch.arange(70, device=backend.device)[:, None] >= 30
     if hidden_by == "bool":
@@ -220,8 +219,7 @@ def test_finite_numbers_that_hide(backend, visible, number):
 @on("cpu-fp32", *KERNELS)
 def test_large_numbers_in_a_bias(backend, number):
     """Large negative biases leave part of the scores visible. A large positive one gives all attention to its key, +inf gives NaN."""
-    case = Case(90, 100, 64, nheads=2, nheads_k=1, bias="hqk:fp32")
-    (q, k, v, dout), options = case.problem(backend)
+    (q, k, v, dout), options = Case(90, 100, 64, nheads=2, nheads_k=1, bias="hqk:fp32").problem(backend)
     if number < 0:
         options["attn_bias"][:, :, :, :70] = number
         options["attn_bias"][:, :, 20:30] = number
@@ -291,8 +289,7 @@ def test_no_key_at_all(backend):
 @on("cpu-fp32", *KERNELS)
 def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
     """Neighbors of a sequence, NaN in all their rows, change no bit of its results."""
-    case = changed(PACKED, is_causal=True)
-    (q, k, v, dout), options = case.problem(backend)
+    (q, k, v, dout), options = changed(PACKED, is_causal=True).problem(backend)
     out, lse = backend.forward(q, k, v, **options)
     options["deterministic"] = True
     [gradients, *_] = backend.backward(dout, q, k, v, out, lse, **options)
@@ -316,8 +313,7 @@ def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
 @on("cpu-fp32", *KERNELS)
 def test_strides_of_packed_tensors(backend, layout):
     """A strided view gives bitwise the results of its contiguous copy."""
-    case = Case(headdim=64, nheads=2, lengths=((20, 20), (33, 33)), is_causal=True)
-    (q, k, v, dout), options = case.problem(backend)
+    (q, k, v, dout), options = Case(headdim=64, nheads=2, lengths=((20, 20), (33, 33)), is_causal=True).problem(backend)
     expected = backend.forward(q, k, v, **options)
     gradients = backend.backward(dout, q, k, v, *expected, deterministic=True, **options)[0]
     if layout == "heads_first":
@@ -517,8 +513,7 @@ KNOWN = [
 @pytest.mark.parametrize("counter,key,result", KNOWN)
 def test_the_reference_is_philox(counter, key, result):
     c, k, r = ([int(word, 16) for word in words.split()] for words in (counter, key, result))
-    found = reference.philox(k[0] | k[1] << 32, c[3], *(torch.tensor(x) for x in c[:3]))
-    assert found.tolist() == r
+    assert reference.philox(k[0] | k[1] << 32, c[3], *(torch.tensor(x) for x in c[:3])).tolist() == r
 
 
 @pytest.mark.parametrize("seed,offset", [(0, 0), (1, 2), (2**63 - 1, 2**63 - 1), (0xDEADBEEF12345678 - 2**64, 2**40 + 3)])

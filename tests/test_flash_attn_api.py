@@ -154,8 +154,7 @@ def test_sinks(backend):
 def test_dropout(backend, headdim):
     """S_dmask, the third result, is the softmax, negative where dropped, so that the reference can drop the same."""
     q, k, v = leaf(backend, 2, 33, 4, headdim), leaf(backend, 2, 40, 2, headdim), leaf(backend, 2, 40, 2, headdim)
-    slopes = slopes_of(backend, 4)
-    for options in ({}, {"causal": True, "window_size": (11, -1)}, {"alibi_slopes": slopes}):
+    for options in ({}, {"causal": True, "window_size": (11, -1)}, {"alibi_slopes": slopes_of(backend, 4)}):
         torch.manual_seed(3)
         out, lse, s_dmask = flash_attn_func(q, k, v, dropout_p=0.3, return_attn_probs=True, **options)
         rest = {"slopes" if name == "alibi_slopes" else name: value for name, value in options.items()}

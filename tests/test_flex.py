@@ -282,8 +282,7 @@ def test_gradients_of_half_precision_terms_are_summed_in_float32(backend):
 
 def test_results_are_those_of_torch():
     query, key, value = (t.detach() for t in operands(dtype=torch.float32))
-    mask_mod = MASKS["empty rows and columns"]
-    block_mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+    block_mask = create_block_mask(MASKS["empty rows and columns"], None, None, LENGTH, LENGTH, device="cpu")
     found = flex_attention(query, key, value, RECOGNIZED["alibi"][0], block_mask, return_lse=True)
     expected = torch_flex.flex_attention(query, key, value, RECOGNIZED["alibi"][0], block_mask, return_lse=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -428,8 +427,7 @@ def test_score_functions_that_cannot_be_keys(kind):
     """Traces are kept by score function, but for functions that no dictionary takes. A changed function has its new result."""
     inputs, score_mod = operands(), kind(20)
     for score_mod.width in (20, 30):
-        found = flex_attention(*inputs, score_mod, return_lse=True)
-        assert_same(found, plain(*inputs, score_mod), inputs)
+        assert_same(flex_attention(*inputs, score_mod, return_lse=True), plain(*inputs, score_mod), inputs)
 
 
 def test_score_functions_are_traced_in_one_thread_at_a_time():
@@ -439,8 +437,6 @@ def test_score_functions_are_traced_in_one_thread_at_a_time():
     with ThreadPoolExecutor(4) as pool:
         found = [scores for of_thread in pool.map(recognizes, range(4)) for scores in of_thread]
     assert set(found) == {RECOGNIZED["causal, relative"][1]}
-
-
 
 
 def test_caches_on_disk_tell_the_operators_arguments():

@@ -365,8 +365,7 @@ SEQUENCES = {f"cu_seqlens_{t}": torch.tensor([0, 2, 6, 12], dtype=torch.int32) f
 def call(attention_mask=None, batch=2, seqlen=6, **kwargs):
     """Calls the attention function as a causal layer of two heads does."""
     q, k, v = (torch.randn(batch, 2, seqlen, 8) for _ in range(3))
-    module = SimpleNamespace(is_causal=True)
-    return volta_fa.transformers.attention(module, q, k, v, attention_mask, **kwargs)
+    return volta_fa.transformers.attention(SimpleNamespace(is_causal=True), q, k, v, attention_mask, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["head_mask", "indices", "block_indices", "sinks", "cache"])

@@ -172,8 +172,7 @@ def test_unsupported_causality_is_refused(backend, monkeypatch):
 
 def test_entry_point():
     """pyproject.toml names volta_fa.vllm.register as a plugin of vLLM."""
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    project = pytest.importorskip("tomllib").loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["entry-points"] == {"vllm.general_plugins": {"volta_fa": "volta_fa.vllm:register"}}
 
 

@@ -298,8 +298,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
             in_cache, given = keys_and_values(rounded), keys_and_values(latents[:, 0])
             q = backend.randn(len(latents), heads, nope + rotary)
             common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] for s in queries])
-            metadata = {"layer": builder.build(0, common)}
-            in_step = set_forward_context(metadata, config, slot_mapping={"layer": slots})
+            in_step = set_forward_context({"layer": builder.build(0, common)}, config, slot_mapping={"layer": slots})
             with torch.inference_mode(), set_current_vllm_config(config), in_step:
                 out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
             for (s, n), first in with_first_rows(queries):
@@ -423,8 +422,7 @@ def test_ranks_without_vllms_nccl(monkeypatch):
     """If vLLM could not load NCCL, its reduce_scatter returns unwritten memory (seen on two H200s as wrong tokens), so ag_rs is refused."""
     pynccl = SimpleNamespace(disabled=True)
     group = SimpleNamespace(device_communicator=SimpleNamespace(pynccl_comm=pynccl), world_size=2, rank_in_group=0)
-    module = SimpleNamespace(get_dcp_group=lambda: group)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", module)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(get_dcp_group=lambda: group))
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.dcp", SimpleNamespace(cp_lse_ag_out_rs=max, dcp_a2a_lse_reduce=min))
     parallel = SimpleNamespace(decode_context_parallel_size=2, dcp_comm_backend="ag_rs")
     config = SimpleNamespace(parallel_config=parallel)
