@@ -153,8 +153,7 @@ def test_long_sequences(tmp_path):
     need("sim")
     # K and V of a head of 128 take 512 bytes a token: L2 holds 12,288 tokens of them, or 24,576 at headdim 64
     assert [long_sequences.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
-    assert long_sequences.miss_share(32768, 64) == 0.25
-    assert long_sequences.machine(0) == ""
+    assert long_sequences.miss_share(32768, 64) == 0.25 and long_sequences.machine(0) == ""
     # bytes per cycle and SM: the L2 rate of 17.6, which a quarter of misses still allows; with misses alone the DRAM rate of 6.4
     assert long_sequences.machine(0.25).endswith("=17.600") and long_sequences.machine(1).endswith("=6.400")
     target = tmp_path / "long.json"
@@ -222,8 +221,7 @@ def test_plan(capsys):
         for kernel in shape["kernels"]:
             assert kernel["name"] in names and kernel["headdim"] >= shape["headdim"]
             assert kernel["grid"][2] == shape["batch"]
-    assert main("plan", "--device", "t4") == 0
-    assert "sm_75, 40 SMs" in capsys.readouterr().out
+    assert main("plan", "--device", "t4") == 0 and "sm_75, 40 SMs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -465,8 +465,7 @@ def test_blame_is_shared():
         correctness.share_blame(found)
         return [v.kernel for v in found if not v.passed]
 
-    assert shared("dq: wrong", "", "") == ["a"]
-    assert shared("dq: wrong", "dk: wrong", "") == ["a", "b"]
+    assert shared("dq: wrong", "", "") == ["a"] and shared("dq: wrong", "dk: wrong", "") == ["a", "b"]
     # nothing that ran with it is right
     assert shared("dq: wrong", "dq: wrong", "dq: wrong") == ["finish"]
     assert shared("dq: wrong", "dk: wrong", "dq: wrong") == ["b", "finish"]

@@ -212,8 +212,7 @@ def test_a_plan_is_made_once():
 def test_a_node_by_itself_sends_nothing():
     """A ring of one place (one GPU, or with `mesh` a node of eight GPUs) sends no messages, so its time is the kernels'."""
     for setup in (Setup(4096, 1), Setup(4096, 8, mesh=True)):
-        assert setup.places == 1
-        assert simulate(setup) == pytest.approx(setup.seconds(backward=False))
+        assert setup.places == 1 and simulate(setup) == pytest.approx(setup.seconds(backward=False))
 
 
 def test_with_slow_links_only_messages_count():

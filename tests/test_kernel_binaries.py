@@ -96,8 +96,7 @@ def families(major, minor):
 
 
 def test_gpus_without_turings_kernels():
-    assert families(6, 1) == []
-    assert families(7, 0) == families(7, 2) == [("volta", True)]
+    assert families(6, 1) == [] and families(7, 0) == families(7, 2) == [("volta", True)]
 
 
 @pytest.mark.parametrize("major, minor", [(7, 5), (8, 0), (9, 0)])
@@ -163,8 +162,7 @@ def test_the_version_is_the_lowest(variant, tmp_path):
     ptx = embedded()[variant["name"]]
     (sm,) = re.findall(r"^\.target sm_(\d+)$", ptx, re.MULTILINE)
     version = re.search(r"^\.version (\S+)$", ptx, re.MULTILINE)[1]
-    assert version in VERSIONS[1:]
-    assert assemble(ptx, int(sm), tmp_path) == ""
+    assert version in VERSIONS[1:] and assemble(ptx, int(sm), tmp_path) == ""
     lower = VERSIONS[VERSIONS.index(version) - 1]
     complaint = assemble(ptx.replace(f".version {version}", f".version {lower}"), int(sm), tmp_path)
     assert f"requires PTX ISA .version {version}" in complaint or f".version {lower} does not support .target" in complaint
