@@ -10,8 +10,7 @@ has eager fp16 attention and the exact volta_fa::fwd beside it.
 In kv, keys and values are normally distributed. `--outliers F` makes 2 of 128 channels of the keys F times larger, as in trained models
 (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). Queries resemble some of the keys, so a few tokens have most of the weight.
 The error is the root mean square difference from attention over unrounded numbers, relative to the output's root mean square.
-"rotated" multiplies keys and queries by an orthogonal Hadamard matrix first. Their products stay, and each channel spreads over all.
-"""
+"rotated" multiplies keys and queries by an orthogonal Hadamard matrix first. Their products stay, and each channel spreads over all."""
 
 from __future__ import annotations
 

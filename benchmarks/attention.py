@@ -2,8 +2,7 @@
 with their inputs and the fp64 reference.
 
 Every implementation computes the same attention of the same values. Each gets contiguous tensors in its own layout,
-prepared outside the timed region: volta_fa (batch, seqlen, nheads, headdim), PyTorch (batch, nheads, seqlen, headdim).
-"""
+prepared outside the timed region: volta_fa (batch, seqlen, nheads, headdim), PyTorch (batch, nheads, seqlen, headdim)."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def select(patterns: Sequence[str], listed: Sequence[Shape] = TABLE) -> list[Sha
     """Returns the shapes that the patterns name, each once; all listed shapes without patterns.
 
     A pattern with wildcards (`*`, `?`, `[`, as in file names) selects listed shapes by their text. Another is a shape, listed or not.
-    Raises CommandError for wildcards that match nothing, and for text that is no shape.
-    """
+    Raises CommandError for wildcards that match nothing, and for text that is no shape."""
     if not patterns:
         return list(listed)
     chosen: dict[Shape, None] = {}

@@ -5,8 +5,7 @@ Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA
 tools/volta-sim. Nothing here is measured. A mask has random blocks of 128 queries by 128 keys, the same number for each block of queries.
 Bits of partial blocks are random: half of the scores are hidden. TFLOP/s count 4*D (backward 10*D) operations for each query-key pair
 in a present block, hidden ones too. "Of plain" is the ratio to the same call without a mask, at 4096 tokens where the case has more.
-The case of documents has the mask of packed documents instead, the last of them short; its plain call has the same by cu_seqlens.
-"""
+The case of documents has the mask of packed documents instead, the last of them short; its plain call has the same by cu_seqlens."""
 
 from __future__ import annotations
 

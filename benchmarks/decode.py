@@ -18,8 +18,7 @@ the rate relative to the model's DRAM, or when measured to a copy kernel. Some c
 PyTorch's attention reads the same keys from one dense tensor, without pages or lengths.
 
 Each sweep changes one size. The base case has 16 sequences of 4096 tokens, one query each, eight query heads per KV head (the "group")
-and pages of 16 tokens. "Rows" are seqlen_q times the group. The tables also list published rates of other V100 kernels.
-"""
+and pages of 16 tokens. "Rows" are seqlen_q times the group. The tables also list published rates of other V100 kernels."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ Then, or without a DIR, writes the page's TFLOP/s of the simulated V100 as packa
 
 --layer simulates one attention layer on each GPU, as `make run` (`python -m volta_fa demo`) does at its end, and puts the table into
 README.md, with its commit and a mark: an HTML comment with a hash of each kernel's machine code, by which benchmarks.marks tells whether
-figures are current. Takes half a minute.
-"""
+figures are current. Takes half a minute."""
 
 from __future__ import annotations
 

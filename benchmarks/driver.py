@@ -12,8 +12,7 @@ and by the first model `kernels`, the microseconds of each kernel's last launch,
     excess_wavefront_fraction    shared-memory wavefronts of the main loop beyond a conflict-free layout's, relative to it
     pipes                        the share of time that parts of an SM are busy
     balance                      work of the average SM, relative to that of the busiest
-    waits                        what warps that do not issue wait for, of all warps' time
-"""
+    waits                        what warps that do not issue wait for, of all warps' time"""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ class Row:
 class Result:
     """A row with its kernel launches (`_launch`) by model. Methods take the index of a model.
 
-    `peak`: the rate of share 1: the simulated GPU's TFLOP/s, or GB/s of DRAM if the case counts bytes; measured, GB/s of `copy_rate`.
-    """
+    `peak`: the rate of share 1: the simulated GPU's TFLOP/s, or GB/s of DRAM if the case counts bytes; measured, GB/s of `copy_rate`."""
 
     row: Row
     launches: list[list[dict[str, Any]]]
@@ -223,8 +221,7 @@ def measure(call: Call) -> list[list[dict[str, Any]]] | None:
 class Kept:
     """Figures of earlier runs in --resume's file. A line is a JSON object of `key`, what the figures depend on, and `figures`.
 
-    writes: whether `put` will be called, which needs a file to write.
-    """
+    writes: whether `put` will be called, which needs a file to write."""
 
     def __init__(self, file: Path | None, writes: bool = True) -> None:
         self._file = file

@@ -11,8 +11,7 @@ fp32, so the figures show the error of the formats alone, not that of fp16 kerne
 queries by an orthonormal Hadamard matrix after the rotary embedding. Their products stay, and outliers of a key channel spread over all.
 
 Each line has the perplexity, and in brackets its change in percent with the standard error over the windows (+-). KL is the mean
-divergence of the predictions from those with attention in fp32, in thousandths of a nat per token.
-"""
+divergence of the predictions from those with attention in fp32, in thousandths of a nat per token."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     python -m benchmarks.marks --mark KERNEL... prints the mark of figures that were just taken of these kernels
 
 A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->`. The benchmarks' --markdown writes it, with all kernels that they
-launched. A hash is of a kernel's instructions, constants and number of registers.
-"""
+launched. A hash is of a kernel's instructions, constants and number of registers."""
 
 from __future__ import annotations
 

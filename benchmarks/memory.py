@@ -3,8 +3,7 @@
 For each sequence length N (batch 1, N queries and N keys, not causal), reports the most that PyTorch's allocator held beyond the inputs, in
 a forward pass without gradients and in a forward and backward pass. Outputs and gradients count, since a model holds them too. A GPU
 reports the allocator's peak statistics, a CPU the profiler's record. "growth" is the exponent of N between the two longest lengths that
-ran: 1 is O(N), 2 is O(N^2).
-"""
+ran: 1 is O(N), 2 is O(N^2)."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ rate, in decoding of its DRAM rate. Turing has no kernels for a cache of latents
 of training and prefill without window, softcap and sinks, with one headdim of at most 128. --resume keeps these speeds for later tables.
 Repeating K and V of grouped heads, which PyTorch's kernels need, is not timed.
 PyTorch's launches have fewer or more heads than the model, because the time of a block does not depend on its head.
-Backward launches have one block for each head (see `pytorch_fmha`).
-"""
+Backward launches have one block for each head (see `pytorch_fmha`)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python -m benchmarks.overhead [--json FILE]
 
 Needs a CUDA device. A call returns when its kernels are queued, so its host time leaves them out. The benchmark drains the GPU's queue
-before each round of calls, outside the timed region: a full queue would make the host wait for kernels.
-"""
+before each round of calls, outside the timed region: a full queue would make the host wait for kernels."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ Shapes are B,H,M,N,D or B,H,M,N,D,causal. Without any, the command lists those o
     waves          blocks of the grid / resident blocks (SMs x blocks per SM); below 1, the grid does not fill the device
 
 A backward pass may launch its main kernel several times (`main_launches` of `volta_fa::_plan`), and one with smaller blocks for the last
-keys (`tail`). The command prints the first launch.
-"""
+keys (`tail`). The command prints the first launch."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ PyTorch's backward kernels run with one split of the keys here: blocks of one he
 runs the blocks of one SM alone. Two heads for each SM fill the GPU as splits would. At headdim 128 the kernel of 64 x 64 tiles has one
 split in PyTorch too.
 On the V100, L2 misses are modeled as in `benchmarks.tables long_sequences`. An SM holds three blocks of 32 query rows, here of three heads.
-TITAN_RTX has the measured figures of the Titan RTX.
-"""
+TITAN_RTX has the measured figures of the Titan RTX."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class Kernel:
     def computes(self, direction: str, headdim: int, *lengths: int) -> bool:
         """Returns whether it computes calls of this headdim and `lengths` (query rows, keys); without lengths, calls of some.
 
-        "seqaligned" kernels have no bounds checks and take lengths of whole tiles. The fifth part of a name has the tile, as 128x64.
-        """
+        "seqaligned" kernels have no bounds checks and take lengths of whole tiles. The fifth part of a name has the tile, as 128x64."""
         tiles = map(int, re.findall(r"\d+", self.name.split("_")[4]))
         aligned = "seqaligned" not in self.name or all(n % tile == 0 for n, tile in zip(lengths, tiles))
         return self.direction == direction and self.headdim >= headdim and aligned
@@ -153,8 +151,7 @@ def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headd
     """Returns the launch as volta-sim's JSON (tools/volta-sim/README.md).
 
     With `has_files`, inputs and results are files named after them, as q.bin; else inputs are random. headdim 0 is the kernel's.
-    With `causal`, `flops` counts half of the pairs, so rows and keys must be as many.
-    """
+    With `causal`, `flops` counts half of the pairs, so rows and keys must be as many."""
     d, forward = headdim or kernel.headdim, kernel.direction == volta.FORWARD
     params, pointers = (forward_params if forward else backward_params)(kernel.sm, d, heads, rows, keys, causal)
     results = ("out",) if forward else ("dq", "dk", "dv")
@@ -187,8 +184,7 @@ def cubins(library: Path, sm: int) -> Iterator[bytes]:
     """Yields the cubins of an architecture in a shared library's fat binaries.
 
     A fat binary has a header (magic 0xBA55ED50, version, bytes of the header and of the entries) and entries. An entry's header has its
-    kind at byte 0, its size at 4, the size of its padded content at 8, compressed at 16, sm at 28, flags at 40, size uncompressed at 56.
-    """
+    kind at byte 0, its size at 4, the size of its padded content at 8, compressed at 16, sm at 28, flags at 40, size uncompressed at 56."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = data.find(b"\x50\xed\x55\xba")
         while at >= 0:

@@ -190,8 +190,7 @@ def deliver(
 ) -> None:
     """Shows results, and writes them where the options of `parser` say: `data` to --json, what `draw` draws, a PNG, to --plot.
 
-    kernels: names of the simulated kernels, for the mark in --markdown's file (benchmarks/marks.py); empty if unknown.
-    """
+    kernels: names of the simulated kernels, for the mark in --markdown's file (benchmarks/marks.py); empty if unknown."""
     show(header, grids)
     if options.json:
         _write(options.json, json.dumps(data, indent=1) + "\n")

@@ -63,8 +63,7 @@ class Setup:
         """Returns the time of a GPU's kernels in one step.
 
         With zigzag's two chunks, the causal mask hides half of the rows x rows pairs in every step. A pair takes 4 * headdim operations
-        forward and 10 backward. The GPUs of a place divide the query heads.
-        """
+        forward and 10 backward. The GPUs of a place divide the query heads."""
         operations = (10 if backward else 4) * self.rows**2 / 2 * self.headdim * self.nheads / self.shared
         return operations / ((self.backward if backward else self.forward) * 1e12)
 
@@ -72,8 +71,7 @@ class Setup:
         """Returns the bytes of fp16 keys and values that each GPU of a place receives for a step.
 
         Under the causal mask a place needs only the first chunk of an earlier place (`first_half`), but both chunks of a later one.
-        With fewer KV heads than GPUs in a node, GPUs share KV heads, so each receives one.
-        """
+        With fewer KV heads than GPUs in a node, GPUs share KV heads, so each receives one."""
         heads = max(self.nheads_k / self.shared, 1)
         return (0.5 if first_half else 1.0) * self.rows * heads * self.headdim * 2 * 2  # K and V, 2 bytes
 
@@ -137,8 +135,7 @@ def hides_from(setup: Setup, rate: float, backward: bool = False) -> float:
 
     With `rows` tokens per place, a step takes 2 * rows^2 * headdim * nheads operations (backward: 5), half of `Setup.seconds`'s 4 (10)
     per pair. A link moves 4 * rows * headdim * nheads_k bytes in each direction: K and V in fp16 (backward: 8, with their gradients).
-    The result equates both times. With Ulysses, the GPUs of a place divide both by the same number, unless they share KV heads.
-    """
+    The result equates both times. With Ulysses, the GPUs of a place divide both by the same number, unless they share KV heads."""
     if backward:
         return 8 * setup.nheads_k * setup.backward * 1e12 / (5 * setup.nheads * rate * 1e9)
     return 4 * setup.nheads_k * setup.forward * 1e12 / (2 * setup.nheads * rate * 1e9)

@@ -10,8 +10,7 @@ speed    median time of forward (recording gradients), backward, and their sum; 
 Compared are eager attention (softmax(QK^T)V in the dtype of the inputs, and on a GPU also computed in fp32), and the efficient and flash
 backends of scaled_dot_product_attention where they exist. All get the same random values, each contiguous in its own layout: volta_fa
 (batch, seqlen, nheads, headdim), PyTorch (batch, nheads, seqlen, headdim). Masks that eager needs are made before the timed calls. The
-dtype is fp16 on a GPU and fp32 on a CPU. Nothing clears L2 between repetitions.
-"""
+dtype is fp16 on a GPU and fp32 on a CPU. Nothing clears L2 between repetitions."""
 
 from __future__ import annotations
 

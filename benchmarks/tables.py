@@ -11,8 +11,7 @@
     python -m benchmarks.tables features         options as a share of the plain pass, measured on this machine's GPU
 
 Each has --help. Only the last is measured; tools/volta-sim simulates a GPU for the others, with its default model (`r.tflops()` of a
-result r) and with a perfect instruction cache (`r.tflops(1)`). TABLES lists them.
-"""
+result r) and with a perfect instruction cache (`r.tflops(1)`). TABLES lists them."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ kernels by name, and its choice with one rounding error: every output and gradie
 PyTorch's are all correct, and training amplifies any rounding. So the largest distance of their losses from "torch" is the band of correct
 runs.
 The loss of volta_fa must stay within twice the band (BAND_FACTOR). Its gradients, at the first and at volta_fa's last weights, may be at
-most three times as far from a float64 model's as PyTorch's (GRADIENT_FACTOR). Exits 1 if one of these fails.
-"""
+most three times as far from a float64 model's as PyTorch's (GRADIENT_FACTOR). Exits 1 if one of these fails."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def exact_gradients(run: Run, batch: Sequence[torch.Tensor]) -> torch.Tensor:
 def compare_gradients(runs: Sequence[Run], batch: Sequence[torch.Tensor]) -> dict[str, float]:
     """Returns by run the relative distance of its gradients from float64's, all at the first run's weights.
 
-    Run.gradients() loads these weights and returns a vector as `exact_gradients` does. Afterwards each run has its own weights again.
-    """
+    Run.gradients() loads these weights and returns a vector as `exact_gradients` does. Afterwards each run has its own weights again."""
     weights = {k: v.clone() for k, v in runs[0].model.state_dict().items()}
     exact = exact_gradients(runs[0], batch)
     own = [{k: v.clone() for k, v in run.model.state_dict().items()} for run in runs]

@@ -7,8 +7,7 @@
 benchmarks/validation.csv has a row for each published figure, with the columns of Row: what was measured, what volta-sim gave, the band of
 the ratio, and the source. Other projects' kernels are not in this repository, so their rows keep the simulated figure. A row without one
 was not simulated. The command fails if a ratio of times differs from 1 by more than its band: 5% for cycles, 10% for times and rates. A row
-with another band, or without a simulated figure, has a reason.
-"""
+with another band, or without a simulated figure, has a reason."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ causal, over all kernels of the pass: backward's include row statistics, and zer
 The last rows of each pass have one feature each. A bias is (1, nheads, seqlen_q, seqlen_k) in fp16. "dbias" adds its gradient, on a V100
 alone: there the kernels store it themselves. "deterministic" is a backward pass whose sums have a fixed order. One more table has each
 feature as a share of "plain", the same shape without it. For a Turing chip, a first table has the tensor pipe's shares at N=4096.
-Tensors are (batch, seqlen, nheads, headdim); one case of each pass and headdim 64 and 128 is a view of (batch, nheads, seqlen, headdim).
-"""
+Tensors are (batch, seqlen, nheads, headdim); one case of each pass and headdim 64 and 128 is a view of (batch, nheads, seqlen, headdim)."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ class Case(driver.Case):
 def forward_results(dout: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
     """Returns stand-ins for the forward's out and softmax_lse, whose simulation would take hours. No time depends on their values.
 
-    The scores of normal q and k have variance 1, so the log of the sum of N exponentials is about log(N) + 1/2.
-    """
+    The scores of normal q and k have variance 1, so the log of the sum of N exponentials is about log(N) + 1/2."""
     batch, seqlen_q, nheads, _ = dout.shape
     lse = aligned((batch, nheads, seqlen_q), torch.float32, dout.device).fill_(math.log(seqlen_k) + 0.5)
     return aligned(dout.shape, dout.dtype, dout.device).zero_(), lse
@@ -276,8 +274,7 @@ def _feature_grid(results: Sequence[Result], gpu: str) -> Grid:
         without = found.get(Case(direction, shape))
         shares = [ratio(found.get(Case(direction, shape, feature=f)), without) for f in features]
         if any(shares):
-            name = str(Case(direction, shape))
-            grid.rows.append([name, *("-" if share is None else f"{share:.2f}" for share in shares)])
+            grid.rows.append([str(Case(direction, shape)), *("-" if share is None else f"{share:.2f}" for share in shares)])
     return grid
 
 

@@ -215,8 +215,7 @@ class Backend:
             options["generator"] = torch.Generator(self.device).manual_seed(self.seed)
             return torch.ops.volta_fa.fwd(q, k, v, **options)
 
-        runs = [run() for _ in self._runs(q, v)]
-        return agreed(runs, "out", "softmax_lse", "rng_state")
+        return agreed([run() for _ in self._runs(q, v)], "out", "softmax_lse", "rng_state")
 
     def backward(self, dout, q, k, v, out, softmax_lse, **options) -> list[tuple[Tensor, ...]]:
         """Returns the gradients of each run, as `reference.gradient_names` lists them.

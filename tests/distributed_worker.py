@@ -78,8 +78,7 @@ def equals_one_process(world, attend, groups, layouts=("zigzag",)):
         expected = whole_of(*tensors, **options)
         for group in groups:
             for layout in layouts:
-                found = sharded(attend, group, *tensors, layout=layout, **options)
-                compare(found, expected, f"{name}, {layout}, {group}:")
+                compare(sharded(attend, group, *tensors, layout=layout, **options), expected, f"{name}, {layout}, {group}:")
 
 
 @case(1, 2, 3, 4)

@@ -90,11 +90,15 @@ def run_pieces(*code: str, path: Path | str = "") -> subprocess.CompletedProcess
     return run_forked(["-c", "".join(map(textwrap.dedent, code))], environ, cwd="/")
 
 
+def output_of(ran: subprocess.CompletedProcess[str]) -> str:
+    """Returns what a program has printed. Fails if the program failed."""
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
 def succeeds(*code: str, path: Path | str = "") -> str:
     """Returns what the program of `run_pieces` prints. Fails if the program fails."""
-    ran = run_pieces(*code, path=path)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
+    return output_of(run_pieces(*code, path=path))
 
 
 def run_program(*arguments: object, path: Iterable[Path | str] = (), **variables: str) -> subprocess.CompletedProcess[str]:

@@ -68,8 +68,7 @@ def test_compiled_autograd(backend):
             t.grad = None
         with torch._dynamo.config.patch(compiled_autograd=True):
             torch.compile(loss.backward, backend="eager")()
-        for t, gradient in zip(inputs, expected, strict=True):
-            assert torch.equal(t.grad, gradient)
+        assert all(torch.equal(t.grad, gradient) for t, gradient in zip(inputs, expected, strict=True))
     assert counters["compiled_autograd"]["captures"] > 0
 
 
@@ -87,8 +86,7 @@ def test_second_derivative_is_refused(backend):
     """The second derivative of every gradient raises an error."""
     inputs = leaves([*Case(5, 6, 8).inputs(backend)[:3], backend.randn(1, 2, 5, 6), backend.randn(2)])
     out = fwd(*inputs[:3], attn_bias=inputs[3], sinks=inputs[4])
-    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
-    for g in grads:
+    for g in torch.autograd.grad(out.square().sum(), inputs, create_graph=True):
         with pytest.raises(RuntimeError, match="volta_fa::bwd.*not implemented|not implemented.*volta_fa::bwd"):
             torch.autograd.grad(g.sum(), inputs, retain_graph=True)
 
@@ -106,8 +104,7 @@ def test_misaligned_tensors(backend):
     found = torch.ops.volta_fa.fwd(*map(misaligned, (q, k, v)))
     assert torch.equal(found[0], out) and torch.equal(found[1], lse)
     expected = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse)
-    for a, b in zip(torch.ops.volta_fa.bwd(*map(misaligned, (dout, q, k, v, out)), lse)[:3], expected):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(torch.ops.volta_fa.bwd(*map(misaligned, (dout, q, k, v, out)), lse), expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -148,8 +145,7 @@ def test_autocast_of_bias_sinks_and_masks(backend):
         lowered = [t.to(other).to(torch.float32 if other == torch.float32 else torch.float16) for t in (bias, sinks)]
         expected, expected_inputs = train(half, *lowered)
         assert torch.equal(found, expected)
-        for a, b in zip(inputs, expected_inputs):
-            assert torch.equal(a.grad, b.grad.to(a.dtype))
+        assert all(torch.equal(a.grad, b.grad.to(a.dtype)) for a, b in zip(inputs, expected_inputs))
     visible = bias > 0
     with torch.autocast(backend.device, torch.float16):
         assert torch.equal(fwd(q, k, v, attn_bias=visible), fwd(*half, attn_bias=visible))
@@ -169,10 +165,7 @@ def scripted_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 def test_torchscript(backend, how, tmp_path):
     """A saved and loaded program has the gradients of the function."""
     q, k, v, dout = Case(12, 12, 16, nheads=4, nheads_k=2).inputs(backend)
-    if how == "script":
-        program = torch.jit.script(scripted_attention)
-    else:
-        program = torch.jit.trace(scripted_attention, (q, k, v))
+    program = torch.jit.script(scripted_attention) if how == "script" else torch.jit.trace(scripted_attention, (q, k, v))
     program.save(str(tmp_path / "program.pt"))
     program = torch.jit.load(str(tmp_path / "program.pt"))
     expected = leaves((q, k, v))
@@ -200,8 +193,7 @@ def test_calls_from_many_threads(backend):
     if backend.name == "cuda":
         torch.cuda.synchronize()
     for f, tensors in zip(found, problems):
-        for a, b in zip(f, both(tensors)):
-            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3 if backend.name == "cuda" else 1e-5)
+        torch.testing.assert_close(f, both(tensors), rtol=2e-3, atol=2e-3 if backend.name == "cuda" else 1e-5)
 
 
 # ---- torch.library.opcheck: schema, autograd registration, fake tensors, AOT dispatch ------------------------------------

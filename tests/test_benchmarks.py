@@ -21,7 +21,7 @@ import torch
 import reference
 from conftest import INFO, LIBRARY, REPOSITORY, need
 from flash_attention import refused  # checks that a call raises this error, with a message of one line
-from processes import run_forked
+from processes import output_of, run_forked
 
 PNG = b"\x89PNG\r\n\x1a\n"
 pytest.importorskip("matplotlib")
@@ -40,9 +40,8 @@ from volta_fa.errors import CommandError
 def run(module: str, *arguments: object) -> None:
     """Runs `python -m benchmarks.MODULE` in a process, as a user does."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VOLTA_FA_SIM")}
-    done = run_forked(["-m", *f"benchmarks.{module}".split(), *arguments], environment, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"benchmarks.{module}" in done.stdout and torch.__version__ in done.stdout
+    printed = output_of(run_forked(["-m", *f"benchmarks.{module}".split(), *arguments], environment, cwd=REPOSITORY))
+    assert f"benchmarks.{module}" in printed and torch.__version__ in printed
 
 
 def main(module: str, *arguments: object) -> int:
@@ -136,7 +135,8 @@ def test_models_resumes(tmp_path):
 
 
 def test_kept_figures_depend_on_all_of_their_key(tmp_path):
-    """`--resume FILE` reuses figures of a row (`driver.Kept`) only if its GPU and its kernels' launches are the same."""
+    """`--resume FILE` reuses figures of a row (`driver.Kept`) only if its GPU and its kernels' launches are the same. Other files are an
+    error at the start."""
     file = tmp_path / "kept.jsonl"
     driver.Kept(file).put({"gpu": "t4", "launches": ["a"]}, [1.0])
     assert driver.Kept(file).get({"gpu": "t4", "launches": ["a"]}) == [1.0]
@@ -144,8 +144,6 @@ def test_kept_figures_depend_on_all_of_their_key(tmp_path):
     file.write_text(json.dumps({"gpu": "t4", "name": "a row of an earlier version", "figures": [1.0]}) + "\n")
     refused(CommandError, "--resume: got .*kept.jsonl, which another version wrote", driver.Kept, file)
 
-
-def test_figures_that_cannot_be_kept_are_an_error_at_the_start(tmp_path):
     for file in (tmp_path, tmp_path / "no folder" / "kept.jsonl"):
         refused(CommandError, f"--resume: got {file}, expected a file to read and write", driver.Kept, file)
 
@@ -155,8 +153,7 @@ def test_long_sequences(tmp_path):
     need("sim")
     # K and V of a head of 128 take 512 bytes a token: L2 holds 12,288 tokens of them, or 24,576 at headdim 64
     assert [long_sequences.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
-    assert long_sequences.miss_share(32768, 64) == 0.25
-    assert long_sequences.machine(0) == ""
+    assert long_sequences.miss_share(32768, 64) == 0.25 and long_sequences.machine(0) == ""
     # bytes per cycle and SM: the L2 rate of 17.6, which a quarter of misses still allows; with misses alone the DRAM rate of 6.4
     assert long_sequences.machine(0.25).endswith("=17.600") and long_sequences.machine(1).endswith("=6.400")
     target = tmp_path / "long.json"
@@ -224,8 +221,7 @@ def test_plan(capsys):
         for kernel in shape["kernels"]:
             assert kernel["name"] in names and kernel["headdim"] >= shape["headdim"]
             assert kernel["grid"][2] == shape["batch"]
-    assert main("plan", "--device", "t4") == 0
-    assert "sm_75, 40 SMs" in capsys.readouterr().out
+    assert main("plan", "--device", "t4") == 0 and "sm_75, 40 SMs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

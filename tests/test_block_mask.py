@@ -330,8 +330,7 @@ def test_compiled(backend, dynamic):
             leaves = [t.clone().requires_grad_() for t in (q, k, v)]
             value = f(*leaves, options)
             results.append([value, *torch.autograd.grad(value, leaves)])
-        for eager, found in zip(*results):
-            torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @on("cpu-fp32")

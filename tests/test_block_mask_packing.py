@@ -48,8 +48,7 @@ def dense(mask_mod, seqlen_q, seqlen_k, batch=2, heads=3):
 @pytest.mark.parametrize("name", MASKS)
 def test_from_mask_mod(name, lengths):
     mask = BlockMask.from_mask_mod(MASKS[name], 2, 3, *lengths, device="cpu")
-    assert torch.equal(mask.dense(), dense(MASKS[name], *lengths))
-    assert mask.shape == (2, 3, *lengths)
+    assert torch.equal(mask.dense(), dense(MASKS[name], *lengths)) and mask.shape == (2, 3, *lengths)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -194,8 +193,7 @@ def test_mask_functions_of_any_kind(monkeypatch, name):
     mapped = []  # functions that vmap runs
     monkeypatch.setattr(packing, "CHUNK", 50)  # cells at a time, of 90
     monkeypatch.setattr(elements, "_mapped", lambda function, made=elements._mapped: mapped.append(function) or made(function))
-    mask = BlockMask.from_mask_mod(mask_mod, 2, 3, 190, 300, device="cpu")
-    assert torch.equal(mask.dense(), dense(mask_mod, 190, 300))
+    assert torch.equal(BlockMask.from_mask_mod(mask_mod, 2, 3, 190, 300, device="cpu").dense(), dense(mask_mod, 190, 300))
     assert bool(mapped) != is_recorded
 
 
@@ -354,6 +352,5 @@ def test_memory_and_sparsity():
     random.seed(0)
     mask = BlockMask.from_mask_mod(MASKS["causal"], None, None, 1024, 1024, device="cpu")
     # 16 bit tiles of 1 KiB in each direction; 8 lists of a header of 4 numbers and up to 16 blocks. 72 of 8 * 16 blocks are there
-    assert mask.nbytes == 2 * (16 * 1024 + 8 * 4 * (4 + 16))
-    assert mask.sparsity() == 100 * (1 - 72 / 128)
+    assert mask.nbytes == 2 * (16 * 1024 + 8 * 4 * (4 + 16)) and mask.sparsity() == 100 * (1 - 72 / 128)
     assert mask.to("cpu").options().keys() == {"block_lists", "block_bits", "block_lists_t", "block_bits_t"}

@@ -466,8 +466,7 @@ def test_blame_is_shared():
         correctness.share_blame(found)
         return [v.kernel for v in found if not v.passed]
 
-    assert shared("dq: wrong", "", "") == ["a"]
-    assert shared("dq: wrong", "dk: wrong", "") == ["a", "b"]
+    assert shared("dq: wrong", "", "") == ["a"] and shared("dq: wrong", "dk: wrong", "") == ["a", "b"]
     # nothing that ran with it is right
     assert shared("dq: wrong", "dq: wrong", "dq: wrong") == ["finish"]
     assert shared("dq: wrong", "dk: wrong", "dq: wrong") == ["b", "finish"]
@@ -479,8 +478,7 @@ def test_results_survive_json():
     """A result travels between processes as JSON, without loss, also of infinite errors."""
     worst = Worst(math.inf, "out", "rms", error=math.inf, allowed=0.1, problem="p", seed=3)
     result = KernelResult("a", "family", "Forward", problems=2, runs_with=["b"], failures=["c"], inconclusive=["d"], worst=worst)
-    data = json.loads(json.dumps(result.data(), allow_nan=False))
-    assert KernelResult.from_data(data) == result
+    assert KernelResult.from_data(json.loads(json.dumps(result.data(), allow_nan=False))) == result
 
 
 # ---- the machine -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 import reference
 import volta_fa
 from conftest import REPOSITORY, agreed, assert_same_bits, need, on, on_cases, run_process, run_python, within
-from processes import run_program
+from processes import output_of, run_program
 
 PACKAGE = REPOSITORY / "integrations" / "comfyui"
 #: The package's name as a module, which ComfyUI derives from its path.
@@ -244,8 +244,7 @@ def test_fast_precision(backend, attention, counts, mask):
 def test_counts_in_words(attention):
     assert attention.describe(Counter(ran=10, fast=8)) == "10 ran on volta_fa (8 by fwd_fast), 0 fell back"
     assert attention.describe(Counter()) == "0 ran on volta_fa, 0 fell back"
-    found = attention.describe(Counter(ran=10, float32=2, mask=1))
-    assert found == "10 ran on volta_fa, 3 fell back (float32: 2, mask: 1)"
+    assert attention.describe(Counter(ran=10, float32=2, mask=1)) == "10 ran on volta_fa, 3 fell back (float32: 2, mask: 1)"
 
 
 def test_compiled_models_do_not_recompile_for_each_count(attention, counts):
@@ -335,5 +334,4 @@ def test_the_registry_reads_its_version():
 def test_comfyuis_own_models(dtype):
     command = ["tools/programs/run_comfyui.py", Path(os.environ["VOLTA_FA_TEST_COMFYUI"]).absolute(), "--dtype", dtype]
     command += ["--models", "flux,flux-mask,qwen,vae,dtypes", "--starts", "pytorch,flash"]
-    result = run_program(*command, path=[Path(volta_fa.__file__).parents[1]])
-    assert result.returncode == 0, result.stdout + result.stderr
+    output_of(run_program(*command, path=[Path(volta_fa.__file__).parents[1]]))

@@ -51,8 +51,7 @@ def ratio(name: str, training: bool, clock) -> float:
     """Returns our time over SDPA's: the median of rounds, because other work on the machine disturbs both times of a round. In a round each
     goes first once. The first gets memory that the allocator must fetch from the system again."""
     (batch, nheads, nheads_k, seqlen, headdim), ours, sdpa, _ = CASES[name]
-    sizes = [nheads, nheads_k, nheads_k]
-    inputs = [torch.randn(batch, seqlen, h, headdim, requires_grad=training) for h in sizes]
+    inputs = [torch.randn(batch, seqlen, h, headdim, requires_grad=training) for h in [nheads, nheads_k, nheads_k]]
     dout, sdpa = torch.randn(batch, seqlen, nheads, headdim), sdpa()
 
     def by_us():

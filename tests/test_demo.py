@@ -89,8 +89,7 @@ def test_passes_right_attention(attention, tmp_path):
 )
 def test_catches_wrong_attention(attention, tmp_path, capsys):
     comparison = run_demo(SMALL, CPU, tmp_path, attention=attention)
-    assert not comparison.agree
-    assert not comparison.gradients_agree
+    assert not comparison.agree and not comparison.gradients_agree
     assert "disagree" in capsys.readouterr().out
 
 
@@ -128,8 +127,7 @@ def test_the_first_make_run_compiles_the_demos_kernels(monkeypatch):
     monkeypatch.setattr(simulated, "simulate", functools.partial(simulated.simulate, mode="launches"))
     for gpu in simulated.GPUS:
         kernels = [report["kernel"] for reports in simulated._time(gpu) for report in reports]
-        assert len(kernels) >= 4
-        assert all(any(part in kernel for part in compiled) for kernel in kernels)
+        assert len(kernels) >= 4 and all(any(part in kernel for part in compiled) for kernel in kernels)
 
 
 def test_pytorchs_speed_is_that_of_the_figures():

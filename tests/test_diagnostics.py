@@ -145,8 +145,7 @@ def test_the_drivers_cuda_is_asked_of_libcuda(tmp_path, monkeypatch):
     """cuDriverGetVersion gives 1000 * major + 10 * minor, here from a fake library."""
     source = "int cuDriverGetVersion(int* version) { *version = 12060; return 0; }"
     library = tmp_path / "libcuda.so.1"
-    command = ["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-"]
-    subprocess.run(command, input=source, text=True, check=True)
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-"], input=source, text=True, check=True)
     found = diagnostics.ctypes.CDLL(library)
     monkeypatch.setattr(diagnostics.ctypes, "CDLL", lambda name: found)
     assert diagnostics.driver_cuda() == (12, 6)

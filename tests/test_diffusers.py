@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import need
-from processes import run_program
+from processes import output_of, run_program
 
 FOLDER = Path(os.environ.get("VOLTA_FA_TEST_DIFFUSERS", Path(sys.prefix) / "diffusers"))
 
@@ -28,9 +28,8 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def rows_of(*arguments: str, **variables: str) -> dict[tuple[str, str], list[str]]:
     """Returns the cells of the script's rows by model and way. The script exits with 1 if a result's error is too large."""
-    result = run("tools/programs/run_diffusers.py", *arguments, **variables)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return {(line[:26].strip(), line[26:53].strip()): line[53:].split() for line in result.stdout.splitlines()}
+    lines = output_of(run("tools/programs/run_diffusers.py", *arguments, **variables)).splitlines()
+    return {(line[:26].strip(), line[26:53].strip()): line[53:].split() for line in lines}
 
 
 #: (model, way): "flash" is diffusers' backend of that name, on volta_fa's flash-attn.
@@ -74,8 +73,7 @@ with xformers(module, model, "cpu") as stats:
     assert stats() == {"ran": 3, "fell_back": {}}
 assert torch.equal(forward(module, inputs), before)
 """
-    result = run("-c", program)
-    assert result.returncode == 0, result.stderr
+    output_of(run("-c", program))
 
 
 @pytest.mark.slow
@@ -103,6 +101,5 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.slow
 def test_xformers():
-    result = run("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "tests/test_xformers.py")
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
+    command = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "tests/test_xformers.py")
+    assert " passed" in output_of(run(*command))

@@ -173,8 +173,7 @@ def steps(size, mask, seqlen, layout="zigzag"):
 def test_one_launch_a_step(right):
     """Without a window, one call computes the two chunks of queries with those of another rank. Under a causal mask each step after the
     first has 128 pairs on every rank, half of the 16 x 16 pairs of two shards."""
-    mask = Mask(((0, 64),), ((0, 64),), None, right)
-    for rank in steps(4, mask, 64):
+    for rank in steps(4, Mask(((0, 64),), ((0, 64),), None, right), 64):
         assert [len(step.launches) for step in rank] == [1, 1, 1, 1]
         if right == 0:
             areas = [launch.calls[0].rows * launch.calls[0].keys for step in rank[1:] for launch in step.launches]
@@ -183,11 +182,9 @@ def test_one_launch_a_step(right):
 
 def test_hidden_keys_do_not_travel():
     """`count`, the keys that a rank gets at each step, leaves out keys that a window or causality hides."""
-    window = Mask(((0, 64),), ((0, 64),), 7, 0)
-    counts = [[step.count for step in rank] for rank in steps(8, window, 64, "contiguous")]
+    counts = [[step.count for step in rank] for rank in steps(8, Mask(((0, 64),), ((0, 64),), 7, 0), 64, "contiguous")]
     assert counts == [[8, 7 * (r > 0), *[0] * 6] for r in range(8)]
-    causal = Mask(((0, 64),), ((0, 64),), None, 0)
-    counts = [[step.count for step in rank] for rank in steps(4, causal, 64, "contiguous")]
+    counts = [[step.count for step in rank] for rank in steps(4, Mask(((0, 64),), ((0, 64),), None, 0), 64, "contiguous")]
     assert counts == [[16 * (t <= r) for t in range(4)] for r in range(4)]
 
 
@@ -215,8 +212,7 @@ def test_a_plan_is_made_once():
 def test_a_node_by_itself_sends_nothing():
     """A ring of one place (one GPU, or with `mesh` a node of eight GPUs) sends no messages, so its time is the kernels'."""
     for setup in (Setup(4096, 1), Setup(4096, 8, mesh=True)):
-        assert setup.places == 1
-        assert simulate(setup) == pytest.approx(setup.seconds(backward=False))
+        assert setup.places == 1 and simulate(setup) == pytest.approx(setup.seconds(backward=False))
 
 
 def test_with_slow_links_only_messages_count():

@@ -11,16 +11,14 @@ import torch
 
 import volta_fa
 from conftest import REPOSITORY
-from processes import environment, run_forked, sources
+from processes import environment, output_of, run_forked, sources
 
 EXAMPLES = REPOSITORY / "examples"
 
 
 def run(name: str, *arguments: object, launcher: Sequence[str] = (), **variables: str) -> str:
     """Returns what the example prints. `launcher`: words of Python's command line before the example, for torchrun."""
-    result = run_forked([*launcher, EXAMPLES / name, *arguments], environment(*sources(), **variables), timeout=600)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return output_of(run_forked([*launcher, EXAMPLES / name, *arguments], environment(*sources(), **variables), timeout=600))
 
 
 def test_sdpa():

@@ -171,8 +171,7 @@ def test_problem(backend, case):
 @on(*ALL)
 def test_rows_without_a_key(backend, hidden_by, sinks):
     """out and dq are exactly 0; softmax_lse is +inf, or the sink."""
-    case = Case(70, 40, 64, nheads=2, sinks=sinks, is_causal=hidden_by == "mask")
-    tensors, options = case.problem(backend)
+    tensors, options = Case(70, 40, 64, nheads=2, sinks=sinks, is_causal=hidden_by == "mask").problem(backend)
     rows, entries = slice(0, 30), slice(None)
     visible = torch.arange(70, device=backend.device)[:, None] >= 30
     if hidden_by == "bool":
@@ -220,8 +219,7 @@ def test_finite_numbers_that_hide(backend, visible, number):
 @on("cpu-fp32", *KERNELS)
 def test_large_numbers_in_a_bias(backend, number):
     """Large negative biases leave part of the scores visible. A large positive one gives all attention to its key, +inf gives NaN."""
-    case = Case(90, 100, 64, nheads=2, nheads_k=1, bias="hqk:fp32")
-    (q, k, v, dout), options = case.problem(backend)
+    (q, k, v, dout), options = Case(90, 100, 64, nheads=2, nheads_k=1, bias="hqk:fp32").problem(backend)
     if number < 0:
         options["attn_bias"][:, :, :, :70] = number
         options["attn_bias"][:, :, 20:30] = number
@@ -247,8 +245,7 @@ def test_an_infinite_score_of_a_hidden_key(backend, scale, number, headdim):
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, **options)[0]
     assert (dk / (scale * number)).abs().max() < 4 * 100 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(dv[:, 0], dout.sum(1))
-    for zero in (dq, dk[:, 1], dv[:, 1]):
-        assert torch.equal(zero, torch.zeros_like(zero))
+    assert all((zero == 0).all() for zero in (dq, dk[:, 1], dv[:, 1]))
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"softcap": 3.0}], ids=str)
@@ -292,8 +289,7 @@ def test_no_key_at_all(backend):
 @on("cpu-fp32", *KERNELS)
 def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
     """Neighbors of a sequence, NaN in all their rows, change no bit of its results."""
-    case = changed(PACKED, is_causal=True)
-    (q, k, v, dout), options = case.problem(backend)
+    (q, k, v, dout), options = changed(PACKED, is_causal=True).problem(backend)
     out, lse = backend.forward(q, k, v, **options)
     options["deterministic"] = True
     [gradients, *_] = backend.backward(dout, q, k, v, out, lse, **options)
@@ -317,8 +313,7 @@ def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
 @on("cpu-fp32", *KERNELS)
 def test_strides_of_packed_tensors(backend, layout):
     """A strided view gives bitwise the results of its contiguous copy."""
-    case = Case(headdim=64, nheads=2, lengths=((20, 20), (33, 33)), is_causal=True)
-    (q, k, v, dout), options = case.problem(backend)
+    (q, k, v, dout), options = Case(headdim=64, nheads=2, lengths=((20, 20), (33, 33)), is_causal=True).problem(backend)
     expected = backend.forward(q, k, v, **options)
     gradients = backend.backward(dout, q, k, v, *expected, deterministic=True, **options)[0]
     if layout == "heads_first":
@@ -411,8 +406,7 @@ def test_unused_keys_may_hold_anything(backend, case, junk):
     assert expected[0].any() and all(t.any() for t in expected[2:])
     for t in (k, v):
         t.view(-1, *t.shape[-2:])[unused] = junk
-    for a, b in zip(expected, results(backend, q, k, v, dout, **options), strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(results(backend, q, k, v, dout, **options), expected, rtol=0, atol=0)
 
 
 #: By name: a case, and a view of one batch entry, or of one KV head with its query heads.
@@ -439,8 +433,7 @@ def test_parts_of_different_size(backend, part, exponents):
     part(dv).mul_(of_dout)
     for t in (dq, dk):
         part(t).mul_(of_v).mul_(of_dout)
-    for a, b in zip((out, lse, dq, dk, dv), results(backend, q, k, v, dout, **options), strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(results(backend, q, k, v, dout, **options), [out, lse, dq, dk, dv], rtol=0, atol=0)
 
 
 #: A problem, and the largest ratios of a result's rms error to bf16's rounding error of the exact result, and to eager attention's error.
@@ -529,8 +522,7 @@ KNOWN = [
 @pytest.mark.parametrize("counter,key,result", KNOWN)
 def test_the_reference_is_philox(counter, key, result):
     c, k, r = ([int(word, 16) for word in words.split()] for words in (counter, key, result))
-    found = reference.philox(k[0] | k[1] << 32, c[3], *(torch.tensor(x) for x in c[:3]))
-    assert found.tolist() == r
+    assert reference.philox(k[0] | k[1] << 32, c[3], *(torch.tensor(x) for x in c[:3])).tolist() == r
 
 
 @pytest.mark.parametrize("seed,offset", [(0, 0), (1, 2), (2**63 - 1, 2**63 - 1), (0xDEADBEEF12345678 - 2**64, 2**40 + 3)])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import INFO, LIBRARY, REPOSITORY
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 
 if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the marks are of the package's kernels", allow_module_level=True)
@@ -103,8 +104,7 @@ def test_the_layers_output_replaces_that_of_the_page():
     filled = docs.fill_layer(page, "simulating a T4 ...\n┏━━┓  \n┃ 1\nAll results are right.", "01234567 with changes", mark)
     assert f"(commit 01234567):\n\n```text\n┏━━┓\n┃ 1\n```\n\n{mark}\n" in filled
     assert [found.kernels for found in marks.read(filled)] == [{}] and len(filled.splitlines()) < len(page.splitlines())
-    with pytest.raises(CommandError, match="expected 1"):
-        docs.fill_layer(page.replace("(commit ", "("), "┏All results are right", "01234567", mark)
+    refused(CommandError, "expected 1", docs.fill_layer, page.replace("(commit ", "("), "┏All results are right", "01234567", mark)
 
 
 def test_results_have_the_mark_of_what_ran(tmp_path):
@@ -154,13 +154,11 @@ def test_rejects_a_band_of_its_own_without_a_reason(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     fields = dict(zip(header.split(","), row.split(","), strict=True)) | {"band": "0.5", "reason": ""}
     rows.write_text(f"{header}\n{','.join(fields.values())}\n")
-    with pytest.raises(CommandError, match="no reason for 'dependent mma.m8n8k4'"):
-        validation.rows(rows)
+    refused(CommandError, "no reason for 'dependent mma.m8n8k4'", validation.rows, rows)
 
 
 def test_rejects_a_simulator_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="cargo build --release -p volta-sim"):
-        validation.main(["--simulator", str(tmp_path / "absent")])
+    refused(CommandError, "cargo build --release -p volta-sim", validation.main, ["--simulator", str(tmp_path / "absent")])
 
 
 @pytest.mark.skipif(not SIMULATOR.exists(), reason="needs `cargo build --release -p volta-sim`, or its command in $VOLTA_SIM")

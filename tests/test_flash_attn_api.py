@@ -16,20 +16,7 @@ import flash_attention
 import volta_fa.flash_mla
 import volta_fa.sageattention
 from conftest import on
-from flash_attention import (
-    BACKENDS,
-    LENGTHS,
-    LSE_ROUNDING,
-    attention,
-    check_gradients,
-    close,
-    close_lse,
-    cu,
-    leaf,
-    packed,
-    refused,
-    slopes_of,
-)
+from flash_attention import BACKENDS, LENGTHS, attention, check_gradients, close, close_lse, cu, leaf, packed, refused, slopes_of
 from volta_fa import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from volta_fa.integrations import torch_flash_impl
 from volta_fa.integrations.flash_attn import fa3, private
@@ -167,15 +154,14 @@ def test_sinks(backend):
 def test_dropout(backend, headdim):
     """S_dmask, the third result, is the softmax, negative where dropped, so that the reference can drop the same."""
     q, k, v = leaf(backend, 2, 33, 4, headdim), leaf(backend, 2, 40, 2, headdim), leaf(backend, 2, 40, 2, headdim)
-    slopes = slopes_of(backend, 4)
-    for options in ({}, {"causal": True, "window_size": (11, -1)}, {"alibi_slopes": slopes}):
+    for options in ({}, {"causal": True, "window_size": (11, -1)}, {"alibi_slopes": slopes_of(backend, 4)}):
         torch.manual_seed(3)
         out, lse, s_dmask = flash_attn_func(q, k, v, dropout_p=0.3, return_attn_probs=True, **options)
         rest = {"slopes" if name == "alibi_slopes" else name: value for name, value in options.items()}
         keep = ~s_dmask.signbit()
         expected, expected_lse, p = attention(q, k, v, keep=keep, dropout_p=0.3, **rest)
         assert s_dmask.shape == (2, 4, 33, 40) and s_dmask.dtype == q.dtype
-        close(backend, s_dmask.abs(), p, LSE_ROUNDING)
+        close(backend, s_dmask.abs(), p, flash_attention.LSE_ROUNDING)
         close(backend, out, expected)
         close_lse(lse, expected_lse)
         check_gradients(backend, out, expected, (q, k, v))
@@ -281,7 +267,7 @@ def test_varlen_dropout_and_alibi(backend, per_sequence):
     close(backend, out, expected)
     check_gradients(backend, out, expected, (q, k, v))
     for b, p in enumerate(ps):
-        close(backend, s_dmask[b, :, : lengths_q[b], : lengths_k[b]].abs(), p, LSE_ROUNDING)
+        close(backend, s_dmask[b, :, : lengths_q[b], : lengths_k[b]].abs(), p, flash_attention.LSE_ROUNDING)
         assert (s_dmask[b, :, lengths_q[b] :] == 0).all() and (s_dmask[b, :, :, lengths_k[b] :] == 0).all()
     assert 0.1 < (s_dmask < 0).sum() / (s_dmask != 0).sum() < 0.4
 

@@ -8,14 +8,7 @@ import torch
 
 import volta_fa.rotary
 from volta_fa.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input, unpad_input_for_concatenated_sequences
-from volta_fa.rotary import (
-    RotaryEmbedding,
-    apply_rotary,
-    apply_rotary_emb,
-    apply_rotary_emb_kv_,
-    apply_rotary_emb_qkv_,
-    apply_rotary_emb_torch,
-)
+from volta_fa.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_, apply_rotary_emb_torch
 
 #: Which of 4 tokens of 4 sequences are there (1) and which are padding (0).
 MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
@@ -145,9 +138,9 @@ def test_conjugate_of_apply_rotary_is_its_inverse(interleaved, inplace):
     """apply_rotary, which transformers' ModernBERT calls, has no gradient. `conjugate` rotates back."""
     x, (cos, sin) = torch.randn(2, 5, 3, 8, dtype=torch.float64), tables(5, 4)
     want = x.clone()
-    there = apply_rotary(x, cos, sin, interleaved=interleaved, inplace=inplace)
+    there = volta_fa.rotary.apply_rotary(x, cos, sin, interleaved=interleaved, inplace=inplace)
     assert not torch.allclose(there, want) and (there is x) == inplace
-    torch.testing.assert_close(apply_rotary(there, cos, sin, interleaved=interleaved, conjugate=True), want)
+    torch.testing.assert_close(volta_fa.rotary.apply_rotary(there, cos, sin, interleaved=interleaved, conjugate=True), want)
 
 
 def test_half_precision_is_rounded_once():

@@ -118,8 +118,7 @@ def test_stored_gradient_of_lse(backend, gpu, forward_on_cpu):
 def test_some_heads_and_keys_of_each_launch(backend, gpu, forward_on_cpu):
     """1,200 empty sequences take up tiles of a launch's limit, so each launch has one KV head and one of the three key tiles."""
     lengths = ((140, 300), *((0, 0),) * 1200, (20, 150))
-    case = Case(lengths=lengths, headdim=264, headdim_v=16, nheads=2, is_causal=True)
-    tensors, options = case.problem(backend)
+    tensors, options = Case(lengths=lengths, headdim=264, headdim_v=16, nheads=2, is_causal=True).problem(backend)
     check(backend, *tensors, **options)
 
 

@@ -309,8 +309,7 @@ def test_appends_tokens_of_a_range_beyond_float32(backend, kv_dtype):
 @on("cpu-fp32", "sim", "cuda")
 def test_every_code_of_fp8_is_read(backend, kv_dtype):
     """Kernels read every finite fp8 code exactly, subnormal ones too. NaN and (e5m2) infinite codes of values give NaN and infinities."""
-    case = Cached(((1, 256, 0),) * 4, nheads=2, nheads_k=1, kv_dtype=kv_dtype, is_causal=False)
-    problem = case.problem(backend)
+    problem = Cached(((1, 256, 0),) * 4, nheads=2, nheads_k=1, kv_dtype=kv_dtype, is_causal=False).problem(backend)
     dtype = problem.k_cache.dtype
     codes = torch.arange(256, dtype=torch.uint8)
     finite = codes[volta_fa.dequantize_kv(codes.view(dtype).view(256, 1, 1), kv_dtype).flatten().isfinite()]
@@ -431,8 +430,7 @@ def test_a_page_that_does_not_exist_while_decoding(backend, headdim, kv_dtype):
 def test_a_page_that_does_not_exist_while_dequantizing(backend, kv_dtype):
     """An invalid page that a query sees makes the sequence NaN. Before the window it changes nothing."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-    case = Cached(((40, 200, 0), (40, 200, 0)), nheads=4, nheads_k=2, kv_dtype=kv_dtype, window_left=30)
-    problem = case.problem(backend)
+    problem = Cached(((40, 200, 0), (40, 200, 0)), nheads=4, nheads_k=2, kv_dtype=kv_dtype, window_left=30).problem(backend)
     expected, *_ = run(backend, problem)
     assert torch.isfinite(expected).all()
     pages = problem.options["block_table"].clone()

@@ -160,13 +160,11 @@ def test_autograd_sees_what_is_written(backend):
     """A backward pass that saved the state before a part was added raises an error, as after PyTorch's in-place operators."""
     out_a, lse_a, out_b, lse_b = draw(backend, 2, 9, 3, 16)
     out_a = out_a.float()
-    weight = torch.ones_like(out_a).requires_grad_()
-    product = (weight * out_a).sum()
+    product = (torch.ones_like(out_a).requires_grad_() * out_a).sum()
     before = [t._version for t in (out_a, lse_a, out_b, lse_b)]
     add(out_a[:, 2:], lse_a[..., 2:], out_b[:, 2:], lse_b[..., 2:])
     assert [t._version for t in (out_a, lse_a, out_b, lse_b)] == [before[0] + 1, before[1] + 1, *before[2:]]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
+    refused(product.backward, RuntimeError, "modified by an inplace operation")
     with torch.inference_mode():
         state = out_a.clone(), lse_a.clone()
         add(*state, out_b, lse_b)
@@ -210,8 +208,7 @@ def test_wrong_arguments(backend, name):
 def test_backward_is_refused(backend):
     out_a, *others = draw(backend, 1, 3, 1, 8)
     out, _ = merge(out_a.requires_grad_(), *others)
-    with pytest.raises(RuntimeError, match="merge_attention_states"):
-        out.sum().backward()
+    refused(out.sum().backward, RuntimeError, "merge_attention_states")
 
 
 @pytest.mark.parametrize("place", range(4), ids=NAMES)

@@ -20,7 +20,7 @@ import torch
 import addresses
 import volta_fa.diagnostics
 from conftest import NEEDS_COMPILER, REPOSITORY, need
-from processes import run_forked
+from processes import output_of, run_forked
 
 FENCE = re.compile(r"^ *```(?:python|sh)$", re.M)
 #: A block with its comment. Groups: indentation, "run" or none, major and minor release of torch, language, code.
@@ -114,8 +114,7 @@ def test_the_programs_of_a_page_run(page, tmp_path):
     program = "\n".join([setup, *map(on_the_cpu, blocks(page, "python")), "import os, sys", "sys.stdout.flush(), os._exit(0)"])
     (tmp_path / "program.py").write_text(program)
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "python"), "CUDA_VISIBLE_DEVICES": ""}
-    ran = run_forked([str(tmp_path / "program.py")], env, cwd=str(tmp_path))
-    assert ran.returncode == 0, ran.stderr
+    output_of(run_forked([str(tmp_path / "program.py")], env, cwd=str(tmp_path)))
 
 
 @pytest.mark.slow
@@ -126,8 +125,7 @@ def test_the_commands_of_a_page_run(page, tmp_path):
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "python"), "PATH": path}
     for block in blocks(page, "sh"):
-        ran = subprocess.run(["bash", "-euc", block], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-        assert ran.returncode == 0, ran.stderr
+        output_of(subprocess.run(["bash", "-euc", block], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600))
 
 
 #: Addresses of other projects that pages, forms and the notebook may name.

@@ -23,6 +23,7 @@ import release
 import torch_releases
 import volta_fa
 from conftest import REPOSITORY, run_python
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 
 NAME = "volta_fa-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
 METADATA = "Metadata-Version: 2.4\nName: volta-fa\nVersion: 0.1.0\nRequires-Python: >=3.10,<3.99\n"
@@ -120,13 +121,8 @@ def test_the_notebook_installs_this_wheel(folder):
 CELLS = json.loads((REPOSITORY / "examples" / "first_light.ipynb").read_text())["cells"]
 
 
-def test_the_notebook_has_no_results():
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in CELLS)
-
-
 def test_the_recipe_is_yaml(folder):
-    yaml = pytest.importorskip("yaml")
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe = pytest.importorskip("yaml").safe_load((folder / "recipe.yaml").read_text())
     assert recipe["context"]["version"] == "0.1.0"
     assert recipe["source"]["sha256"] == release.sha256(folder / "volta_fa-0.1.0.tar.gz")
 
@@ -190,6 +186,7 @@ def test_auditwheel_checks_the_platform_tag(tmp_path):
 
 def test_the_notebook_stops_with_one_line_without_a_wheel_and_an_address(monkeypatch, tmp_path):
     """Runs the notebook's cells without an installed volta_fa. `make notebook` runs the whole notebook in all states."""
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in CELLS), "a notebook without results"
     sources = {cell["id"]: "".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"}
     (install,) = (source for source in sources.values() if "WHEEL = " in source)
     monkeypatch.chdir(tmp_path)
@@ -200,11 +197,10 @@ def test_the_notebook_stops_with_one_line_without_a_wheel_and_an_address(monkeyp
     (line,) = stopped.value._render_traceback_()  # what IPython prints
     assert line.startswith("Stopped: no volta_fa") and "\n" not in line
     for needs_volta_fa in ("c06", "c09", "c11"):
-        with pytest.raises(Exception, match="^no volta_fa: run the cell of section 2 first"):
-            exec(sources[needs_volta_fa], scope | {"has_gpu": False})
+        refused(Exception, "^no volta_fa: run the cell of section 2 first", exec, sources[needs_volta_fa], scope | {"has_gpu": False})
     (tmp_path / NAME).write_bytes(b"damaged")
-    with pytest.raises(Exception, match="expected 0123: download it again"):
-        exec(install.replace('SHA256 = ""', f'SHA256 = "0123  {NAME}"'), {**scope})  # a line of SHA256SUMS
+    line = f'SHA256 = "0123  {NAME}"'  # of SHA256SUMS
+    refused(Exception, "expected 0123: download it again", exec, install.replace('SHA256 = ""', line), {**scope})
 
 
 # ---- tools/hub.py: the folder that Hugging Face's `kernels` loads --------------------------------------------------------
@@ -262,8 +258,7 @@ LOAD = """
 
 def test_the_module_loads_from_its_folder(hub_folder):
     variant = next((hub_folder / "build").glob("*-cpu-*"))
-    printed = run_python(LOAD, variant)
-    assert printed.split() == [str(variant / "__init__.py"), "volta_fa.transformers"]
+    assert run_python(LOAD, variant).split() == [str(variant / "__init__.py"), "volta_fa.transformers"]
 
 
 def test_the_package_kernels_loads_the_folder(hub_folder):
@@ -294,5 +289,4 @@ def test_a_library_that_breaks_the_rules_is_refused(tmp_path, monkeypatch, capsy
 
 
 def test_a_wheel_without_libraries_is_refused(tmp_path):
-    with pytest.raises(hub.Refusal, match="has no library: `make wheel` builds them"):
-        hub.build(wheel_of(tmp_path, None), tmp_path / "out")
+    refused(hub.Refusal, "has no library: `make wheel` builds them", hub.build, wheel_of(tmp_path, None), tmp_path / "out")

@@ -261,8 +261,7 @@ def test_checkpoint_compiled(backend, layer_on, keep_attention, dropout_p):
     layer, inputs = layer_on(dropout_p)
     x = inputs()
     expected = gradients(layer, x)
-    checkpointed = Checkpointed(layer, keep_attention)
-    compiled = torch.compile(checkpointed, backend="aot_eager_decomp_partition", fullgraph=True)
+    compiled = torch.compile(Checkpointed(layer, keep_attention), backend="aot_eager_decomp_partition", fullgraph=True)
     found = gradients(compiled, x)
     # for what it recomputes on CUDA, PyTorch gives a compiled program generators of its own, which manual_seed does not set
     if not (backend.kernels and dropout_p and not keep_attention):

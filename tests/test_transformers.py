@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY, on
-from processes import run_program
+from processes import output_of, run_program
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -323,8 +323,7 @@ def test_packed_by_cu_seq_lens(name, as_tensor):
 def test_encoders(name, kind):
     mask = padding(kind)
     calls = compare(name, mask, input_ids=tokens(), attention_mask=mask)
-    assert calls.count == LAYERS
-    assert calls.packed == (LAYERS if kind in ("left", "right", "both") else 0)
+    assert calls.count == LAYERS and calls.packed == (LAYERS if kind in ("left", "right", "both") else 0)
 
 
 @pytest.mark.parametrize("seqlen", [DECODER_SEQLEN, SEQLEN])  # shorter than the encoder's tokens, and as long
@@ -424,8 +423,7 @@ def test_generate(name, how):
     eager, ours = models(name)
     inputs = {"input_ids": tokens(), "attention_mask": padding("left"), **GENERATION[how]}
     found, calls = profile(lambda: generate(ours, **inputs))
-    assert torch.equal(found, generate(eager, **inputs))
-    assert calls.count == LAYERS * 8
+    assert torch.equal(found, generate(eager, **inputs)) and calls.count == LAYERS * 8
     if V5 and how != "beam":
         # each of the 7 steps after the prompt has one query, which sees one range of keys
         assert calls.cached == LAYERS * 7 and calls.biased == 0
@@ -566,8 +564,7 @@ def test_two_patterns_keep_the_tighter_bounds():
     """A pattern is (window_left, window_right); -1: no bound."""
     from volta_fa.integrations.transformers.mask_rule import Pattern
 
-    assert Pattern(3, 2) & Pattern(5, 1) == Pattern(3, 1)
-    assert Pattern(-1, 4) & Pattern(5, -1) == Pattern(5, 4)
+    assert Pattern(3, 2) & Pattern(5, 1) == Pattern(3, 1) and Pattern(-1, 4) & Pattern(5, -1) == Pattern(5, 4)
 
 
 @pytest.mark.slow
@@ -577,9 +574,7 @@ def test_transformers_4_57():
     if not (FOLDER_4_57 / "transformers").is_dir():
         pytest.skip(f"no transformers 4.57 in {FOLDER_4_57}: tools/bootstrap.py puts it there")
     check = "import transformers; assert transformers.__version__.startswith('4.57.'), transformers.__version__"
-    checked = run_program("-c", check, path=[FOLDER_4_57])
-    assert checked.returncode == 0, checked.stderr
+    output_of(run_program("-c", check, path=[FOLDER_4_57]))
     files = [__file__, *(REPOSITORY / "tests" / f"test_transformers_{name}.py" for name in ("masks", "cache"))]
-    result = run_program("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files, path=[FOLDER_4_57])
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files]
+    assert " passed" in output_of(run_program(*command, path=[FOLDER_4_57]))

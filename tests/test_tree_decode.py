@@ -109,8 +109,7 @@ def test_a_chain_is_a_causal_mask(backend, case):
 @on("cpu-fp32", "sim", "cuda")
 def test_is_causal_window_right_and_unused_bits_have_no_effect(backend):
     """The tree replaces is_causal and window_right. Bits 8 to 63 (-256) are of drafts that do not exist."""
-    case = even(8, 40, 21, nheads=4, is_causal=False)
-    problem = case.problem(backend)
+    problem = even(8, 40, 21, nheads=4, is_causal=False).problem(backend)
     results = []
     for options in ({}, {"is_causal": True}, {"is_causal": False, "window_right": 3}, {"tree_mask": problem.options["tree_mask"] | -256}):
         problem.options |= options
@@ -120,8 +119,7 @@ def test_is_causal_window_right_and_unused_bits_have_no_effect(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_one_tree_serves_a_whole_batch(backend):
-    case = even(8, 40, 21, 8, nheads=4)
-    problem = case.problem(backend)
+    problem = even(8, 40, 21, 8, nheads=4).problem(backend)
     problem.options["tree_mask"] = torch.tensor([tree_words(random_tree(8, seed=3))] * 3, device=problem.q.device)
     expected = run(backend, problem)[:2]
     problem.options["tree_mask"] = problem.options["tree_mask"][0].expand(3, 8)
@@ -180,7 +178,6 @@ def test_many_drafts_and_rotary_embedding_are_refused(backend):
 
     many, most = Cached(((65, 80, 0), (65, 70, 0))), "at most 64 draft tokens"
     refuse(many, "q: got seqlen 65", most, tree_mask=torch.zeros(2, 65, dtype=torch.int64))
-    rotated = trees(((3, 9, 3), (3, 16, 3)), rotary="half")
-    refuse(rotated, "rotary_cos: got a tensor", "Rotate q and k before the call")
+    refuse(trees(((3, 9, 3), (3, 16, 3)), rotary="half"), "rotary_cos: got a tensor", "Rotate q and k before the call")
     packed = Cached(((3, 9, 0), (66, 80, 0)), packed=True)
     refuse(packed, "max_seqlen_q: got 66", most, tree_mask=torch.zeros(69, dtype=torch.int64))

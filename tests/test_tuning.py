@@ -192,8 +192,7 @@ def test_the_environment_chooses_the_file(tmp_path):
 def test_an_invalid_file_is_ignored_with_one_warning(tmp_path, text, why):
     file = write_tuning(tmp_path, text)
     forward, backward, tuning, stderr = run_with(tmp_path)
-    assert (forward, backward) == OWN
-    assert tuning["outcome"] == "ignored" and tuning["why"].startswith(why)
+    assert (forward, backward) == OWN and tuning["outcome"] == "ignored" and tuning["why"].startswith(why)
     [line] = stderr.splitlines()
     assert line.startswith(f"volta_fa: the tuning {file} is ignored: {why}") and "check --tune" in line and "VOLTA_FA_TUNING=0" in line
 
@@ -219,8 +218,7 @@ def test_info_prints_what_became_of_the_file(monkeypatch, capsys, force):
         ("ignored", {"why": "tuning: bad"}, "cuda:0: ignored: tuning: bad (/p.json)"),
     ]:
         monkeypatch.setattr(cli.info, "info", lambda o=outcome, m=more: {**facts, "tuning": [{**found, "outcome": o, **m}]})
-        assert cli.main(["info"]) == 0
-        assert f"tuning       {expected}\n" in capsys.readouterr().out
+        assert cli.main(["info"]) == 0 and f"tuning       {expected}\n" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     force()

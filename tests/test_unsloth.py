@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import volta_fa
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 from volta_fa.integrations.devices import Devices
 from volta_fa.integrations.unsloth import dispatch, gqa_sdpa, releases, sinks, switch
 
@@ -37,8 +38,7 @@ def refuse_to_run(*_args, **_kwargs):
 
 def falls_back(call, *arguments, **options):
     """Checks that a call runs unsloth's own function."""
-    with pytest.raises(AssertionError, match="unsloth's own function ran"):
-        call(*arguments, **options)
+    refused(AssertionError, "unsloth's own function ran", call, *arguments, **options)
 
 
 @pytest.fixture
@@ -340,11 +340,9 @@ def test_warns_about_an_untested_release(installed, monkeypatch):
 
 def test_without_unsloth_or_a_gpu(installed, monkeypatch):
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match='device="cpu"'):
-            volta_fa.enable_unsloth()
+        refused(RuntimeError, 'device="cpu"', volta_fa.enable_unsloth)
     monkeypatch.delitem(sys.modules, "unsloth")
-    with pytest.raises(ImportError, match="import unsloth"):
-        volta_fa.enable_unsloth("cpu")
+    refused(ImportError, "import unsloth", volta_fa.enable_unsloth, "cpu")
 
 
 def test_the_installed_release_is_known(monkeypatch):

@@ -40,8 +40,7 @@ def call(arguments):
 
 def misaligned(t):
     """Returns a copy that begins one element after the beginning of its memory."""
-    flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:]
-    return flat.view(t.shape).copy_(t)
+    return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
 
 
 TENSORS = {
@@ -189,8 +188,7 @@ def test_largest_softcap(backend):
 @on("cpu-fp32", "cpu-fp16", "sim", "cuda")
 def test_tensors_of_any_alignment(backend, good, name):
     backend.simulate()
-    out = call({**good, name: misaligned(good[name])})()[0]
-    assert torch.equal(out, call(good)()[0])
+    assert torch.equal(call({**good, name: misaligned(good[name])})()[0], call(good)()[0])
 
 
 @on("cuda")
@@ -380,8 +378,7 @@ def test_unchecked_lengths_of_a_dense_batch(backend, good, unchecked):
 @on("cpu-fp32", "sim", "cuda")
 def test_max_seqlen_is_an_upper_limit(backend, bias):
     """A maximum far above the sequences' lengths changes nothing: 2^30 twice overflows an int32, and such a grid would never end."""
-    case = Case(headdim=32, nheads=2, nheads_k=1, lengths=((7, 9), (0, 2), (13, 13)))
-    tensors, options = case.problem(backend)
+    tensors, options = Case(headdim=32, nheads=2, nheads_k=1, lengths=((7, 9), (0, 2), (13, 13))).problem(backend)
     assert tensors[0].shape[0] == 20
     far = {"max_seqlen_q": 2**30, "max_seqlen_k": 2**30}
     if bias == "1":

@@ -172,8 +172,7 @@ def test_unsupported_causality_is_refused(backend, monkeypatch):
 
 def test_entry_point():
     """pyproject.toml names volta_fa.vllm.register as a plugin of vLLM."""
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    project = pytest.importorskip("tomllib").loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["entry-points"] == {"vllm.general_plugins": {"volta_fa": "volta_fa.vllm:register"}}
 
 
@@ -213,8 +212,7 @@ def test_strides(layout, layers, monkeypatch):
     cache = torch.empty([shape[i] for i in order]).permute(*(order.index(i) for i in range(len(order))))
     assert cache.shape == shape
     k_cache, v_cache, _ = paged.split_cache(cache[1] if layers else cache, 64)
-    assert k_cache.shape == v_cache.shape == (5, 16, 2, 64)
-    assert k_cache.stride(3) == 1
+    assert k_cache.shape == v_cache.shape == (5, 16, 2, 64) and k_cache.stride(3) == 1
     count = 3 if layers else 1
     # all layers' parts of a block are contiguous; with HND within it all layers' parts of a head
     assert k_cache.stride() == (count * 2 * 16 * 2 * 64, *((2 * 64, 64) if layout == "NHD" else (64, count * 16 * 64)), 1)

@@ -39,7 +39,7 @@ import vllm_server
 import vllm_stub
 from conftest import REPOSITORY, on, within
 from flash_attention import refused
-from processes import run_program
+from processes import output_of, run_program
 from vllm_server import LAYER_SCALES, MIXED, OLD, PAGE, REAL, SPANS, STEPS, QuantizedServer, Server, implementation, with_first_rows
 
 # Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
@@ -154,8 +154,7 @@ def test_vllm_accepts_the_cache_dtype_of_the_plugin(monkeypatch):
     for table in ("KV_CACHE_DTYPES", "_KV_CACHE_DTYPE_HANDLERS"):
         kept = [name for name in getattr(of_caches, table) if name != MIXED]
         monkeypatch.setattr(of_caches, table, kept if table == "KV_CACHE_DTYPES" else {})
-    with pytest.raises(ValueError, match="Invalid kv_cache_dtype: 'int8k_int4v'"):
-        CacheConfig(cache_dtype=MIXED)
+    refused(ValueError, "Invalid kv_cache_dtype: 'int8k_int4v'", CacheConfig, cache_dtype=MIXED)
     for _ in range(2):
         volta_fa.vllm.register()
     assert of_caches.KV_CACHE_DTYPES.count(MIXED) == 1 and is_quantized_kv_cache(MIXED)
@@ -200,8 +199,7 @@ def test_vllm_chooses_the_backend(monkeypatch):
     choice = AttentionConfig(backend="CUSTOM").backend
     asked = AttentionSelectorConfig(head_size=128, dtype=torch.float16, kv_cache_dtype="auto", block_size=16)
     assert V100.get_attn_backend_cls(choice, asked) == volta_fa.vllm.BACKEND
-    with pytest.raises(ValueError, match="MLA not supported"):
-        V100.get_attn_backend_cls(choice, asked._replace(use_mla=True))
+    refused(ValueError, "MLA not supported", V100.get_attn_backend_cls, choice, asked._replace(use_mla=True))
 
 
 @NEEDS_VLLM
@@ -300,8 +298,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
             in_cache, given = keys_and_values(rounded), keys_and_values(latents[:, 0])
             q = backend.randn(len(latents), heads, nope + rotary)
             common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] for s in queries])
-            metadata = {"layer": builder.build(0, common)}
-            in_step = set_forward_context(metadata, config, slot_mapping={"layer": slots})
+            in_step = set_forward_context({"layer": builder.build(0, common)}, config, slot_mapping={"layer": slots})
             with torch.inference_mode(), set_current_vllm_config(config), in_step:
                 out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
             for (s, n), first in with_first_rows(queries):
@@ -325,9 +322,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
 def test_vllm_kernels_agree():
     """vLLM's own kernels for image spans, and for combining ranks, agree with volta_fa in Triton's interpreter (vllm_kernels.py)."""
     command = [sys.executable, str(REPOSITORY / "tests/vllm_kernels.py")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = json.loads(output_of(subprocess.run(command, capture_output=True, text=True)).splitlines()[-1])
     rounding = 3e-6  # of fp32
     assert len(found["spans"]) == 4 and all(pair["difference"] < rounding and pair["without_spans"] > 1 for pair in found["spans"])
     assert len(found["ranks"]) == 4 and max(found["ranks"]) < rounding
@@ -427,8 +422,7 @@ def test_ranks_without_vllms_nccl(monkeypatch):
     """If vLLM could not load NCCL, its reduce_scatter returns unwritten memory (seen on two H200s as wrong tokens), so ag_rs is refused."""
     pynccl = SimpleNamespace(disabled=True)
     group = SimpleNamespace(device_communicator=SimpleNamespace(pynccl_comm=pynccl), world_size=2, rank_in_group=0)
-    module = SimpleNamespace(get_dcp_group=lambda: group)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", module)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(get_dcp_group=lambda: group))
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.dcp", SimpleNamespace(cp_lse_ag_out_rs=max, dcp_a2a_lse_reduce=min))
     parallel = SimpleNamespace(decode_context_parallel_size=2, dcp_comm_backend="ag_rs")
     config = SimpleNamespace(parallel_config=parallel)
@@ -540,6 +534,4 @@ def test_real_vllm(folder):
     """Runs the tests of volta_fa.vllm with a real release, including those that need one."""
     files = sorted((REPOSITORY / "tests").glob("test_vllm*.py"))
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files]
-    result = run_program(*command, path=[folder], VOLTA_FA_TEST_VLLM_HERE="1")
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
+    assert " passed" in output_of(run_program(*command, path=[folder], VOLTA_FA_TEST_VLLM_HERE="1"))

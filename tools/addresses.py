@@ -5,8 +5,7 @@
 
 Writes `Where to get it` in docs/install.md, which says without an address what to do instead, and the issue forms' link to the release, if
 there is one. All other pages link to that section. tools/release.py puts the addresses into the release's notebook, and commands read the
-file.
-"""
+file."""
 
 from __future__ import annotations
 

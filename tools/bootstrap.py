@@ -18,8 +18,7 @@ The first two take `torch==2.10.0` too: then the environment gets this release, 
   `.venv/transformers-4.57`, diffusers and xformers in `.venv/diffusers`.
 
 uv or pip alone do not suffice: they neither reuse the active torch without an installation into its environment, nor choose an index by
-the GPU, nor keep conflicting versions in folders. Uses the standard library only.
-"""
+the GPU, nor keep conflicting versions in folders. Uses the standard library only."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 
 `make build` runs it; setup.py, for wheels, calls build(). A shim is the library for one minor release of torch, since their C++ interfaces
 differ, made of the C++ in torch_ops/ alone. Kernels and Rust are in the core library, which all shims share. The core leaves functions
-undefined, and each shim exports exactly these.
-"""
+undefined, and each shim exports exactly these."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def _minor_of(folder: Path) -> str:
 class Step:
     """A command that makes `output` from `inputs`, and from the headers in the compiler's dependency file (`-MD`).
 
-    As in make, it runs only if something changed. A file beside the output, with suffix .command, keeps the command that made it.
-    """
+    As in make, it runs only if something changed. A file beside the output, with suffix .command, keeps the command that made it."""
 
     command: list[str]
     output: Path
@@ -192,8 +190,7 @@ def compiler(release: str, torch: Path) -> list[str]:
 def compile_steps(release: str, torch: Path, work: Path, portable: bool, units: int) -> list[Step]:
     """Returns the steps that compile torch_ops/ as this many units, with `portable` the symbols of tools/portable_linker.py too.
 
-    A unit is a generated file that includes several sources, because torch's headers cost more time than a source.
-    """
+    A unit is a generated file that includes several sources, because torch's headers cost more time than a source."""
     # dealt out from the largest on, so that units have about the same size
     sources = sorted((ROOT / "torch_ops").glob("*.cpp"), key=lambda source: (-source.stat().st_size, source.name))
     folder, command, steps = work / f"torch-{release}" / "objects", compiler(release, torch), []
@@ -226,8 +223,7 @@ def link_step(release: str, torch: Path, core: Path, objects: list[Path], export
 def build(core: Path, package: Path, *, releases: str = "", linker: Path | None = None) -> list[Path]:
     """Builds a shim for each release (torch_folders) and installs it and `core` into `package`. Returns the installed libraries.
 
-    linker: the program that links, a script that runs tools/portable_linker.py. None: the compiler.
-    """
+    linker: the program that links, a script that runs tools/portable_linker.py. None: the compiler."""
     folders = torch_folders(releases)
     work = target_folder() / "shims"
     work.mkdir(parents=True, exist_ok=True)

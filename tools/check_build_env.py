@@ -1,8 +1,7 @@
 """Checks that everything needed to build the native libraries is installed. Prints one line per missing item, with the remedy.
 
 setup.py calls this before a build, the Makefile before it installs anything (`--toolchain-only`) and before it runs cargo.
-Uses Python's standard library only, because nothing is installed at that point. Each check_...() returns such a line, or None.
-"""
+Uses Python's standard library only, because nothing is installed at that point. Each check_...() returns such a line, or None."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ def problems(
 ) -> list[str]:
     """Returns one line per missing item; empty if the build can start.
 
-    toolchain_only: checks Python, cargo and g++ alone. active_torch: this Python's torch too. portable: zig too, which links wheels.
-    """
+    toolchain_only: checks Python, cargo and g++ alone. active_torch: this Python's torch too. portable: zig too, which links wheels."""
     checks = [check_python(), check_cargo(environ.get("PATH")), check_compiler(environ)]
     if not toolchain_only and checks[0] is None:
         checks += [check_torch() if active_torch else None, check_build_packages(), check_nvrtc(environ)]

@@ -3,8 +3,7 @@
     python tools/check_wheel.py dist/volta_fa-*.whl
 
 `make wheel` runs it. Prints the wheel's size, the newest symbol versions that each library needs (a C library without them refuses to load
-it) and auditwheel's verdict. Exits with 1 if any exceeds its limit.
-"""
+it) and auditwheel's verdict. Exits with 1 if any exceeds its limit."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def problems_of(library: Path) -> list[str]:
 def auditwheel(wheel: Path) -> str:
     """Returns the oldest platform tag with every symbol, as manylinux_2_28_x86_64.
 
-    auditwheel's overall verdict also rejects libraries outside the wheel; the shims need torch's.
-    """
+    auditwheel's overall verdict also rejects libraries outside the wheel; the shims need torch's."""
     command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["sym_tag"]
 

@@ -7,8 +7,7 @@ of each kernel counts). Exits with 0 if both have the same kernels with the same
 tests/test_kernel_binaries.py and benchmarks/marks.py use kernels().
 
 Needs Python's standard library and libzstd. Disassembles differing kernels with the nvdisasm of VOLTA_SIM_NVDISASM or of triton,
-if there is one.
-"""
+if there is one."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python tools/heartbeat.py COMMAND [ARGUMENT ...]
 
 pip, cargo and notebooks are silent for minutes in a pipe or a log. On a terminal they show bars of their own. $VOLTA_FA_PROGRESS names a
-file for lines of programs whose output cargo or pip hide: the build script (tools/build/embed.rs). Standard library only.
-"""
+file for lines of programs whose output cargo or pip hide: the build script (tools/build/embed.rs). Standard library only."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ Files of variants are hard links where the file system has them, and the hub sto
 The module and the operators keep their names, `volta_fa` and `torch.ops.volta_fa`. So `import volta_fa` finds the loaded kernel,
 and the libraries refuse to be loaded twice.
 
-Checks every library against the rules of the hub (kernel_abi_check). Fails without a folder if one breaks them.
-"""
+Checks every library against the rules of the hub (kernel_abi_check). Fails without a folder if one breaks them."""
 
 from __future__ import annotations
 

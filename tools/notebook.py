@@ -7,8 +7,7 @@ wheel     a wheel beside the notebook, as one that was uploaded
 source    the address of a repository, here this checkout: it clones the last commit and builds all but the kernels in target/
 
 Each state has an environment of its own, with the packages of this Python but without the checkout's. The notebooks with their
-results stay in OUTPUT.
-"""
+results stay in OUTPUT."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ MAX_SECONDS = 3600
 def execute(folder: Path, state: str, source: str = "") -> tuple[int, str]:
     """Runs the notebook with this address in its variable SOURCE.
 
-    Returns 0 if no cell raised an error, and the text of all outputs. The executed notebook stays in `folder`.
-    """
+    Returns 0 if no cell raised an error, and the text of all outputs. The executed notebook stays in `folder`."""
     print(f"volta_fa: {NOTEBOOK.name}, state {state}", flush=True)
     path = folder / NOTEBOOK.name
     text = NOTEBOOK.read_text()

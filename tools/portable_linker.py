@@ -2,8 +2,7 @@
 
 zig, from PyPI, has a linker and the symbols of every glibc, so it can link against an old one.
 libstdc++ and libgcc_s come from the system, because a process shares them with torch: exceptions cross library boundaries.
-SYMBOLS defines what only newer versions of these two, and of glibc, have.
-"""
+SYMBOLS defines what only newer versions of these two, and of glibc, have."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ SHA256SUMS         of all files: sha256sum -c SHA256SUMS
 Dockerfile         an image for V100, from packaging/
 recipe.yaml        a recipe in conda-forge's form, from packaging/
 RELEASE_NOTES.md   this version's part of CHANGELOG.md
-first_light.ipynb  examples/first_light.ipynb with this wheel's address and checksum, and those of sources and reports
-"""
+first_light.ipynb  examples/first_light.ipynb with this wheel's address and checksum, and those of sources and reports"""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def make(wheel: Path, sdist: Path, output: Path, changelog: str, known: dict[str
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
         folder = Path(scratch) / "release"
         folder.mkdir()
-        files = [Path(shutil.copy(path, folder)) for path in (wheel, sdist)]
-        write_index(folder, files, requires_python)
+        write_index(folder, [Path(shutil.copy(path, folder)) for path in (wheel, sdist)], requires_python)
         values = {"VERSION": version, "WHEEL": wheel.name, "SDIST": sdist.name, "SDIST_SHA256": sha256(sdist), **V100}
         for template in (ROOT / "packaging").iterdir():
             (folder / template.name).write_text(fill(template.read_text(), values))

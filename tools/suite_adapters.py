@@ -2,8 +2,7 @@
 
 Suites are tests of flash-attn, flash-attention-turing, FlashMLA, PyTorch (SDPA, nested tensors, FlexAttention), SageAttention,
 comfy-kitchen and xformers (SUITES). install_...() puts volta_fa in the place of the suite's package in this process. Some have adapt_...(),
-which edits the source of a test file, prepare_...(), which changes its module, or wanted_...(). `options`: arguments of tools/suites.py.
-"""
+which edits the source of a test file, prepare_...(), which changes its module, or wanted_...(). `options`: arguments of tools/suites.py."""
 
 from __future__ import annotations
 
@@ -249,8 +248,7 @@ def adapt_torch(source: str, _) -> str:
     """Replaces imports that the installed torch does not have: tests that use them fail, or are left out.
 
     Keeps TF32 off where tests allow it. The tests' limits expect float32's digits. PyTorch's memory-efficient kernel always has them,
-    volta_fa only without TF32.
-    """
+    volta_fa only without TF32."""
     source = source.replace("@tf32_enabled()\n", "\n")
     source = re.sub(r"from test_cpp_extensions_open_device_registration import \(\s*generate_faked_module\s*\)", "pass", source)
     return source.replace("import create_nested_block_mask, flex_attention", "import flex_attention")

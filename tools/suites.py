@@ -11,8 +11,7 @@ they need expecttest, and flash-attn's need einops.
 Cases run in random order, in processes of pytest-xdist. Each failure is printed when it happens. A crash or a case above --case-limit
 ends one process, which another one replaces. --time-limit, SIGTERM and Ctrl-C end the run with a report of what ran. Failures are grouped
 by reason: a known one of the adapter, else "PyTorch alone fails too" for suites that also run without volta_fa, else line and message.
-The exit status is 1 if a failure has no known reason, or nothing passed. The tolerances are those of the suites.
-"""
+The exit status is 1 if a failure has no known reason, or nothing passed. The tolerances are those of the suites."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ OPTIONS = "VOLTA_FA_SUITES"
 def grid(function) -> list[list[dict]]:
     """Returns the axes of a test function's grid: for each `parametrize` mark a list of its values, by the names of its parameters.
 
-    Empty if a mark says more than names and values.
-    """
+    Empty if a mark says more than names and values."""
     axes = []
     for mark in (m for m in getattr(function, "pytestmark", []) if m.name == "parametrize"):
         if mark.kwargs or len(mark.args) != 2:
@@ -68,8 +66,7 @@ def grid(function) -> list[list[dict]]:
 def drawn(axes: list[list[dict]], count: float, wanted: Callable[[dict], bool], rng: random.Random | None) -> list[dict]:
     """Returns at most `count` different wanted cases, each a value of every axis: random ones, or the first without rng.
 
-    Does not expand the grid, which takes minutes. A case has a number: its index in the expanded grid.
-    """
+    Does not expand the grid, which takes minutes. A case has a number: its index in the expanded grid."""
     total, draws = math.prod(map(len, axes)), 100_000
     numbers: Iterable[int] = range(total)
     if rng is not None:

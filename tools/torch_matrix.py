@@ -8,8 +8,7 @@
 uv makes the environments as links into its cache. Each environment is removed after its checks: the run needs about 12 GB of disk.
 The releases use different supported Pythons, if installed. On Debian, a test also loads the libraries with those of Debian 11.
 
-Exit status: 0 if every check passed, 1 if one did not, 2 if a release could not be tried.
-"""
+Exit status: 0 if every check passed, 1 if one did not, 2 if a release could not be tried."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python tools/torch_releases.py FOLDER [RELEASE ...]     # headers and libraries to link of these releases, of all unless named
 
 A shim, volta_fa's library for one torch (tools/build_shims.py), is compiled against one release and loads into every patch release of that
-minor one. Needs the standard library, and pip to download.
-"""
+minor one. Needs the standard library, and pip to download."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Links in a page are relative to its file in the repository. On the site, a link 
 other file of the repository becomes plain text, since the site has no sources. A link to a missing file stays, so that
 mkdocs reports it.
 
-The page `reference/kernels.md` lists what `volta_fa::_info` tells of this build.
-"""
+The page `reference/kernels.md` lists what `volta_fa::_info` tells of this build."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     ... --device simulator                without a GPU, to try this script
 
 The problems are those of `python -m volta_fa check`, which forces each kernel in turn in place of the planner's choice. Uses the library in
-python/volta_fa. Exits with 1 if a result is wrong or a kernel does not run. The sanitizer reports everything else.
-"""
+python/volta_fa. Exits with 1 if a result is wrong or a kernel does not run. The sanitizer reports everything else."""
 
 import argparse
 import json

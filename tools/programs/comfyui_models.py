@@ -1,8 +1,7 @@
 """ComfyUI's own models with random weights, and its KSampler, for run_comfyui.py: of real width on a GPU, small on the CPU.
 
 A model's name is a key of CONFIGS, with "-small" for the CPU's sizes on any device, or with "-mask" for an attention mask. ComfyUI is
-imported in the functions, because its arguments must be parsed before.
-"""
+imported in the functions, because its arguments must be parsed before."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def randomize(module, device):
     """Gives all weights random values that fp16 can represent, so that attention scores spread over a few units.
 
     Each residual branch of a UNet adds little (a gain of 0.25). Otherwise a deep random UNet is chaotic: any two computations in fp16
-    differ completely.
-    """
+    differ completely."""
     import torch
 
     generator = torch.Generator(device).manual_seed(0)

@@ -4,8 +4,7 @@ and with PyTorch's attention: SMALL, and LARGE with released widths.
 Functions such as flux() take the sizes of a model and its input, and return arguments of Model. `text` is the number of text tokens,
 `width` that of columns of their embeddings (beside `frames` and `height` it is an edge of the latents), `side` an edge of a square input,
 `axes` the columns of a head for each rotary axis. Of sdxl() and vae(), `channels`, `heads` and `blocks` (of transformers) have an entry
-for each level of the model.
-"""
+for each level of the model."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 It needs diffusers. Weights of diffusers' models are random; queries and keys without a norm get scores of standard deviation 2. Columns
 are relative L1 errors of the output in fp16: eager attention, `enable_sdpa()`, `enable_sdpa(precision="fast")`, and diffusers' backend
 `sage` on volta_fa's sageattention. `calls` and `fell back` count those of "fast". The script fails if a call does not run where it
-should, or if the error of an output with int8 scores is more than LIMIT.
-"""
+should, or if the error of an output with int8 scores is more than LIMIT."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def relative_l1(found: torch.Tensor, expected: torch.Tensor) -> float:
 def compare(name: str, run, module, device: str, dispatches: bool) -> bool:
     """Prints a row. Returns whether it is right. `run` returns the output of a module for inputs of a dtype.
 
-    `dispatches`: whether set_attention_backend reaches all of the module's attention.
-    """
+    `dispatches`: whether set_attention_backend reaches all of the module's attention."""
     force = device == "cuda"  # on GPUs newer than Turing too
     with torch.no_grad():
         expected = run(copy.deepcopy(module).double(), torch.float64).double()

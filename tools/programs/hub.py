@@ -7,8 +7,7 @@ Needs kernels 0.17.2 and a transformers that accepts it (5.18 to 5.22 do), but n
 
 Compares logits and gradients of a padded Llama and of gpt-oss, whose sinks and windows reach the kernel as `s_aux` and `window_size`,
 and generates with both. Exits with 1 if an error is more than twice that of eager attention in the same dtype (gradients: three times),
-or if get_kernel gives another module.
-"""
+or if get_kernel gives another module."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def models():
 def results(model, ids, mask, implementation: str):
     """Returns in fp64 the logits of real tokens, and the gradient of the query projection of the first layer.
 
-    Without a mask, each sequence runs alone, without padding: in fp64, eager attention gives NaN for padded queries.
-    """
+    Without a mask, each sequence runs alone, without padding: in fp64, eager attention gives NaN for padded queries."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     if mask is None:

@@ -10,8 +10,7 @@ import is skipped. FOLDER is `test/` of either repository. The packages need hal
 sums. Gradients in float32 stay in buffers that the next call overwrites.
 
 Each row compares out and the gradients of q, k and v with dense attention in float64: the maximum error relative to the largest
-value, and in parentheses that of PyTorch's eager attention in the same dtype. Exits with 1 if an error is too large.
-"""
+value, and in parentheses that of PyTorch's eager attention in the same dtype. Exits with 1 if an error is too large."""
 
 from __future__ import annotations
 

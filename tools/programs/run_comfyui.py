@@ -16,8 +16,7 @@ The error of a path is the largest difference of its latents, or its VAE's image
 dtype (EXACT). `ratio`: this error divided by that of the first path, ComfyUI's SDPA. `attention`: the worst such ratio of single attention
 calls against fp64, of the node (on the CPU, of the simulated V100), over their distinct shapes. Both ratios may be 2 (ALLOWED), the first
 more below ROUNDING. `ms/step` of a VAE is its whole decode. The exit status is 1 if a path breaks this rule, fails, or runs no call on
-volta_fa where it should.
-"""
+volta_fa where it should."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ of the output and of the gradient of the input, relative to the largest element 
 beside them the errors of PyTorch's attention in the row's dtype; and the calls that volta_fa ran and that fell back. A row is WRONG if
 it fails, if its error is more than 2 times PyTorch's (gradient: 3 times), if no call reached volta_fa, or if one fell back for an
 unexpected reason. The exit status is 1 if a row is wrong. On a newer GPU the kernels are Turing's PTX: times there say nothing about a
-T4 or V100.
-"""
+T4 or V100."""
 
 from __future__ import annotations
 
@@ -252,8 +251,7 @@ PIPELINE = Model("pipeline", torch.nn.Identity, dict, falls_back=("dtype",))
 def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
     """Yields rows of whole pipelines: two steps from given embeddings to an image, in PyTorch's attention and volta_fa's.
 
-    A scheduler has no float64, so the error is that to PyTorch's plain formula in float32.
-    """
+    A scheduler has no float64, so the error is that to PyTorch's plain formula in float32."""
     none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     small = {model.name: model for model in SMALL}
 

@@ -16,8 +16,7 @@ counts calls that volta_fa ran, that torch.compile traced as volta_fa's, and tha
 On CUDA, unsloth takes the GPU for one of compute capability 7.5 while it decides what to load, so it trains in float16 as on a T4, and
 VOLTA_FA_FAMILY selects volta_fa's kernels. PyTorch's and xformers' attention are the memory-efficient ones, their choice on Turing.
 On the CPU, torch.compile is off, and PyTorch code takes the place of unsloth's Triton kernels for rotary embeddings and norms, which
-need a GPU. Its attention code is unchanged. It trains in float32, but Gemma 3, Gemma 4 and gpt-oss partly in float16, as on a T4.
-"""
+need a GPU. Its attention code is unchanged. It trains in float32, but Gemma 3, Gemma 4 and gpt-oss partly in float16, as on a T4."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ class _OneDevice(list):  # type: ignore[type-arg]
 def adapt_to_the_cpu(bfloat16: bool) -> None:
     """Gives unsloth a device to ask for its name and memory, and PyTorch code in place of two Triton kernels.
 
-    bfloat16: let unsloth believe that the device has it: it then trains every model in the dtype that we ask for.
-    """
+    bfloat16: let unsloth believe that the device has it: it then trains every model in the dtype that we ask for."""
     import torch
     import unsloth.device_type
 
@@ -304,8 +302,7 @@ def keep_memory_efficient_attention() -> None:
 def child(model: str, attention: str, device: str, steps: int, folder: Path) -> None:
     """Runs one model with one attention, and writes MODEL-ATTENTION.json into `folder`.
 
-    On CUDA it then waits for a file MODEL-ATTENTION.go, with which run_all() lets one child after the other measure.
-    """
+    On CUDA it then waits for a file MODEL-ATTENTION.go, with which run_all() lets one child after the other measure."""
     report = Report(folder / f"{model}-{attention}.json")
     report("began")
     dtype = "float32" if device == "cpu" or attention == "reference" else "float16"

@@ -6,8 +6,7 @@ backend's log-probabilities (nats) against float32, and their root mean square. 
 tokens differently only if the gap between them is at most twice the sum of both errors, so a larger gap at the first difference is wrong.
 
 Without reference.json, the gap and the differences before it must be within twice those between vLLM's own backends (jobs.CONTROLS).
-jobs.ALONE: ours without a counterpart (anchored windows), whose error may be twice that of a job with full attention.
-"""
+jobs.ALONE: ours without a counterpart (anchored windows), whose error may be twice that of a job with full attention."""
 
 import json
 import math
@@ -93,8 +92,7 @@ class Version:
 def errors(version: Version, ours: str, theirs: str, found: Difference) -> tuple[bool, str]:
     """Ours is at most twice theirs; without reference.json, differences are within the tolerance.
 
-    A job that speculates has no log-probabilities. Its error counts as theirs.
-    """
+    A job that speculates has no log-probabilities. Its error counts as theirs."""
     if theirs in version.exact and "logprobs" not in version.results[ours]["rounds"][0]:
         other = version.exact[theirs]["max"]
         return found.gap <= 4 * other, f", theirs {other:.4f}"

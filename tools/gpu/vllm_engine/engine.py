@@ -5,8 +5,7 @@ of each step. For an encoder, writes the errors of its embeddings against transf
 
 A job is a dictionary: name; kind, tokens or encoder; model, a folder in MODELS; backend, vLLM's attention backend. It may have engine
 (arguments of vllm.LLM), prompts (see `prompts`, or images), logprobs (False: none), lora (True: every other prompt uses the adapter
-MODELS/lora) and refused (part of the error with which vLLM must refuse the job).
-"""
+MODELS/lora) and refused (part of the error with which vLLM must refuse the job)."""
 
 import json
 import random
@@ -34,8 +33,7 @@ def prompts(kind: str) -> tuple[list[list[int]], int]:
     """Returns prompts, and the number of new tokens of each.
 
     Kinds: `mixed` lengths, where some begin with the same 512 tokens; `repeated`, the same lengths with a text that repeats itself;
-    `long`: short prompts with many new tokens; `longer`: the same across a page of 800 tokens.
-    """
+    `long`: short prompts with many new tokens; `longer`: the same across a page of 800 tokens."""
     rng = random.Random(7)
 
     def text(length):

@@ -6,8 +6,7 @@ A job is one engine with one backend. Its keys:
 - prompts: mixed, repeated, long, longer or images (engine.py)
 - of kinds load and server: serve, arguments of `vllm serve`; cache_bytes, its KV cache
 - lora: every other prompt uses the adapter; logprobs: False where vLLM has none
-- refused: part of the error with which vLLM must refuse the job
-"""
+- refused: part of the error with which vLLM must refuse the job"""
 
 from typing import Any
 

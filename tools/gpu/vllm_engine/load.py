@@ -7,8 +7,7 @@ for minutes with random arrivals, lengths and cancellations, then alone again. W
 the end.
 
 Kind server sends engine.py's prompts all at once, twice, and writes what engine.py writes. It streams half of the answers.
-Then it sends the first prompts as chats.
-"""
+Then it sends the first prompts as chats."""
 
 import argparse
 import asyncio
@@ -75,8 +74,7 @@ class Client:
     ):
         """Returns the tokens of a completion, and of each step the RANKED best tokens with their log-probabilities, the best first.
 
-        Closes the connection after `stop_after` tokens, which cancels the request; None: never.
-        """
+        Closes the connection after `stop_after` tokens, which cancels the request; None: never."""
         body = {"prompt": prompt, "max_tokens": new, "temperature": temperature, "logprobs": RANKED, "return_tokens_as_token_ids": True}
         tokens, best = [], []
         async with contextlib.aclosing(self.choices("completions", body, stream)) as choices:

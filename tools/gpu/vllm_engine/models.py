@@ -2,8 +2,7 @@
 
 run.py runs vLLM on them with volta_fa's attention and with vLLM's own, and compares the tokens; no checkpoints are needed. Sharp: a few
 keys get most of a row's attention, as in trained models, so a wrong key changes tokens. The seed is fixed, so all runs on one kind of
-device have the same weights. Weights are float16.
-"""
+device have the same weights. Weights are float16."""
 
 import itertools
 import json
@@ -200,8 +199,7 @@ def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generato
 def drafter(state: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Returns the weights of a draft head: an attention layer, and a projection that mostly repeats the last token's embedding.
 
-    As the models' embeddings are large, some of its guesses are right.
-    """
+    As the models' embeddings are large, some of its guesses are right."""
     layer = "model.layers.3."
     found = {f"mtp.layers.0.{key.removeprefix(layer)}": x for key, x in state.items() if key.startswith(layer)}
     found |= {f"mtp.{name}.weight": state["model.norm.weight"] for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}

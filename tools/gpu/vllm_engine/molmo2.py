@@ -2,8 +2,7 @@
 
 The import registers it with transformers, in place of a later release's own (models.py, engine.py, reference.py). vLLM runs its own model.
 An image becomes two crops of one size, the whole image each time, where the real processor cuts large images into more. Its tokens, the
-rows' ends included, see each other. Tokens of images follow the vocabulary, so no model generates one.
-"""
+rows' ends included, see each other. Tokens of images follow the vocabulary, so no model generates one."""
 
 import json
 from pathlib import Path

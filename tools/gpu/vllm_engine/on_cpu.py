@@ -6,8 +6,7 @@ all else. Prints the largest error of a log-probability in each step, against tr
 LIMIT, or with a quantized cache, whose errors are larger, only if one is NaN. Without a GPU it needs stub CUDA libraries (README.md).
 
 Environment: CACHE, a value of --kv-cache-dtype. VOLTA_FA_VLLM_ANCHORED_WINDOW=ANCHORS:WINDOW limits attention, here and in the reference,
-to a sequence's first ANCHORS tokens and the last WINDOW ones. PYTHONPATH as run.py sets it.
-"""
+to a sequence's first ANCHORS tokens and the last WINDOW ones. PYTHONPATH as run.py sets it."""
 
 import math
 import os

@@ -1,7 +1,6 @@
 """A worker of vLLM 0.33 that shares its GPU: the engine argument `worker_cls="one_gpu.Worker"` (jobs.py) runs all ranks on the first GPU.
 
-NCCL refuses two ranks on a GPU. So their tensors go through the host, by gloo. CUDA graphs cannot capture that: engines run eager only.
-"""
+NCCL refuses two ranks on a GPU. So their tensors go through the host, by gloo. CUDA graphs cannot capture that: engines run eager only."""
 
 import torch
 import torch.distributed as dist

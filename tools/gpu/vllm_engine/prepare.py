@@ -11,8 +11,7 @@ unpacked files in --work. The wheels are those of PyPI. This script changes four
 - it leaves out what no job of run.py calls (UNUSED), and headers,
 - of FlashAttention 2 it keeps host code, which vLLM imports. FlashAttention 3 of fp16 has an archive of its own.
 
-Needs pip and network access, xz, and binutils' strip. Takes about five minutes on two cores.
-"""
+Needs pip and network access, xz, and binutils' strip. Takes about five minutes on two cores."""
 
 import argparse
 import shutil
@@ -165,8 +164,7 @@ def entries(data: bytearray) -> Iterator[Entry]:
 def reduce(path: Path, arch: int, wanted: Callable[[bytes], bool] = lambda code: True) -> tuple[int, int]:
     """Zeroes all entries in place except machine code for `arch` that is `wanted`. Returns the bytes kept and zeroed.
 
-    A kernel without an entry fails at its first launch, not when the library loads.
-    """
+    A kernel without an entry fails at its first launch, not when the library loads."""
     data = bytearray(path.read_bytes())
     kept = zeroed = 0
     for entry in entries(data):

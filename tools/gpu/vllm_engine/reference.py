@@ -2,8 +2,7 @@
 
 run.py calls it after the engines, for the folder of each vLLM version; compare.py reads what it writes. Feeds the tokens that an engine
 generated to transformers in float32, and compares the log-probability of each. Writes each job's largest error and root mean square, in
-nats, to RESULTS/reference.json. Needs peft for jobs with LoRA.
-"""
+nats, to RESULTS/reference.json. Needs peft for jobs with LoRA."""
 
 import json
 import math
@@ -55,8 +54,7 @@ def load_model(folder: Path, with_images: bool):
 def arguments(name: str, model, ids: torch.Tensor, images: dict | None, anchored: str | None) -> dict:
     """Returns the arguments of a model beside its tokens `ids`, int64 (1, tokens): images and its attention mask.
 
-    images: what the image processor returned for one prompt. anchored: VOLTA_FA_VLLM_ANCHORED_WINDOW, as "anchors:window".
-    """
+    images: what the image processor returned for one prompt. anchored: VOLTA_FA_VLLM_ANCHORED_WINDOW, as "anchors:window"."""
     options: dict = {}
     if images is not None:
         is_image = ids >= VOCABULARY if name == "molmo2" else ids == model.config.image_token_id

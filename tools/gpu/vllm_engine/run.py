@@ -5,8 +5,7 @@
     PYTHONPATH=python python tools/gpu/vllm_engine/run.py PACKS OUTPUT --only load,llama128-custom
 
 PACKS has the archives of prepare.py. Engines run side by side. Each takes 2 GB of GPU memory and more, about a minute to start, and 5 GB
-of host memory. Writes results and logs to OUTPUT/VERSION, prints compare.py's summary, and exits with its status.
-"""
+of host memory. Writes results and logs to OUTPUT/VERSION, prints compare.py's summary, and exits with its status."""
 
 import argparse
 import contextlib
