@@ -62,6 +62,7 @@ RECOGNIZED = {
 OTHERS = {
     "mul of two scores": lambda s, b, h, q, kv: s * s,
     "mul by a value that is not a positive constant": lambda s, b, h, q, kv: s * SLOPES[h],
+    "a factor of 1e": lambda s, b, h, q, kv: s * 1e300,
     "to": lambda s, b, h, q, kv: s.to(torch.int32),
     "relu": lambda s, b, h, q, kv: torch.relu(s),
     "tanh of more than a scaled score": lambda s, b, h, q, kv: 3 * torch.tanh(s + SLOPES[h]),

@@ -66,6 +66,8 @@ def recognize(
     found = _Reader(traced).read()
     if found.factor <= 0:
         raise Unrecognized("a negative factor")
+    if found.factor > 1e30:  # the operators take it in fp32, times a scale and a cap
+        raise Unrecognized(f"a factor of {found.factor:g}")
     if found.softcap and not 1e-4 <= found.softcap <= 1e4:  # the operators' range (`inspection.limits()["softcap"]`)
         raise Unrecognized(f"a softcap of {found.softcap:g}")
     return found, score_mod if isinstance(score_mod, fx.GraphModule) else traced
