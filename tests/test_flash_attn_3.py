@@ -431,6 +431,7 @@ def test_errors(backend):
     fp8 = q.to(torch.float8_e4m3fn)
     refused(NotImplementedError, r"q: got dtype torch.float8_e4m3fn, expected torch.float16", fa3.flash_attn_func, fp8, fp8, fp8)
     refused(ValueError, r"qv: got shape \(1, 5, 2, 4\), expected shape \(1, 5, 2, 8\)", fa3.flash_attn_func, q, q, q, qv=q[..., :4])
+    refused(ValueError, r"qv: got dtype torch.float16, expected torch.float64, q's", fa3.flash_attn_func, q, q, q, qv=q.half())
     wide = backend.randn(1, 5, 2, 512)
     refused(NotImplementedError, r"qv: got headdim 8 and headdim_v 512.*fwd_mla", fa3.flash_attn_func, q, q, wide, qv=wide)
     refused(NotImplementedError, r"qv: got a tensor, expected None: call volta_fa.flash_mla", fa3.flash_attn_with_kvcache, q, q, q, qv=q)

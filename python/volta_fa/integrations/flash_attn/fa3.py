@@ -328,6 +328,8 @@ def _attention(
     if qv is not None:
         if qv.shape != (*q.shape[:-1], v.shape[-1]):
             raise bad_argument("qv", f"shape {tuple(qv.shape)}", f"shape {(*q.shape[:-1], v.shape[-1])}, that of out")
+        if qv.dtype != q.dtype:
+            raise bad_argument("qv", f"dtype {qv.dtype}", f"{q.dtype}, q's")
         if q.shape[-1] + v.shape[-1] > MAX_HEADDIM:
             got = f"headdim {q.shape[-1]} and headdim_v {v.shape[-1]}"
             expected = f"at most {MAX_HEADDIM} together: call torch.ops.volta_fa.fwd_mla with a cache of latents"
