@@ -270,6 +270,122 @@ def test_append(backend, layout, rotary, chunk, causal):
     close(backend, out, join([e[0] for e in cached(want_q, want_k, want_v, lengths, chunk, causal=causal)]))
 
 
+@pytest.mark.parametrize("chunk", [0, 4])
+@CPU
+def test_append_of_a_batch_by_packed_queries(backend, chunk):
+    """q is packed, k and v are not."""
+    q, k, v, lengths = backend.randn(5, 4, 8), backend.randn(2, 3, 2, 8), backend.randn(2, 3, 2, 8), backend.ints([2, 11])
+    options = {"cu_seqlens_q": backend.ints([0, 4, 5]), "max_seqlen_q": 4, "cache_seqlens": lengths, "attention_chunk": chunk}
+    caches = [[torch.zeros(2, 20, 2, 8, dtype=q.dtype) for _ in range(2)] for _ in range(2)]
+    packed = fa3.flash_attn_with_kvcache(
+        q, *caches[0], k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_k_new=backend.ints([0, 3, 6]), **options
+    )
+    assert torch.equal(fa3.flash_attn_with_kvcache(q, *caches[1], k, v, **options), packed)
+    assert all(torch.equal(*pair) for pair in zip(*caches))
+
+
+#: Impossible values for the first of two entries with 10 and 20 keys in a cache of 32: options (lists are int32), the CPU's message.
+WRONG_CACHES = {
+    "long": ({"cache_seqlens": [33, 20]}, r"cache_seqlens: got 33 \(sequence 0\), expected a length from 0 to"),
+    "negative": ({"cache_seqlens": [-3, 20]}, r"cache_seqlens: got -3"),
+    "page": ({"page_table": [[2, 9], [0, 1]], "cache_seqlens": [30, 20]}, r"block_table: got 9 \(page 1 of sequence 0\)"),
+    "first page": ({"page_table": [[9, 3], [0, 1]], "cache_seqlens": [18, 20]}, r"_table: got 9 \(.*0.*\)"),
+    "negative page": ({"page_table": [[-1, 3], [0, 1]], "cache_seqlens": [14, 20]}, r"block_table: got -1"),
+    "padding": ({"cache_leftpad": [12, 0]}, r"leftpad_k: got 12 \(sequence 0\), expected a number from 0 to 10"),
+    "negative padding": ({"cache_leftpad": [-5, 0]}, r"leftpad_k: got -5"),
+    "entry": ({"cache_batch_idx": [5, 0]}, r"cache_batch_idx: got 5"),
+    "table": ({"rotary": 22, "cache_seqlens": [21, 0]}, r"rotary_cos: got 22 positions, expected at least 23, which sequence 0 reaches"),
+    "positions": ({"rotary": 9, "rotary_seqlens": [8, 7]}, r"rotary_cos: got 9 positions, expected at least 10"),
+    "negative position": ({"rotary": 9, "rotary_seqlens": [-1, 7]}, r"rotary_seqlens: got -1 \(entry 0\), expected a position from 0 to 9"),
+}
+
+
+def wrong_cache(backend, name, chunk):
+    """Returns a call's arguments, and its options: those of WRONG_CACHES[name]."""
+    if name == "first page" and chunk == 16:
+        pytest.skip("no query sees that page")
+    options = {"cache_seqlens": [10, 20]} | WRONG_CACHES[name][0]
+    if name in ("long", "negative"):
+        options["page_table"] = [[2, 3], [0, 1]]
+    shape = (8, 16, 2, 16) if "page_table" in options else (2, 32, 2, 16)
+    rows = options.pop("rotary", None)
+    options = {name: torch.tensor(value, dtype=torch.int32, device=backend.device) for name, value in options.items()}
+    if rows:
+        options |= {"rotary_cos": backend.randn(rows, 4), "rotary_sin": backend.randn(rows, 4)}
+    draws = [(2, 2, 4, 16), shape, shape, (2, 2, 2, 16), (2, 2, 2, 16)]
+    return [backend.randn(*s) for s in draws], options | {"attention_chunk": chunk, "causal": True}
+
+
+@pytest.mark.parametrize("name", WRONG_CACHES)
+@pytest.mark.parametrize("chunk", [0, 7, 16, 24])
+@on("cpu-fp32")
+def test_impossible_entries(backend, chunk, name):
+    (q, k_cache, v_cache, k, v), options = wrong_cache(backend, name, chunk)
+    before = k_cache.clone()
+    refused(ValueError, WRONG_CACHES[name][1], fa3.flash_attn_with_kvcache, q, k_cache, v_cache, k, v, **options)
+    assert torch.equal(k_cache, before) or name == "first page"  # found after the append, which does not read that page
+    if "rotary_cos" not in options:
+        refused(ValueError, WRONG_CACHES[name][1], fa3.flash_attn_with_kvcache, q, k_cache, v_cache, **options)
+
+
+@pytest.mark.parametrize("name", WRONG_CACHES)
+@pytest.mark.parametrize("chunk", [7, 16])
+@on("sim", "cuda")
+def test_impossible_entries_unchecked(backend, chunk, name):
+    """They get NaN, others do not."""
+    backend.simulate()
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    given, options = wrong_cache(backend, name, chunk)
+    for tensors in (given,) if "rotary_cos" in options else (given, given[:3]):
+        out, lse, *_ = fa3.flash_attn_with_kvcache(*tensors, **options, return_softmax_lse=True)
+        assert out[0].isnan().all() and lse[0].isnan().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"max_seqlen_q": None}, r"max_seqlen_q: got None"),
+        ({"max_seqlen_q": 2}, r"max_seqlen_q: got 2, expected at least 3, the length of sequence 0"),
+        ({"cu_seqlens_q": [0, 3, 5]}, r"cu_seqlens_q: got 5 as its last value, expected 6"),
+        ({"cu_seqlens_q": [0, 3, 5], "rotary_seqlens": [5, 6]}, r"cu_seqlens_q: got 5 as its last value, expected 6"),
+        ({"rotary_seqlens": [5, 6, 7]}, r"rotary_seqlens: got shape \(3,\)"),
+        ({"cu_seqlens_k_new": [0, 6], "rotary_seqlens": [5, 6]}, r"cu_seqlens_k_new: got shape \(2,\)"),
+        ({"rotary_seqlens": [5, 6], "rotary_sin": torch.ones(20, 3)}, r"rotary_sin: got shape \(20, 3\)"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chunk", [0, 8])
+@on("cpu-fp32")
+def test_no_append_with_wrong_lengths(backend, chunk, wrong, message):
+    q, k, cache, cos = backend.randn(6, 4, 16), backend.randn(6, 2, 16), backend.randn(2, 32, 2, 16), backend.randn(20, 4)
+    options = {"cu_seqlens_q": [0, 3, 6], "cu_seqlens_k_new": [0, 3, 6], "max_seqlen_q": 3, "cache_seqlens": [5, 6]} | wrong
+    options = {name: backend.ints(value) if isinstance(value, list) else value for name, value in options.items()}
+    if "rotary_seqlens" in options:
+        options = {"rotary_cos": cos, "rotary_sin": cos} | options
+    before = cache.clone()
+    refused(ValueError, message, fa3.flash_attn_with_kvcache, q, cache, cache, k, k, attention_chunk=chunk, **options)
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+@pytest.mark.parametrize("chunk", [0, 2, 100])
+@on("cpu-fp32", "sim", "cuda")
+def test_lengths_beyond_a_sequence(backend, chunk, name):
+    """One error that names the argument, or NaN in all rows of the sequence where a call does not check."""
+    x, cu = backend.randn(8, 2, 16), backend.ints([0, 4, 8])
+    backend.simulate()
+    for number, used in ((0, [6, 4]), (1, [4, 6]), (0, [-1, 4])):
+        backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0" if backend.kernels else "1")
+        call = fa3.flash_attn_varlen_func, x, x, x, cu, cu, 4, 4
+        options = {"causal": True, "attention_chunk": chunk, name: backend.ints(used)}
+        if backend.kernels:
+            bad = call[0](*call[1:], **options).isnan().flatten(1)
+            assert bad[4 * number : 4 * number + 4].all() and bad.sum() == 4 * 32
+        else:
+            expected = f"got {used[number]} \\(entry {number}\\), expected a length from 0 to 4"
+            refused(ValueError, f"{name}: {expected}", *call, **options)
+
+
 @CPU
 def test_a_cache_in_float8(backend):
     """Its scales count, one for each entry and head, also where chunks repeat the entries."""
@@ -307,6 +423,7 @@ def test_errors(backend):
     fp8 = q.to(torch.float8_e4m3fn)
     refused(NotImplementedError, r"q: got dtype torch.float8_e4m3fn, expected torch.float16", fa3.flash_attn_func, fp8, fp8, fp8)
     refused(ValueError, r"qv: got shape \(1, 5, 2, 4\), expected shape \(1, 5, 2, 8\)", fa3.flash_attn_func, q, q, q, qv=q[..., :4])
+    refused(ValueError, r"qv: got dtype torch.float16, expected torch.float64, q's", fa3.flash_attn_func, q, q, q, qv=q.half())
     wide = backend.randn(1, 5, 2, 512)
     refused(NotImplementedError, r"qv: got headdim 8 and headdim_v 512.*fwd_mla", fa3.flash_attn_func, q, q, wide, qv=wide)
     refused(NotImplementedError, r"qv: got a tensor, expected None: call volta_fa.flash_mla", fa3.flash_attn_with_kvcache, q, q, q, qv=q)

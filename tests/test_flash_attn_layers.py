@@ -128,6 +128,9 @@ def test_apply_rotary_emb_of_packed_sequences(interleaved, offsets):
     positions = [start + i for start, length in zip(starts, lengths) for i in range(length)]
     out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=cu_seqlens, max_seqlen=5)
     torch.testing.assert_close(out, turned(x, cos, sin, positions, interleaved))
+    longer = torch.cat((x, torch.randn_like(x)))  # rows after the last sequence, as in a padded batch, stay the same
+    rotated = apply_rotary_emb(longer, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=cu_seqlens, max_seqlen=5)
+    assert torch.equal(rotated, torch.cat((out, longer[10:])))
     dout = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad(out, x, dout)[0], turned(dout, cos, -sin, positions, interleaved))
 

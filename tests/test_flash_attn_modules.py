@@ -341,8 +341,11 @@ def test_plain_attention(causal):
         longer, average = draw(2, 8, 4, 8), kv[:, :, 1].mean(1).repeat_interleave(2, 1)
         close(module(longer, kv, causal=True)[:, :2], average[:, None].expand(-1, 2, -1, -1))
         close(module(longer, kv, causal=True)[:, 2:], attend(longer[:, 2:], kv, later(6, 6)))
-        padded = module(longer, kv, causal=True, key_padding_mask=keep)
-        close(padded[1, :4], average[1].expand(4, -1, -1))
+        for kept in (keep, keep.flip(1)):  # the latter: rows that see keys of padding alone
+            masks = torch.stack([later(8, 6), torch.ones(8, 6).triu(1 + kept[1].sum() - 8).bool()])[:, None]
+            padded = module(longer, kv, causal=True, key_padding_mask=kept)
+            close(padded, attend(longer, kv, masks, -10000.0 * ~kept[:, None, None, :]))
+        close(module(longer, kv, causal=True, key_padding_mask=keep)[1, :4], average[1].expand(4, -1, -1))
     masks = torch.stack([later(3, 6), torch.ones(3, 6).triu(2).bool()])[:, None] if causal else torch.zeros(1, 1, 3, 6, dtype=torch.bool)
     close(module(q, kv, causal=causal, key_padding_mask=keep), attend(q, kv, masks | ~keep[:, None, None, :]))
 

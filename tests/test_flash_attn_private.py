@@ -225,6 +225,12 @@ def test_errors(backend):
         refused(error, message, _flash_attn_varlen_forward, rows, k, k, *lengths, **more)
 
     varlen(ValueError, r"leftpad_k: got shape \(2,\)", leftpad_k=backend.ints([0, 0]))
+    for left, used, message in (
+        (2, 10, r"seqused_k: got 10 \(entry 0\), expected a length from 0 to 9"),
+        (4, 3, r"leftpad_k: got 4 \(entry 0\), expected a number from 0 to 3"),
+        (-1, 3, r"leftpad_k: got -1 "),
+    ):
+        varlen(ValueError, message, leftpad_k=backend.ints([left]), seqused_k=backend.ints([used]))
     left = lengths[0][:1]
     varlen(NotImplementedError, r"leftpad_k: got a tensor, expected None with block_table", pages, block_table=table, leftpad_k=left)
     varlen(NotImplementedError, r"num_splits > 1 is not supported .* got 2", pages, block_table=table, num_splits=2)

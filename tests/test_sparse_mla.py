@@ -392,6 +392,12 @@ WRONG_OF_FLASH_MLA = {
     "causal": ({"causal": True}, "causal: got True, expected False"),
     "fp8": ({"is_fp8_kvcache": False}, "is_fp8_kvcache: got False, expected True"),
     "indices": ({"indices": torch.zeros(3, 5, dtype=torch.int32)}, r"indices: got shape \(3, 5\)"),
+    "extra indices": (
+        {"extra_k_cache": FP8, "extra_indices_in_kvcache": torch.zeros(3, 1, 5, dtype=torch.int32)},
+        r"extra_indices_in_kvcache: got shape \(3, 1, 5\)",
+    ),
+    "lengths": ({"topk_length": INTS}, r"topk_length: got shape \(3,\), expected \(batch,\), here \(1,\)"),
+    "rank of lengths": ({"topk_length": INTS[None, :1]}, r"topk_length: got shape \(1, 1\), expected \(batch,\)"),
     "descale": ({"descale_k": torch.ones(1)}, "descale_k: got a tensor, expected None"),
     "positions": ({"positions_dtype": torch.float32}, "positions_dtype: got torch.float32"),
 }

@@ -131,9 +131,13 @@ def flash_mla_with_kvcache(
         raise bad_argument("causal", causal, "False beside indices: choose the tokens that a query may see", op=_OP)
     if is_fp8_kvcache != (k_cache.element_size() == 1):
         raise bad_argument("is_fp8_kvcache", is_fp8_kvcache, f"{not is_fp8_kvcache} beside a k_cache of dtype {k_cache.dtype}", op=_OP)
-    if q.dim() != 4 or indices.dim() != 3 or q.shape[:2] != indices.shape[:2]:
-        given = f"shape {tuple(indices.shape)} beside q of shape {tuple(q.shape)}"
-        raise bad_argument("indices", given, "(batch, seqlen_q, topk) beside q (batch, seqlen_q, nheads, headdim)", op=_OP)
+    for name, tensor in (("indices", indices), ("extra_indices_in_kvcache", extra_indices_in_kvcache)):
+        if tensor is not None and (q.dim() != 4 or tensor.dim() != 3 or q.shape[:2] != tensor.shape[:2]):
+            given = f"shape {tuple(tensor.shape)} beside q of shape {tuple(q.shape)}"
+            raise bad_argument(name, given, "(batch, seqlen_q, topk) beside q (batch, seqlen_q, nheads, headdim)", op=_OP)
+    for name, tensor in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
+        if tensor is not None and tensor.shape != q.shape[:1]:
+            raise bad_argument(name, f"shape {tuple(tensor.shape)}", f"(batch,), here ({q.shape[0]},)", op=_OP)
     if positions_dtype not in (torch.bfloat16, torch.float16):
         raise bad_argument("positions_dtype", positions_dtype, "torch.bfloat16 or torch.float16", op=_OP)
     batch, seqlen_q, nheads, _ = q.shape

@@ -1,13 +1,15 @@
 """What the operators require of tensors, for Python code that checks arguments before it calls them: size limits, which the native library
-publishes, dtypes and strides."""
+publishes, dtypes, strides and values."""
 
 from __future__ import annotations
 
+import os
 from typing import overload
 
 import torch
 from torch import Tensor
 
+from .errors import bad_argument
 from .inspection import limits
 
 _LIMITS = limits()
@@ -34,3 +36,23 @@ def with_unit_stride(t: Tensor | None) -> Tensor | None: ...
 def with_unit_stride(t: Tensor | None) -> Tensor | None:
     """Returns t if its last dimension has stride 1, as the operators require, else a contiguous copy. flash-attn copies too."""
     return t if t is None or t.dim() == 0 or t.stride(-1) == 1 else t.contiguous()
+
+
+def reads_values(t: Tensor) -> bool:
+    """Returns whether a call checks the values of t, as the operators do: on a GPU only with VOLTA_FA_CHECK_LENGTHS=1, because that
+    synchronizes; on the CPU unless it is 0. Never where t has no values (torch.compile, fake tensors, meta tensors)."""
+    if torch.compiler.is_compiling() or type(t) is not Tensor or t.device.type not in ("cpu", "cuda"):
+        return False
+    return (os.environ.get("VOLTA_FA_CHECK_LENGTHS") or str(int(t.device.type == "cpu"))) != "0"
+
+
+def in_range(name: str, values: Tensor, most: int | Tensor, what: str) -> Tensor:
+    """Returns whether each value is from 0 to `most`, a number or a tensor of the same shape. Raises ValueError for the first that is not,
+    if `reads_values`. `what` describes a value, with its article."""
+    allowed = (values >= 0) & (values <= most)
+    if reads_values(values) and not allowed.all():
+        entry = (~allowed).nonzero()[0].tolist()
+        limit = int(most[tuple(entry)]) if isinstance(most, Tensor) else most
+        got = f"{int(values[tuple(entry)])} (entry {', '.join(map(str, entry))})"
+        raise bad_argument(name, got, f"{what} from 0 to {limit}")
+    return allowed

@@ -36,8 +36,9 @@ def apply_rotary(
         x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with cu_seqlens.
         cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
         seqlen_offsets: the position of each sequence's first token, int or int (batch). With a tensor, tokens at positions
-            beyond the table stay the same.
-        cu_seqlens: (batch + 1), where each sequence begins, and where the last ends; max_seqlen: the longest one's length.
+            outside the table stay the same.
+        cu_seqlens: (batch + 1), where each sequence begins, and where the last ends; rows after that stay the same. max_seqlen: the
+            longest one's length.
         conjugate: rotate backwards.
 
     Returns a tensor like x; with `inplace` x itself. Raises ValueError for shapes that do not match.
@@ -91,13 +92,14 @@ def _rows(
         positions = positions + (seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
     else:
         tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
-        sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+        sequence = (torch.searchsorted(cu_seqlens, tokens, right=True) - 1).clamp(max=len(cu_seqlens) - 2)
         positions = tokens - cu_seqlens[sequence]
         positions = positions + (seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
+        positions = positions.where(tokens < cu_seqlens[-1], -1)
     cos, sin = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (cos, sin))
-    if isinstance(seqlen_offsets, Tensor):  # its values are not read, so positions may lie beyond the tables
-        inside = (positions < cos.shape[0])[..., None]
-        positions = positions.clamp(max=cos.shape[0] - 1)
+    if isinstance(seqlen_offsets, Tensor) or cu_seqlens is not None:  # values are not read, so positions may lie outside the tables
+        inside = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
+        positions = positions.clamp(0, cos.shape[0] - 1 if isinstance(seqlen_offsets, Tensor) else None)
         cos, sin = torch.where(inside, cos[positions], 1.0), torch.where(inside, sin[positions], 0.0)
     else:
         cos, sin = cos[positions], sin[positions]

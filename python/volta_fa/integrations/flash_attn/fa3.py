@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import MAX_HEADDIM, with_unit_stride  # the latter: a copy of tensors whose last dimension is not contiguous
+
+# `in_range` returns which values are possible, and raises for the others where values are read. `with_unit_stride` copies tensors whose
+# last dimension is not contiguous.
+from ...operands import MAX_HEADDIM, in_range, reads_values, with_unit_stride
 from ...rotary import apply_rotary
 
 # `_fwd` calls volta_fa::fwd; `_lengths` and `_options` return its arguments by name; `_unbind` splits a packed tensor, with checks
@@ -209,9 +212,13 @@ def flash_attn_with_kvcache(
         missing, there = ("k", "v") if k is None else ("v", "k")
         raise bad_argument(missing, "None", f"a tensor: {there} is given")
     cu_seqlens_q, cu_seqlens_k_new, page_table = map(with_unit_stride, (cu_seqlens_q, cu_seqlens_k_new, page_table))
-    if cu_seqlens_k_new is None and k is not None and k.dim() == 3:
-        cu_seqlens_k_new = cu_seqlens_q  # as the operator does
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    if k is not None and v is not None and cu_seqlens_q is not None and cu_seqlens_k_new is None:
+        if k.dim() == v.dim() == 4:  # the operator packs both or neither
+            cu_seqlens_k_new = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * k.shape[1]
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        else:
+            cu_seqlens_k_new = cu_seqlens_q  # as the operator does
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     cache_seqlens, rotary_seqlens = with_unit_stride(cache_seqlens), with_unit_stride(rotary_seqlens)
@@ -233,8 +240,14 @@ def flash_attn_with_kvcache(
         # rotation by other positions, or of queries whose only mask are chunks, happens here.
         if k is None or cache_seqlens is None:
             raise bad_argument("rotary_cos", "a tensor", "None: k or cache_seqlens is not given")
-        first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+        name, first = ("cache_seqlens", cache_seqlens) if rotary_seqlens is None else ("rotary_seqlens", rotary_seqlens)
         ordered = causal or attention_chunk > 0 or options["window_left"] != -1 or options["window_right"] != -1
+        for argument, t, n in ((name, first, batch), ("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1)):
+            if t is not None and (t.shape != (n,) or t.dtype != torch.int32):
+                raise bad_argument(argument, f"shape {tuple(t.shape)} of dtype {t.dtype}", f"shape ({n},) of dtype torch.int32")
+        ends_q = first + (_seqlens(q, cu_seqlens_q) if ordered else 1)
+        fits = _fits(name, first, torch.maximum(ends_q, first + _seqlens(k, cu_seqlens_k_new)), rotary_cos, rotary_sin, q.shape[-1])
+        cache["cache_seqlens"] = cache_seqlens.where(fits, -1)  # an impossible length: NaN, and no append
         q = _rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, ordered, rotary_interleaved)
         k = _rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, ordered=True, interleaved=rotary_interleaved)
     else:
@@ -315,6 +328,8 @@ def _attention(
     if qv is not None:
         if qv.shape != (*q.shape[:-1], v.shape[-1]):
             raise bad_argument("qv", f"shape {tuple(qv.shape)}", f"shape {(*q.shape[:-1], v.shape[-1])}, that of out")
+        if qv.dtype != q.dtype:
+            raise bad_argument("qv", f"dtype {qv.dtype}", f"{q.dtype}, q's")
         if q.shape[-1] + v.shape[-1] > MAX_HEADDIM:
             got = f"headdim {q.shape[-1]} and headdim_v {v.shape[-1]}"
             expected = f"at most {MAX_HEADDIM} together: call torch.ops.volta_fa.fwd_mla with a cache of latents"
@@ -353,8 +368,10 @@ def _chunked_cache(
     appended: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention to a cache by chunks. First a call without queries appends the new keys and values, if any. q and the new keys are
-    rotated already. Returns out and softmax_lse, in the layout of q.
+    """Computes attention to a cache by chunks. q and the new keys are rotated already. Returns out and softmax_lse, in the layout of q.
+
+    A first call, whose queries see one key each, checks the arguments, appends the new keys and values, and has NaN where lengths are
+    impossible: chunks hide that.
 
     Args:
         new: new keys and values, or ().
@@ -368,9 +385,9 @@ def _chunked_cache(
     lengths = cache["cache_seqlens"]
     if cache["leftpad_k"] is not None and cache["block_table"] is not None:
         raise bad_argument("cache_leftpad", "a tensor", "None with page_table", error=NotImplementedError)
+    one_key = options | {"window_left": 0, "window_right": 0}
+    _, checked = torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, *new, **cache, **queries, **appended, **one_key)
     if new:
-        no_queries = q.new_empty(batch, 0, *q.shape[-2:])
-        torch.ops.volta_fa.fwd_kvcache(no_queries, k_cache, v_cache, *new, **cache, **appended, **options)
         cu_seqlens_k_new = appended["cu_seqlens_k_new"]
         lengths = lengths + (new[0].shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     if lengths is None:  # the cache is full
@@ -382,8 +399,6 @@ def _chunked_cache(
     if pack_here:
         cu_seqlens_q, max_seqlen_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q, seqlen_q
         q = q.flatten(0, 1)
-    elif max_seqlen_q is None:
-        raise bad_argument("max_seqlen_q", None, "the length of the longest sequence, since cu_seqlens_q is given")
     k_cache, v_cache, chunked, chunks_per_sequence = _split_cache(
         cu_seqlens_q, max_seqlen_q, lengths, cache["leftpad_k"], cache["cache_batch_idx"], cache["block_table"], k_cache, v_cache, chunk
     )
@@ -392,7 +407,28 @@ def _chunked_cache(
         if t is not None and t.dim() == 2:  # (batch, nheads_k): a scale for each sequence
             options = options | {name: t.repeat_interleave(chunks_per_sequence, 0)}
     out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, **chunked, **options)
-    return (out.unflatten(0, (batch, seqlen_q)), _unpacked_lse(softmax_lse, batch, seqlen_q)) if pack_here else (out, softmax_lse)
+    if pack_here:
+        out, softmax_lse = out.unflatten(0, (batch, seqlen_q)), _unpacked_lse(softmax_lse, batch, seqlen_q)
+    impossible = checked.isnan()
+    return out.masked_fill_(impossible.transpose(-1, -2)[..., None], math.nan), softmax_lse.masked_fill_(impossible, math.nan)
+
+
+def _seqlens(x: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
+    """Returns the length of x's sequences: one for all, or (batch) if they are packed."""
+    return x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+
+
+def _fits(name: str, first: Tensor, ends: Tensor, cos: Tensor, sin: Tensor, headdim: int) -> Tensor:
+    """Returns whether the tables have each sequence's positions, from `first`, the argument `name`, to before `ends`. Raises ValueError for
+    wrong tables, and for other positions where values are read."""
+    if cos.dim() != 2 or 2 * cos.shape[1] > headdim:
+        raise bad_argument("rotary_cos", f"shape {tuple(cos.shape)}", f"(seqlen, rotary_dim / 2) with rotary_dim <= {headdim}")
+    if sin.shape != cos.shape:
+        raise bad_argument("rotary_sin", f"shape {tuple(sin.shape)}", f"rotary_cos' shape {tuple(cos.shape)}")
+    if reads_values(ends) and (ends > len(cos)).any():
+        longest = int(ends.argmax())
+        raise bad_argument("rotary_cos", f"{len(cos)} positions", f"at least {int(ends[longest])}, which sequence {longest} reaches")
+    return in_range(name, first, len(cos), "a position") & (ends <= len(cos))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, cu_seqlens: Tensor | None, ordered: bool, interleaved: bool) -> Tensor:
@@ -403,7 +439,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, cu_seqlens: Ten
         positions = (first[:, None] + index).flatten()
     else:
         token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-        sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+        # rows after the last sequence belong to it: the operator checks that there are none
+        sequence = (torch.searchsorted(cu_seqlens, token, right=True) - 1).clamp(max=len(first) - 1)
         positions = first[sequence] + (token - cu_seqlens[sequence]) * ordered
     return apply_rotary(x.reshape(-1, 1, *x.shape[-2:]), cos, sin, positions, interleaved=interleaved).view(x.shape)
 
@@ -454,8 +491,14 @@ def _split_sequences(
     longest = max(max_seqlen_q, max_seqlen_k, 1)
     # rows of q and k. Tensors below are (batch, chunks), or (batch, 1)
     begins_q, begins_k = cu_seqlens_q[:-1, None], cu_seqlens_k[:-1, None]
-    used_q = cu_seqlens_q.diff()[:, None] if seqused_q is None else seqused_q[:, None]
-    used_k = cu_seqlens_k.diff()[:, None] if seqused_k is None else seqused_k[:, None]
+    used_q, used_k = cu_seqlens_q.diff()[:, None], cu_seqlens_k.diff()[:, None]
+    possible = torch.ones_like(used_q, dtype=torch.bool)
+    if seqused_q is not None:
+        possible = possible & in_range("seqused_q", seqused_q, used_q[:, 0], "a length")[:, None]
+        used_q = _within(seqused_q[:, None], used_q)
+    if seqused_k is not None:
+        possible = possible & in_range("seqused_k", seqused_k, used_k[:, 0], "a length")[:, None]
+        used_k = _within(seqused_k[:, None], used_k)
     if chunk:
         chunk = min(chunk, longest)
         # numbers of chunks before position 0, that of the first key, and from it on
@@ -477,7 +520,8 @@ def _split_sequences(
         # a sequence's unused rows follow its last chunk, so the last sequence of each may be as long as before
         "max_seqlen_q": max_seqlen_q if seqused_q is not None else min(chunk, max_seqlen_q),
         "max_seqlen_k": max_seqlen_k if seqused_k is not None else min(chunk, max_seqlen_k),
-        "seqused_k": None if seqused_k is None else keys.flatten(),
+        # -1, an impossible length: NaN
+        "seqused_k": None if seqused_q is None and seqused_k is None else keys.where(possible, -1).flatten(),
     }
 
 
@@ -522,13 +566,17 @@ def _split_cache(
     aligned = chunk % page_size == 0
     # pages of a chunk: if it may begin within one, it may also end within one
     width = min(pages, chunk // page_size if aligned else (chunk - 1) // page_size + 2)
+    # pages from the first chunk's on to the last key's; entries before and after may be anything
+    page = page_size * torch.arange(pages, dtype=torch.int32, device=lengths.device)
+    is_read = (page < lengths[:, None]) & (page + page_size > begins[:, :1])
+    possible = in_range("page_table", block_table.where(is_read, 0), len(k_cache) - 1, "a page").all(1, keepdim=True)
+    ends = ends.where(possible, -1)  # an impossible length: NaN
     first_page = begins // page_size
     columns = first_page[..., None] + torch.arange(width, dtype=torch.int32, device=lengths.device)
     table = block_table.gather(1, columns.clamp(0, pages - 1).flatten(1).long()).unflatten(1, (count, width)).flatten(0, 1)
     begins, ends = (begins - first_page * page_size).flatten(), (ends - first_page * page_size).flatten()
     if aligned:
         return k_cache, v_cache, options | {"block_table": table, "cache_seqlens": ends}, count
-    # entries after a sequence's last page may be anything
     table = table.clamp(0, len(k_cache) - 1).flatten().long()
     k_cache, v_cache = (_rows(t, table).unflatten(0, (-1, width)).flatten(1, 2) for t in (k_cache, v_cache))
     return k_cache, v_cache, options | {"leftpad_k": begins, "cache_seqlens": ends}, count

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
+
+# `in_range` returns which values are possible, and raises for the others where values are read. `with_unit_stride` copies a tensor unless
+# its last dimension is contiguous.
+from ...operands import in_range, with_unit_stride
 from .interface import _fwd, _lengths, _options, _paged, _s_dmask  # _lengths, _options: arguments of volta_fa's operators by name
 
 __all__ = [
@@ -286,7 +289,9 @@ def _without_padding(
     sequence = torch.bucketize(token, cu_seqlens_k[1:], right=True).clamp_(max=lengths.shape[0] - 1)
     first, length = cu_seqlens_k[sequence], lengths[sequence].clamp(min=1)
     source = first + (token - first + leftpad_k[sequence]) % length
-    return k[source], v[source], (lengths if seqused_k is None else seqused_k) - leftpad_k
+    used = lengths if seqused_k is None else seqused_k
+    possible = in_range("seqused_k", used, lengths, "a length") & in_range("leftpad_k", leftpad_k, used, "a number")
+    return k[source], v[source], (used - leftpad_k).where(possible, -1)  # -1, an impossible length: NaN
 
 
 def _describe(t: Tensor) -> str:
