@@ -377,6 +377,15 @@ def pytorch_context_parallel(world):
         for name, f, e in zip(NAMES, found, expected):
             # over NCCL in fp16
             assert (f - e).abs().max() < (2e-2 if NCCL else CLOSE) * max(1.0, e.abs().max()), (name, is_causal, balanced)
+    # is_causal with more keys than queries: SDPA cuts k and v, which are no longer sharded then
+    shards = [whole[0][:, :, : seqlen // 2].contiguous(), *(t.clone() for t in whole[1:3])]
+    _cp_options.enable_load_balance = False
+    with volta_fa.sdpa_enabled(world.device, force=True), context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 3):
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        refused(
+            NotImplementedError, lambda: sdpa(*shards, is_causal=True), "context_parallel: k: got Replicate()", "cut k and v to q's seqlen"
+        )
+    _cp_options.enable_load_balance = True
 
 
 @case(2, 4)
