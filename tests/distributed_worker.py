@@ -92,6 +92,16 @@ def ulysses(world):
     equals_one_process(world, ulysses_attention, [None], ("zigzag", "contiguous"))
 
 
+@case(2)
+def second_derivatives(world):
+    """They raise an error, also where an exchange of heads is between attention and its arguments."""
+    leaves = [shard_sequence(t, None).requires_grad_() for t in inputs(torch.float64, world.device)[:3]]
+    for attend in (ring_attention, ulysses_attention):
+        gradients = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+        penalty = sum(t.square().sum() for t in (*leaves, *gradients))
+        refused(RuntimeError, lambda: torch.autograd.grad(penalty, leaves), "derivative for volta_fa::bwd is not implemented")
+
+
 @case(2, 4)
 def mesh(world):
     shapes = [(world.size, 1), (1, world.size), (world.size // 2, 2)]
