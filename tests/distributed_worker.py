@@ -244,13 +244,15 @@ def no_gradient(world):
 
 @case(2)
 def autocast(world):
-    """Autocast of fp32 tensors to bf16: out is bf16, the gradient fp32."""
+    """Autocast of fp32 tensors to bf16: out is bf16, the gradient fp32. As everywhere in PyTorch, fp64 stays."""
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float32, world.device))
     with torch.autocast("cpu", torch.bfloat16):
         out = ring_attention(q.requires_grad_(), k, v)
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert q.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ring_attention(q.double(), k.double(), v.double()).dtype == torch.float64
 
 
 @case(3)

@@ -209,7 +209,7 @@ def _attention(
     require_tensors(q=q, k=k, v=v)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(dtype) for t in (q, k, v))
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))  # as autocast does
     options["deterministic"] = options["deterministic"] or torch.are_deterministic_algorithms_enabled()
     dropout_p, window_left, window_right = (options[name] for name in ("dropout_p", "window_left", "window_right"))
     # The ranks compare their arguments, then the lengths of their shards.
