@@ -480,6 +480,9 @@ def errors(world):
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5]), "cu_seqlens: got 5 tokens, expected the 37")
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[1, 37]), "cu_seqlens: got [1, 37]", "begin with 0")
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5 + last, 37]), "cu_seqlens: got 2 sequences of 37 tokens")
+    for wrong in (torch.tensor([0.0, 37.0]), [0, 3.7, 37], "037", torch.tensor([[0, 37]])):
+        words = "cu_seqlens: got ", "expected an int32 tensor (sequences + 1), or ints"
+        refused(ValueError, lambda wrong=wrong: ring_attention(q[0], k[0], v[0], cu_seqlens=wrong), *words)
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0]), "q: got a tensor of rank 3, expected rank 4")
     refused(ValueError, lambda: ring_attention(q.detach().requires_grad_(last), k, v), "requires_grad: got False on rank")
     generator = torch.Generator(world.device).manual_seed(world.rank)

@@ -424,6 +424,7 @@ def test_anchored_window_errors():
 
     q, *_ = draw(1, 4, 4, torch.float32)
     fails("anchor_tokens: got -1", q, q, q, anchor_tokens=-1)
+    fails("anchor_tokens: got 1.5", q, q, q, anchor_tokens=1.5)
     fails("window_left: got -1", q, q, q, window_left=-1)
     fails("k: got seqlen 2, expected at least q's, 4", q, q[:, :2], q[:, :2], window_left=1)
     fails("q: got shape", q[0], q, q, window_left=1)
