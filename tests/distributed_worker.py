@@ -91,6 +91,16 @@ def ulysses(world):
     equals_one_process(world, ulysses_attention, [None], ("zigzag", "contiguous"))
 
 
+@case(2)
+def second_derivatives(world):
+    """They raise an error, also where an exchange of heads is between attention and its arguments."""
+    leaves = [shard_sequence(t, None).requires_grad_() for t in inputs(torch.float64, world.device)[:3]]
+    for attend in (ring_attention, ulysses_attention):
+        gradients = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+        penalty = sum(t.square().sum() for t in (*leaves, *gradients))
+        refused(RuntimeError, lambda: torch.autograd.grad(penalty, leaves), "derivative for volta_fa::bwd is not implemented")
+
+
 @case(2, 4)
 def mesh(world):
     shapes = [(world.size, 1), (1, world.size), (world.size // 2, 2)]
@@ -233,13 +243,15 @@ def no_gradient(world):
 
 @case(2)
 def autocast(world):
-    """Autocast of fp32 tensors to bf16: out is bf16, the gradient fp32."""
+    """Autocast of fp32 tensors to bf16: out is bf16, the gradient fp32. As everywhere in PyTorch, fp64 stays."""
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float32, world.device))
     with torch.autocast("cpu", torch.bfloat16):
         out = ring_attention(q.requires_grad_(), k, v)
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert q.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ring_attention(q.double(), k.double(), v.double()).dtype == torch.float64
 
 
 @case(3)
@@ -376,6 +388,15 @@ def pytorch_context_parallel(world):
         for name, f, e in zip(NAMES, found, expected):
             # over NCCL in fp16
             assert (f - e).abs().max() < (2e-2 if NCCL else CLOSE) * max(1.0, e.abs().max()), (name, is_causal, balanced)
+    # is_causal with more keys than queries: SDPA cuts k and v, which are no longer sharded then
+    shards = [whole[0][:, :, : seqlen // 2].contiguous(), *(t.clone() for t in whole[1:3])]
+    _cp_options.enable_load_balance = False
+    with volta_fa.sdpa_enabled(world.device, force=True), context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 3):
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        refused(
+            NotImplementedError, lambda: sdpa(*shards, is_causal=True), "context_parallel: k: got Replicate()", "cut k and v to q's seqlen"
+        )
+    _cp_options.enable_load_balance = True
 
 
 @case(2, 4)
@@ -458,6 +479,9 @@ def errors(world):
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5]), "cu_seqlens: got 5 tokens, expected the 37")
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[1, 37]), "cu_seqlens: got [1, 37]", "begin with 0")
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5 + last, 37]), "cu_seqlens: got 2 sequences of 37 tokens")
+    for wrong in (torch.tensor([0.0, 37.0]), [0, 3.7, 37], "037", torch.tensor([[0, 37]])):
+        words = "cu_seqlens: got ", "expected an int32 tensor (sequences + 1), or ints"
+        refused(ValueError, lambda wrong=wrong: ring_attention(q[0], k[0], v[0], cu_seqlens=wrong), *words)
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0]), "q: got a tensor of rank 3, expected rank 4")
     refused(ValueError, lambda: ring_attention(q.detach().requires_grad_(last), k, v), "requires_grad: got False on rank")
     generator = torch.Generator(world.device).manual_seed(world.rank)

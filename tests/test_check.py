@@ -139,6 +139,7 @@ def test_on_a_gpu(tmp_path, capsys):
         (["--device", "cuda:99"], "CUDA device"),
         (["--device", "cpu", "--tune"], "needs a GPU"),
         (["--device", "cpu", "--kernels", "volta_*"], "matches no kernel"),
+        (["--device", "cpu", "--output", __file__], "test_check.py: File exists"),
     ],
 )
 def test_says_what_is_wrong_with_arguments(arguments, message, capsys, tmp_path):

@@ -100,6 +100,12 @@ def test_disagreement_is_the_exit_status(tmp_path, monkeypatch):
     assert main(["demo", "--device", "cpu", "--output", str(tmp_path)]) == 1
 
 
+def test_checks_the_output_before_it_trains(monkeypatch, capsys):
+    monkeypatch.setattr(volta_fa.demo, "run_demo", None)
+    assert main(["demo", "--device", "cpu", "--output", __file__]) == 2
+    assert capsys.readouterr().err == f"volta_fa: --output {__file__}: File exists\n"
+
+
 @pytest.mark.skipif(not volta_fa.info()["simulator"], reason="built without the simulator")
 def test_the_layer_on_simulated_gpus(monkeypatch, capsys):
     """The simulation of a small layer reports times and checks results. With changed expectations it reports dk as wrong and fails."""

@@ -68,11 +68,21 @@ def test_cascade(backend, appends, packed, options):
 def test_cascade_errors(backend):
     problem = Cached(((2, 9, 2), (2, 17, 2))).problem(backend)  # queries, cached and new tokens
     table, lengths = problem.options["block_table"], problem.options["cache_seqlens"]
-    caches = problem.k_cache, problem.v_cache
+    caches, before = (problem.k_cache, problem.v_cache), problem.copy_of_cache()
     own = {"block_table": table, "cache_seqlens": lengths}
     refused(ValueError, r"shared_block_table: got shape \(2, 4\)", cascade_attention, problem.q, *caches, table, 16, **own)
     refused(ValueError, "v: got None", cascade_attention, problem.q, *caches, table[0], 16, **own, k=problem.new[0])
-    refused(ValueError, "cache_seqlens: got 99", cascade_attention, problem.q, *caches, table[0], 99, **own)
+    refused(ValueError, r"q: got shape \(2, 2, 64\)", cascade_attention, problem.q[0], *caches, table[0], 16, **own)
+    pages, new = table[0], dict(zip("kv", problem.new))
+    for shared_seqlen in (99, -1, 30.5, 2**40):
+        refused(
+            ValueError, f"shared_seqlen: got {shared_seqlen}", cascade_attention, problem.q, *caches, pages, shared_seqlen, **own, **new
+        )
+    many = backend.ints([99])
+    refused(ValueError, " shared_seqlen: got 99 .* in shared_block_table", cascade_attention, problem.q, *caches, pages, many, **own, **new)
+    refused(ValueError, " shared_block_table: got dtype", cascade_attention, problem.q, *caches, pages.long(), 16, **own, **new)
+    for a, b in zip(caches, before):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), "nothing was appended"
 
 
 # ---- PyTorch's registry of flash attention implementations -----------------------------------------------------------
@@ -413,6 +423,7 @@ def test_anchored_window_errors():
 
     q, *_ = draw(1, 4, 4, torch.float32)
     fails("anchor_tokens: got -1", q, q, q, anchor_tokens=-1)
+    fails("anchor_tokens: got 1.5", q, q, q, anchor_tokens=1.5)
     fails("window_left: got -1", q, q, q, window_left=-1)
     fails("k: got seqlen 2, expected at least q's, 4", q, q[:, :2], q[:, :2], window_left=1)
     fails("q: got shape", q[0], q, q, window_left=1)

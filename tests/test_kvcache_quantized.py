@@ -122,6 +122,12 @@ def test_quantizes_on_a_gpu_bitwise_as_on_the_cpu(backend, kv_dtype):
                 assert_same_bits(name, a.cpu(), b)
 
 
+def test_a_scale_given_as_a_number_is_a_tensor_beside_the_codes():
+    for scale in (2, 2.0):
+        made = volta_fa.quantize_kv(torch.empty(2, 3, 8, device="meta"), "fp8_e5m2", scale=scale).scale
+        assert made is not None and (made.shape, made.dtype, made.device.type) == ((1,), torch.float32, "meta")
+
+
 def test_invalid_arguments_of_quantize_and_dequantize_are_refused():
     x = torch.randn(2, 3, 8)
     for message, call in (

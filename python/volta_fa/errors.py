@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
+from pathlib import Path
 
 from torch import Tensor
 
@@ -40,3 +42,15 @@ def require_rich(*also: str) -> None:
     missing = [package for package in ("rich", *also) if importlib.util.find_spec(package) is None]
     if missing:
         raise CommandError(f"this command needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def require_output(output: Path, *, is_folder: bool) -> None:
+    """Creates the folder of --output, which is that folder or a file. Raises CommandError if nothing can be written there."""
+    try:
+        (output if is_folder else output.parent).mkdir(parents=True, exist_ok=True)
+        if is_folder:
+            tempfile.TemporaryFile(dir=output).close()
+        else:
+            output.open("a").close()
+    except OSError as error:
+        raise CommandError(f"--output {output}: {error.strerror}") from None

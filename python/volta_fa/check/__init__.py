@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..errors import CommandError
+from ..errors import CommandError, require_output
 from ..inspection import info
 from . import correctness, isolation, machine, performance, report, tune
 from .correctness import KernelResult
@@ -51,10 +51,7 @@ def run_check(settings: Settings) -> Findings:
         raise CommandError(
             f"--kernels {settings.kernels}: matches no kernel of this device (`python -m volta_fa info --kernels` lists them)"
         )
-    try:
-        settings.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"--output {settings.output}: {error.strerror}") from None
+    require_output(settings.output, is_folder=True)
     target.make_current()
     findings = Findings(settings, trouble=machine.torch_trouble(target))
     # kernels of the device's families that it cannot launch: report.py counts them

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .. import diagnostics
-from ..errors import CommandError, first_line, require_rich
+from ..errors import CommandError, first_line, require_output, require_rich
 from ..inspection import kernel_family
 from .check import choose_device  # cuda:N or cpu for --device, or CommandError
 
@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..demo import run_demo, run_simulated, settings_for
 
     device = _choose_device(arguments.device)
+    require_output(arguments.output, is_folder=True)
     settings = settings_for(device, steps=arguments.steps, quick=arguments.quick)
     if arguments.ranks > 1:
         from ..demo.ranks import run_on_ranks

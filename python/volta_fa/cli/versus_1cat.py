@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import send  # a sentence on where to send a file
+from ..errors import require_output
 from ..progress import Lines  # prints lines of progress until it is stopped
 from .check import choose_device  # cuda:N, cpu or simulator for --device
 
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..check.kernels import Target
 
     target = Target.of(choose_device(arguments.device))
+    require_output(arguments.output, is_folder=False)
     target.make_current()
     facts = machine.describe(target)
     print(_title(target.kind, facts), flush=True)
@@ -57,7 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
             facts["card_after"] = machine.query(target.device)
     finally:
         progress.stop()
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps({"machine": facts, "rows": [row.data() for row in found.values()]}, indent=1) + "\n")
     for name, side in (("volta_fa", "ours"), ("1Cat-vLLM", "theirs")):
         for reason in sorted({getattr(row, side).missing for row in found.values()} - {""}):

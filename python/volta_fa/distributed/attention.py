@@ -8,7 +8,7 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -209,7 +209,7 @@ def _attention(
     require_tensors(q=q, k=k, v=v)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(dtype) for t in (q, k, v))
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))  # as autocast does
     options["deterministic"] = options["deterministic"] or torch.are_deterministic_algorithms_enabled()
     dropout_p, window_left, window_right = (options[name] for name in ("dropout_p", "window_left", "window_right"))
     # The ranks compare their arguments, then the lengths of their shards.
@@ -311,10 +311,14 @@ def _without_rows(t: Tensor) -> str:
 
 def _starts(op: str, cu_seqlens: Tensor | Sequence[int]) -> list[int]:
     """Returns cu_seqlens as ints. Raises ValueError if they do not begin with 0 and rise."""
-    starts = [int(n) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+    given = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens  # tensors, NumPy's arrays
+    if not isinstance(given, Sequence) or not all(isinstance(n, SupportsIndex) for n in given):
+        what = f"shape {tuple(cu_seqlens.shape)}, dtype {cu_seqlens.dtype}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
+        raise bad_argument("cu_seqlens", what, "an int32 tensor (sequences + 1), or ints", op=f"distributed.{op}")
+    starts = [int(n) for n in given]
     if len(starts) < 2 or starts[0] != 0 or any(a > b for a, b in zip(starts, starts[1:])):
-        given = f"{starts[:8]}{'...' if len(starts) > 8 else ''}"
-        raise bad_argument("cu_seqlens", given, "at least 2 numbers that begin with 0 and never fall", op=f"distributed.{op}")
+        shown = f"{starts[:8]}{'...' if len(starts) > 8 else ''}"
+        raise bad_argument("cu_seqlens", shown, "at least 2 numbers that begin with 0 and never fall", op=f"distributed.{op}")
     return starts
 
 

@@ -221,10 +221,16 @@ def _is_context_parallel(q: Any) -> bool:
 _OF_RINGS = {"is_causal", "window_left", "window_right", "dropout_p", "deterministic", "check_lengths", "max_seqlen_q", "max_seqlen_k"}
 
 
-def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Problem:
+def _ring_problem(op: str, q: Any, k: Any, v: Any, options: dict[str, Any]) -> ring.Problem:
     """Returns the ring's description of a call inside `context_parallel`, after all ranks have compared their arguments."""
     from torch.distributed.tensor.experimental._attention import _cp_options
 
+    for name, t in (("k", k), ("v", v)):
+        placements = getattr(t, "placements", (Replicate(),))
+        if placements != q.placements:
+            # SDPA with is_causal cuts keys after q's seqlen off, and DTensor replicates what it cuts
+            expected = f"{q.placements[0]!r} as q: with is_causal, cut k and v to q's seqlen before context_parallel shards them"
+            raise bad_argument(f"context_parallel: {name}", repr(placements[0]), expected, error=NotImplementedError)
     # options that nothing here shards over the ring
     of_ranks = {"attn_bias", "alibi_slopes", "block_lists", "seqused_k", "cu_seqlens_q", "sinks", "dlse"}
     unsupported = of_ranks & {name for name, t in options.items() if t is not None}
@@ -258,7 +264,7 @@ def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Prob
 
 def _ring_fwd(q: Any, k: Any, v: Any, generator: torch.Generator | None = None, **options: Any) -> Any:
     """Computes `volta_fa::fwd` of q, k and v that are sharded along the sequence, as a ring."""
-    problem = _ring_problem("forward", q, k, options)
+    problem = _ring_problem("forward", q, k, v, options)
     out, lse, _ = ring.forward(problem, q._local_tensor, k._local_tensor, v._local_tensor, None)  # None: no sinks
     mesh, rng_state = q.device_mesh, out.new_empty(0, dtype=torch.int64)
     return (
@@ -272,7 +278,7 @@ def _ring_bwd(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng_state: Any = None, attn_bias_requires_grad: bool = False, **options: Any
 ) -> Any:
     """Computes `volta_fa::bwd` of tensors that are sharded along the sequence, as a ring."""
-    problem = _ring_problem("backward", q, k, options)
+    problem = _ring_problem("backward", q, k, v, options)
     mesh = q.device_mesh
     call = _Sharding(q, ())
     dout, out, lse = (call.local(t, [Shard(dim)]) for t, dim in ((dout, 1), (out, 1), (lse, 2)))

@@ -67,7 +67,7 @@ class _ToHeads(torch.autograd.Function):
     def forward(
         ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], heads: list[tuple[int, int]], order: Order
     ) -> Tensor:
-        ctx.arguments = (op, group, lengths, heads, order, t.shape[2])
+        ctx.arguments = (op, group), (lengths, heads, order)
         mine = heads[dist.get_rank(group)]
         sizes = [(t.shape[0], n, mine[1] - mine[0], t.shape[3]) for n in lengths]
         parts = _all_to_all(op, group, [t[:, :, first:last] for first, last in heads], sizes)
@@ -75,38 +75,35 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        op, group, lengths, heads, order, nheads = ctx.arguments
-        rows = lengths[dist.get_rank(group)]
-        sizes = [(gradient.shape[0], rows, last - first, gradient.shape[3]) for first, last in heads]
-        parts = _all_to_all(op, group, _by_shard(gradient, order).split(lengths, 1), sizes)
-        if sum(last - first for first, last in heads) == nheads:
-            return None, None, torch.cat(parts, 2), None, None, None
-        # several ranks read the same KV heads: their gradients are summed in fp32
-        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        total = torch.zeros(gradient.shape[0], rows, nheads, gradient.shape[3], dtype=wide, device=gradient.device)
-        for (first, last), part in zip(heads, parts):
-            total[:, :, first:last].add_(part)
-        return None, None, total.to(gradient.dtype), None, None, None
+        # a function of autograd, so that it sees second derivatives: those of attention raise an error
+        apply: Any = _ToSequence.apply
+        return None, None, apply(*ctx.arguments[0], gradient, *ctx.arguments[1]), None, None, None
 
 
 class _ToSequence(torch.autograd.Function):
-    """The reverse exchange, of equal numbers of heads."""
+    """The reverse exchange, and the derivative of the first: sums heads that several ranks have."""
 
     @staticmethod
-    def forward(ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], order: Order) -> Tensor:
-        ctx.arguments = (op, group, lengths, order)
-        rows = lengths[dist.get_rank(group)]
-        sizes = [(t.shape[0], rows, t.shape[2], t.shape[3])] * len(lengths)
-        return torch.cat(_all_to_all(op, group, _by_shard(t, order).split(lengths, 1), sizes), 2)
+    def forward(
+        ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], heads: list[tuple[int, int]], order: Order
+    ) -> Tensor:
+        ctx.arguments = (op, group), (lengths, heads, order)
+        rows, nheads = lengths[dist.get_rank(group)], heads[-1][1]
+        sizes = [(t.shape[0], rows, last - first, t.shape[3]) for first, last in heads]
+        parts = _all_to_all(op, group, _by_shard(t, order).split(lengths, 1), sizes)
+        if sum(last - first for first, last in heads) == nheads:
+            return torch.cat(parts, 2)
+        # several ranks read the same KV heads: their gradients are summed in fp32
+        wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+        total = torch.zeros(t.shape[0], rows, nheads, t.shape[3], dtype=wide, device=t.device)
+        for (first, last), part in zip(heads, parts):
+            total[:, :, first:last].add_(part)
+        return total.to(t.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        op, group, lengths, order = ctx.arguments
-        size = len(lengths)
-        nheads = gradient.shape[2] // size
-        sizes = [(gradient.shape[0], n, nheads, gradient.shape[3]) for n in lengths]
-        whole = _in_order(torch.cat(_all_to_all(op, group, gradient.split(nheads, 2), sizes), 1), order)
-        return None, None, whole, None, None
+        apply: Any = _ToHeads.apply
+        return None, None, apply(*ctx.arguments[0], gradient, *ctx.arguments[1]), None, None, None
 
 
 def to_heads(
@@ -115,8 +112,7 @@ def to_heads(
     """Returns q, k and v with all positions in `group`, in order, and this rank's heads. Differentiable. `op`: the public function, for
     messages. `lengths`: numbers of queries of each rank, and of keys. `heads`: (first, end) of the KV heads for each rank's query heads."""
     q, k, v = tensors
-    each = q.shape[2] // group.size()
-    of_queries = [(u * each, (u + 1) * each) for u in range(group.size())]
+    of_queries = _equal(q.shape[2] // group.size(), group)
     apply: Any = _ToHeads.apply
     return [apply(op, group, t, lengths[i], which, order) for t, i, which in ((q, 0, of_queries), (k, 1, heads), (v, 1, heads))]
 
@@ -124,4 +120,9 @@ def to_heads(
 def to_sequence(op: str, group: dist.ProcessGroup, out: Tensor, lengths: list[int], order: Order) -> Tensor:
     """Returns this rank's positions of all heads, from all positions of its heads. Differentiable."""
     apply: Any = _ToSequence.apply
-    return apply(op, group, out, lengths, order)
+    return apply(op, group, out, lengths, _equal(out.shape[2], group), order)
+
+
+def _equal(each: int, group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """Returns the (first, end) of the heads for each rank: `each` of them."""
+    return [(u * each, (u + 1) * each) for u in range(group.size())]

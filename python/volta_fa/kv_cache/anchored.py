@@ -5,7 +5,7 @@ and each key is read once. `volta_fa` exports both."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -172,8 +172,8 @@ def _check(q: Tensor, anchor_tokens: int, window_left: int, packed: dict[str, An
     if q.dim() != (3 if is_packed else 4):
         raise bad_argument("q", f"shape {tuple(q.shape)}", shape)
     for name, value, what in (("anchor_tokens", anchor_tokens, "tokens"), ("window_left", window_left, "keys before a query")):
-        if value < 0:
-            raise bad_argument(name, value, f"a number of {what} of 0 or more")
+        if not isinstance(value, SupportsIndex) or int(value) < 0:
+            raise bad_argument(name, repr(value), f"a number of {what} of 0 or more")
     return is_packed
 
 

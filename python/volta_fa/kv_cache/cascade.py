@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor
 
@@ -60,34 +62,45 @@ def cascade_attention(
     Returns (out, softmax_lse) as `volta_fa::fwd_kvcache`. No gradient. Windows, ALiBi and rotary positions count from the beginning of a
     sequence, so they are not arguments: rotate q and k before the call.
 
-    Raises ValueError for wrong arguments.
+    Raises ValueError for wrong arguments, before k and v are appended.
     """
     require_tensors(
         q=q, k_cache=k_cache, v_cache=v_cache, shared_block_table=shared_block_table, block_table=block_table, cache_seqlens=cache_seqlens
     )
+    if q.dim() != (4 if cu_seqlens_q is None else 3):
+        expected = "(batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q"
+        raise bad_argument("q", f"shape {tuple(q.shape)}", expected)
     if shared_block_table.dim() != 1:
         got = f"shape {tuple(shared_block_table.shape)}"
         raise bad_argument("shared_block_table", got, "(pages,): one list of pages for all sequences")
     if (k is None) != (v is None):
         missing, there = ("k", "v") if k is None else ("v", "k")
         raise bad_argument(missing, "None", f"a tensor: {there} is given")
-    if isinstance(shared_seqlen, int):
-        shared_seqlen = torch.full((1,), shared_seqlen, dtype=torch.int32, device=q.device)
+    if not isinstance(shared_seqlen, Tensor):
+        tokens = len(shared_block_table) * k_cache.shape[1:2].numel()
+        if not isinstance(shared_seqlen, SupportsIndex) or not 0 <= int(shared_seqlen) <= tokens:
+            expected = f"0 to {tokens}, the tokens in shared_block_table's pages, or an int32 tensor (1)"
+            raise bad_argument("shared_seqlen", shared_seqlen, expected)
+        shared_seqlen = torch.full((1,), int(shared_seqlen), dtype=torch.int32, device=q.device)
     scales = {"k_scale": k_scale, "v_scale": v_scale, "k_zero_point": k_zero_point, "v_zero_point": v_zero_point}
     descales = {"k_descale": k_descale, "v_descale": v_descale}
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "num_splits": num_splits, **scales, **descales}
+    # all queries as those of one sequence, without a mask; first, because the other call appends and must not precede an error
+    packed = q if q.dim() == 3 else q.flatten(0, 1)
+    try:
+        shared, shared_lse = torch.ops.volta_fa.fwd_kvcache(
+            packed[None], k_cache, v_cache, cache_seqlens=shared_seqlen, block_table=shared_block_table[None], **options
+        )
+    except ValueError as error:
+        message = str(error).replace("cache_seqlens", "shared_seqlen").replace("block_table", "shared_block_table")
+        raise ValueError(message) from None
+    shared, shared_lse = shared[0], shared_lse[0]
     new = () if k is None or v is None else (k, v)
     # only this call gets the sinks, because the merge adds the sums of exponentials
     own, own_lse = torch.ops.volta_fa.fwd_kvcache(
         q, k_cache, v_cache, *new, cache_seqlens=cache_seqlens, block_table=block_table,
         cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, sinks=sinks, is_causal=is_causal, **options,
     )  # fmt: skip
-    # all queries as those of one sequence, without a mask
-    packed = q if q.dim() == 3 else q.flatten(0, 1)
-    shared, shared_lse = torch.ops.volta_fa.fwd_kvcache(
-        packed[None], k_cache, v_cache, cache_seqlens=shared_seqlen, block_table=shared_block_table[None], **options
-    )
-    shared, shared_lse = shared[0], shared_lse[0]
     if q.dim() == 4:
         batch, seqlen_q = q.shape[:2]
         shared = shared.unflatten(0, (batch, seqlen_q))

@@ -125,7 +125,7 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
         given = _scaled(x, scale)
         y = x if given is None else x / given
         data = y.clamp(-f.largest, f.largest).to(f.dtype)
-        return QuantizedKV(data, scale if scale is None or isinstance(scale, Tensor) else torch.tensor([scale]), None)
+        return QuantizedKV(data, scale if scale is None or isinstance(scale, Tensor) else x.new_full((1,), scale), None)
     if scale is not None:
         raise bad_argument("scale", "one", f"None: kv_dtype {kv_dtype} computes one for each token and head")
     if x.shape[-1] == 0:
