@@ -141,21 +141,6 @@ fn empty_backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradi
         dk: zeros(&inputs.k)?,
         dv: zeros(&inputs.v)?,
         dattn_bias: bias.filter(|_| a.features.attn_bias && saved.attn_bias_requires_grad).map(zeros).transpose()?,
-        dsinks: inputs.options.sinks.as_ref().map(|sinks| sink_gradient(sinks, saved, a.nheads)).transpose()?,
+        dsinks: inputs.options.sinks.as_ref().map(|sinks| cpu::dsinks_without_keys(sinks, saved)).transpose()?,
     })
-}
-
-/// Returns dsinks of a problem without keys: the sum over rows of exp(sink - softmax_lse) * (dlse - delta), where delta is the row sum of
-/// out * dout. It is 0 for the problem's own out and a dlse of 0; ring attention gives those of a problem with more keys.
-fn sink_gradient(sinks: &Tensor, saved: &Saved, nheads: i64) -> Result<Tensor> {
-    // (..., rows, nheads)
-    let of_rows = |t: &Tensor| t.f_to_kind(Kind::Float)?.f_transpose(-1, -2);
-    let products = saved.out.f_to_kind(Kind::Float)?.f_mul(&saved.dout.f_to_kind(Kind::Float)?)?;
-    let mut minus_delta = products.f_sum_dim_intlist(&[-1i64][..], false, Kind::Float)?.f_neg()?;
-    if let Some(dlse) = &saved.dlse {
-        minus_delta = minus_delta.f_add(&of_rows(dlse)?)?;
-    }
-    let p = sinks.f_to_kind(Kind::Float)?.f_sub(&of_rows(&saved.softmax_lse)?)?.f_exp()?;
-    let gradients = p.f_mul(&minus_delta)?.f_masked_fill(&p.f_eq(0.0)?, 0.0)?; // a sink of -inf has no weight
-    Ok(gradients.f_reshape([-1, nheads])?.f_sum_dim_intlist(&[0i64][..], false, sinks.kind())?)
 }

@@ -54,12 +54,12 @@ fn gradient_lse(part: &Part, softmax_lse: &Tensor) -> Result<Tensor> {
     Ok(own.f_where_self(&own.f_isclose(&given, rtol, atol, equal_nan)?, &given)?)
 }
 
-/// Adds the gradient of the sinks to `sum`. A sink is like the score of a key whose value is 0, so dP = 0: dS = P * (0 - delta).
-fn add_dsinks(sum: &Tensor, sinks: &Tensor, delta: &Tensor, lse: &Tensor) -> Result<()> {
+/// Returns the part of the sinks' gradient that these rows have, (nheads), in the type of `lse`, softmax_lse in that of the arithmetic.
+/// A sink is like the score of a key whose value is 0, so dP = 0: dS = P * (0 - delta). The rows need no keys, and may be on any device.
+pub fn dsinks(sinks: &Tensor, rows: &Rows, lse: &Tensor) -> Result<Tensor> {
     let kind = lse.kind();
-    let ds = per_row(sinks, lse)?.f_sub(lse)?.f_exp_()?.f_mul_(delta)?.f_neg_()?;
-    let _ = sum.shallow_clone().f_add_(&ds.f_sum_dim_intlist([0_i64, 2].as_slice(), false, kind)?)?;
-    Ok(())
+    let ds = per_row(sinks, lse)?.f_sub(lse)?.f_exp_()?.f_mul_(&delta(rows, kind)?)?.f_neg_()?;
+    Ok(ds.f_sum_dim_intlist([0_i64, 2].as_slice(), false, kind)?)
 }
 
 /// Returns what a score's gradient subtracts from that of its probability, (batch, nheads, seqlen_q): row sums of out * dout, minus dlse.
@@ -76,7 +76,7 @@ fn delta(rows: &Rows, kind: Kind) -> Result<Tensor> {
 pub fn backward(part: &Part, rows: &Rows, sums: &Sums) -> Result<[Tensor; 3]> {
     let lse = gradient_lse(part, &rows.softmax_lse)?;
     if let (Some(sum), Some(sinks)) = (&sums.dsinks, &part.sinks) {
-        add_dsinks(sum, sinks, &delta(rows, lse.kind())?, &lse)?;
+        let _ = sum.shallow_clone().f_add_(&dsinks(sinks, rows, &lse)?)?;
     }
     let covered = flash::covers(part) && sums.dattn_bias.is_none() && rows.dlse.is_none();
     let by_flash = if covered { flash::backward(part, &rows.dout, &rows.out, &lse)? } else { None };

@@ -99,6 +99,22 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
     Ok(Gradients { dq, dk, dv, dattn_bias, dsinks: rounded(sums.dsinks, &inputs.options.sinks)? })
 }
 
+/// Returns dsinks of a problem without keys, on any device. It is 0 for the problem's own out and a dlse of 0; ring attention gives those
+/// of a problem with more keys.
+pub(super) fn dsinks_without_keys(sinks: &Tensor, saved: &Saved) -> Result<Tensor> {
+    // packed sequences are one entry of all their rows
+    let is_packed = saved.out.dim() == 3;
+    let of_entries = |t: &Tensor| if is_packed { t.f_unsqueeze(0) } else { Ok(t.shallow_clone()) };
+    let rows = Rows {
+        dout: of_entries(&saved.dout)?,
+        out: of_entries(&saved.out)?,
+        softmax_lse: of_entries(&saved.softmax_lse)?,
+        dlse: saved.dlse.as_ref().map(of_entries).transpose()?,
+    };
+    let lse = rows.softmax_lse.f_to_kind(compute_kind(saved.out.kind()))?;
+    Ok(dense::dsinks(sinks, &rows, &lse)?.f_to_kind(sinks.kind())?)
+}
+
 /// Computes dq, dk and dv of one dense problem, and adds its part of the other gradients to `sums`.
 fn part_backward(span: &Span, part: &Part, saved: &Saved, sums: &Sums) -> Result<[Tensor; 3]> {
     let sums = Sums { dattn_bias: sums.dattn_bias.as_ref().map(|t| span.bias(t)).transpose()?, dsinks: share(&sums.dsinks) };
