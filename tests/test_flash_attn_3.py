@@ -282,6 +282,21 @@ def test_append_of_a_batch_by_packed_queries(backend, chunk):
     )
     assert torch.equal(fa3.flash_attn_with_kvcache(q, *caches[1], k, v, **options), packed)
     assert all(torch.equal(*pair) for pair in zip(*caches))
+    for wrong in ((k[:1], v[:1]), (k, v[:, :1])):
+        refused(ValueError, r"k, v: got shapes .*, expected .* with batch 2", fa3.flash_attn_with_kvcache, q, *caches[1], *wrong, **options)
+
+
+@pytest.mark.parametrize("chunk", [16, 24])
+@on("cpu-fp32", "sim", "cuda")
+def test_freed_pages(backend, chunk):
+    """Entries of pages that a window has passed may be anything, and all entries of a sequence without queries."""
+    q, k, v = backend.randn(3, 4, 16), backend.randn(8, 16, 2, 16), backend.randn(8, 16, 2, 16)
+    table, lengths = backend.ints([[2, 3, 4], [0, 1, 5]]), backend.ints([47, 40])
+    freed = backend.ints([[2, 3, 4], [-1, -1, -1]]).where(backend.ints([[-1, 0, 0]] * 2) == 0, -1)
+    options = {"window_size": (5, 0), "attention_chunk": chunk, "cu_seqlens_q": backend.ints([0, 3, 3]), "max_seqlen_q": 3}
+    backend.simulate()
+    whole, part = (fa3.flash_attn_with_kvcache(q, k, v, page_table=t, cache_seqlens=lengths, **options) for t in (table, freed))
+    assert whole.isfinite().all() and torch.equal(part, whole)
 
 
 #: Impossible values for the first of two entries with 10 and 20 keys in a cache of 32: options (lists are int32), the CPU's message.
@@ -349,6 +364,7 @@ def test_impossible_entries_unchecked(backend, chunk, name):
         ({"cu_seqlens_q": [0, 3, 5]}, r"cu_seqlens_q: got 5 as its last value, expected 6"),
         ({"cu_seqlens_q": [0, 3, 5], "rotary_seqlens": [5, 6]}, r"cu_seqlens_q: got 5 as its last value, expected 6"),
         ({"rotary_seqlens": [5, 6, 7]}, r"rotary_seqlens: got shape \(3,\)"),
+        ({"rotary_seqlens": [5, 6], "cache_seqlens": [5]}, r"cache_seqlens: got shape \(1,\)"),
         ({"cu_seqlens_k_new": [0, 6], "rotary_seqlens": [5, 6]}, r"cu_seqlens_k_new: got shape \(2,\)"),
         ({"rotary_seqlens": [5, 6], "rotary_sin": torch.ones(20, 3)}, r"rotary_sin: got shape \(20, 3\)"),
     ],
@@ -424,6 +440,8 @@ def test_errors(backend):
     refused(NotImplementedError, r"q: got dtype torch.float8_e4m3fn, expected torch.float16", fa3.flash_attn_func, fp8, fp8, fp8)
     refused(ValueError, r"qv: got shape \(1, 5, 2, 4\), expected shape \(1, 5, 2, 8\)", fa3.flash_attn_func, q, q, q, qv=q[..., :4])
     refused(ValueError, r"qv: got dtype torch.float16, expected torch.float64, q's", fa3.flash_attn_func, q, q, q, qv=q.half())
+    with torch.autocast(backend.device, torch.bfloat16):  # gives q and qv one dtype
+        fa3.flash_attn_func(q.float(), q.float(), q.float(), qv=q.bfloat16())
     wide = backend.randn(1, 5, 2, 512)
     refused(NotImplementedError, r"qv: got headdim 8 and headdim_v 512.*fwd_mla", fa3.flash_attn_func, q, q, wide, qv=wide)
     refused(NotImplementedError, r"qv: got a tensor, expected None: call volta_fa.flash_mla", fa3.flash_attn_with_kvcache, q, q, q, qv=q)

@@ -131,6 +131,9 @@ def test_apply_rotary_emb_of_packed_sequences(interleaved, offsets):
     longer = torch.cat((x, torch.randn_like(x)))  # rows after the last sequence, as in a padded batch, stay the same
     rotated = apply_rotary_emb(longer, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=cu_seqlens, max_seqlen=5)
     assert torch.equal(rotated, torch.cat((out, longer[10:])))
+    short = apply_rotary_emb(x, cos[:4], sin[:4], interleaved, seqlen_offsets=offsets, cu_seqlens=cu_seqlens, max_seqlen=1)
+    turns = torch.tensor([position < 4 for position in positions])  # others lie outside the tables
+    assert torch.equal(short[turns], out[turns]) and torch.equal(short[~turns], x[~turns])
     dout = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad(out, x, dout)[0], turned(dout, cos, -sin, positions, interleaved))
 

@@ -346,6 +346,9 @@ def test_plain_attention(causal):
             padded = module(longer, kv, causal=True, key_padding_mask=kept)
             close(padded, attend(longer, kv, masks, -10000.0 * ~kept[:, None, None, :]))
         close(module(longer, kv, causal=True, key_padding_mask=keep)[1, :4], average[1].expand(4, -1, -1))
+        # bf16 has a spacing of 64 at -10000: a row that sees padding alone has equal scores
+        in_bf16 = module(longer.bfloat16(), kv.bfloat16(), causal=True, key_padding_mask=keep.flip(1))[1, 4:6]
+        torch.testing.assert_close(in_bf16.double(), average[1].expand(2, -1, -1), rtol=2e-2, atol=2e-2)
     masks = torch.stack([later(3, 6), torch.ones(3, 6).triu(2).bool()])[:, None] if causal else torch.zeros(1, 1, 3, 6, dtype=torch.bool)
     close(module(q, kv, causal=causal, key_padding_mask=keep), attend(q, kv, masks | ~keep[:, None, None, :]))
 

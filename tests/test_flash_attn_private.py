@@ -232,6 +232,9 @@ def test_errors(backend):
     ):
         varlen(ValueError, message, leftpad_k=backend.ints([left]), seqused_k=backend.ints([used]))
     left = lengths[0][:1]
+    for ends in ([0, 9, 4], [0, 5, 12]):  # impossible cu_seqlens_k beside cu_seqlens_q of two sequences
+        arguments = rows, rows, rows, backend.ints([0, 4, 9]), backend.ints(ends), *lengths[2:]
+        refused(ValueError, "cu_seqlens_k: got ", _flash_attn_varlen_forward, *arguments, leftpad_k=backend.ints([0, 0]))
     varlen(NotImplementedError, r"leftpad_k: got a tensor, expected None with block_table", pages, block_table=table, leftpad_k=left)
     varlen(NotImplementedError, r"num_splits > 1 is not supported .* got 2", pages, block_table=table, num_splits=2)
     varlen(NotImplementedError, r"return_softmax: got True", seqused_k=backend.ints([9]), return_softmax=True)

@@ -40,10 +40,14 @@ def with_unit_stride(t: Tensor | None) -> Tensor | None:
 
 def reads_values(t: Tensor) -> bool:
     """Returns whether a call checks the values of t, as the operators do: on a GPU only with VOLTA_FA_CHECK_LENGTHS=1, because that
-    synchronizes; on the CPU unless it is 0. Never where t has no values (torch.compile, fake tensors, meta tensors)."""
+    synchronizes; in the simulator unless it is 0; on the CPU backend always. Never where t has no values (torch.compile, fake tensors, meta
+    tensors)."""
     if torch.compiler.is_compiling() or type(t) is not Tensor or t.device.type not in ("cpu", "cuda"):
         return False
-    return (os.environ.get("VOLTA_FA_CHECK_LENGTHS") or str(int(t.device.type == "cpu"))) != "0"
+    is_simulated = os.environ.get("VOLTA_FA_SIMULATE", "0") not in ("", "0")
+    if t.is_cpu and not is_simulated:
+        return True
+    return (os.environ.get("VOLTA_FA_CHECK_LENGTHS") or str(int(is_simulated))) != "0"
 
 
 def in_range(name: str, values: Tensor, most: int | Tensor, what: str) -> Tensor:

@@ -35,8 +35,8 @@ def apply_rotary(
     Args:
         x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with cu_seqlens.
         cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
-        seqlen_offsets: the position of each sequence's first token, int or int (batch). With a tensor, tokens at positions
-            outside the table stay the same.
+        seqlen_offsets: the position of each sequence's first token, int or int (batch). With a tensor or cu_seqlens, tokens
+            at positions outside the table stay the same.
         cu_seqlens: (batch + 1), where each sequence begins, and where the last ends; rows after that stay the same. max_seqlen: the
             longest one's length.
         conjugate: rotate backwards.
@@ -99,7 +99,7 @@ def _rows(
     cos, sin = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (cos, sin))
     if isinstance(seqlen_offsets, Tensor) or cu_seqlens is not None:  # values are not read, so positions may lie outside the tables
         inside = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
-        positions = positions.clamp(0, cos.shape[0] - 1 if isinstance(seqlen_offsets, Tensor) else None)
+        positions = positions.clamp(0, cos.shape[0] - 1)
         cos, sin = torch.where(inside, cos[positions], 1.0), torch.where(inside, sin[positions], 0.0)
     else:
         cos, sin = cos[positions], sin[positions]

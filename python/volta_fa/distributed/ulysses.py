@@ -75,7 +75,7 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # a function of autograd, so that it sees second derivatives: those of attention raise an error
+        # A function of autograd, so that create_graph=True records this exchange: a second derivative then raises, as attention has none.
         apply: Any = _ToSequence.apply
         return None, None, apply(*ctx.arguments[0], gradient, *ctx.arguments[1]), None, None, None
 
@@ -94,7 +94,7 @@ class _ToSequence(torch.autograd.Function):
         if sum(last - first for first, last in heads) == nheads:
             return torch.cat(parts, 2)
         # several ranks read the same KV heads: their gradients are summed in fp32
-        wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(t.dtype, torch.float32)
         total = torch.zeros(t.shape[0], rows, nheads, t.shape[3], dtype=wide, device=t.device)
         for (first, last), part in zip(heads, parts):
             total[:, :, first:last].add_(part)
@@ -112,7 +112,7 @@ def to_heads(
     """Returns q, k and v with all positions in `group`, in order, and this rank's heads. Differentiable. `op`: the public function, for
     messages. `lengths`: numbers of queries of each rank, and of keys. `heads`: (first, end) of the KV heads for each rank's query heads."""
     q, k, v = tensors
-    of_queries = _equal(q.shape[2] // group.size(), group)
+    of_queries = _even_ranges(q.shape[2] // group.size(), group)
     apply: Any = _ToHeads.apply
     return [apply(op, group, t, lengths[i], which, order) for t, i, which in ((q, 0, of_queries), (k, 1, heads), (v, 1, heads))]
 
@@ -120,9 +120,9 @@ def to_heads(
 def to_sequence(op: str, group: dist.ProcessGroup, out: Tensor, lengths: list[int], order: Order) -> Tensor:
     """Returns this rank's positions of all heads, from all positions of its heads. Differentiable."""
     apply: Any = _ToSequence.apply
-    return apply(op, group, out, lengths, _equal(out.shape[2], group), order)
+    return apply(op, group, out, lengths, _even_ranges(out.shape[2], group), order)
 
 
-def _equal(each: int, group: dist.ProcessGroup) -> list[tuple[int, int]]:
+def _even_ranges(each: int, group: dist.ProcessGroup) -> list[tuple[int, int]]:
     """Returns the (first, end) of the heads for each rank: `each` of them."""
     return [(u * each, (u + 1) * each) for u in range(group.size())]

@@ -215,6 +215,9 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     if k is not None and v is not None and cu_seqlens_q is not None and cu_seqlens_k_new is None:
         if k.dim() == v.dim() == 4:  # the operator packs both or neither
+            if not batch == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1]:
+                expected = f"(batch, seqlen_new, nheads_k, headdim) with batch {batch}, that of cu_seqlens_q"
+                raise bad_argument("k, v", f"shapes {tuple(k.shape)}, {tuple(v.shape)}", expected)
             cu_seqlens_k_new = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * k.shape[1]
             k, v = k.flatten(0, 1), v.flatten(0, 1)
         else:
@@ -242,10 +245,12 @@ def flash_attn_with_kvcache(
             raise bad_argument("rotary_cos", "a tensor", "None: k or cache_seqlens is not given")
         name, first = ("cache_seqlens", cache_seqlens) if rotary_seqlens is None else ("rotary_seqlens", rotary_seqlens)
         ordered = causal or attention_chunk > 0 or options["window_left"] != -1 or options["window_right"] != -1
-        for argument, t, n in ((name, first, batch), ("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1)):
+        lengths = (("cache_seqlens", cache_seqlens, batch), (name, first, batch), ("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1))
+        for argument, t, n in lengths:
             if t is not None and (t.shape != (n,) or t.dtype != torch.int32):
                 raise bad_argument(argument, f"shape {tuple(t.shape)} of dtype {t.dtype}", f"shape ({n},) of dtype torch.int32")
-        ends_q = first + (_seqlens(q, cu_seqlens_q) if ordered else 1)
+        seqlens_q = _seqlens(q, cu_seqlens_q)
+        ends_q = first + (seqlens_q if ordered else seqlens_q > 0)
         fits = _fits(name, first, torch.maximum(ends_q, first + _seqlens(k, cu_seqlens_k_new)), rotary_cos, rotary_sin, q.shape[-1])
         cache["cache_seqlens"] = cache_seqlens.where(fits, -1)  # an impossible length: NaN, and no append
         q = _rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, ordered, rotary_interleaved)
@@ -328,7 +333,7 @@ def _attention(
     if qv is not None:
         if qv.shape != (*q.shape[:-1], v.shape[-1]):
             raise bad_argument("qv", f"shape {tuple(qv.shape)}", f"shape {(*q.shape[:-1], v.shape[-1])}, that of out")
-        if qv.dtype != q.dtype:
+        if qv.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
             raise bad_argument("qv", f"dtype {qv.dtype}", f"{q.dtype}, q's")
         if q.shape[-1] + v.shape[-1] > MAX_HEADDIM:
             got = f"headdim {q.shape[-1]} and headdim_v {v.shape[-1]}"
@@ -370,8 +375,8 @@ def _chunked_cache(
 ) -> tuple[Tensor, Tensor]:
     """Computes attention to a cache by chunks. q and the new keys are rotated already. Returns out and softmax_lse, in the layout of q.
 
-    A first call, whose queries see one key each, checks the arguments, appends the new keys and values, and has NaN where lengths are
-    impossible: chunks hide that.
+    A first call checks the arguments, appends the new keys and values, and attends queries to one key each. Its softmax_lse is NaN in
+    sequences with impossible lengths, which the second call cannot see, because chunks' lengths are clamped.
 
     Args:
         new: new keys and values, or ().
@@ -386,7 +391,8 @@ def _chunked_cache(
     if cache["leftpad_k"] is not None and cache["block_table"] is not None:
         raise bad_argument("cache_leftpad", "a tensor", "None with page_table", error=NotImplementedError)
     one_key = options | {"window_left": 0, "window_right": 0}
-    _, checked = torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, *new, **cache, **queries, **appended, **one_key)
+    first = q[:, :1] if cu_seqlens_q is None else q  # of equal numbers of queries one is enough
+    _, checked = torch.ops.volta_fa.fwd_kvcache(first, k_cache, v_cache, *new, **cache, **queries, **appended, **one_key)
     if new:
         cu_seqlens_k_new = appended["cu_seqlens_k_new"]
         lengths = lengths + (new[0].shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
@@ -400,8 +406,9 @@ def _chunked_cache(
         cu_seqlens_q, max_seqlen_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q, seqlen_q
         q = q.flatten(0, 1)
     k_cache, v_cache, chunked, chunks_per_sequence = _split_cache(
-        cu_seqlens_q, max_seqlen_q, lengths, cache["leftpad_k"], cache["cache_batch_idx"], cache["block_table"], k_cache, v_cache, chunk
-    )
+        cu_seqlens_q, max_seqlen_q, lengths, cache["leftpad_k"], cache["cache_batch_idx"], cache["block_table"], k_cache, v_cache, chunk,
+        options["window_left"],
+    )  # fmt: skip
     for name in ("k_descale", "v_descale"):
         t = options[name]
         if t is not None and t.dim() == 2:  # (batch, nheads_k): a scale for each sequence
@@ -439,7 +446,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, cu_seqlens: Ten
         positions = (first[:, None] + index).flatten()
     else:
         token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-        # rows after the last sequence belong to it: the operator checks that there are none
+        # rows after the last sequence count as its own, so that indices stay valid: the operator rejects them, or gives them NaN
         sequence = (torch.searchsorted(cu_seqlens, token, right=True) - 1).clamp(max=len(first) - 1)
         positions = first[sequence] + (token - cu_seqlens[sequence]) * ordered
     return apply_rotary(x.reshape(-1, 1, *x.shape[-2:]), cos, sin, positions, interleaved=interleaved).view(x.shape)
@@ -535,6 +542,7 @@ def _split_cache(
     k_cache: Tensor,
     v_cache: Tensor,
     chunk: int,
+    window_left: int,
 ) -> tuple[Tensor, Tensor, dict[str, Any], int]:
     """Splits the queries of a call with a cache into chunks, and describes each chunk's keys as those of a sequence of its own.
 
@@ -566,9 +574,10 @@ def _split_cache(
     aligned = chunk % page_size == 0
     # pages of a chunk: if it may begin within one, it may also end within one
     width = min(pages, chunk // page_size if aligned else (chunk - 1) // page_size + 2)
-    # pages from the first chunk's on to the last key's; entries before and after may be anything
+    # Pages from the first key that a query sees to the last. Others may be anything: servers free pages that a window has passed.
+    first_key = begins[:, :1] if window_left < 0 else begins[:, :1].maximum(used_k - used_q - window_left)
     page = page_size * torch.arange(pages, dtype=torch.int32, device=lengths.device)
-    is_read = (page < lengths[:, None]) & (page + page_size > begins[:, :1])
+    is_read = (used_q > 0) & (page < lengths[:, None]) & (page + page_size > first_key)
     possible = in_range("page_table", block_table.where(is_read, 0), len(k_cache) - 1, "a page").all(1, keepdim=True)
     ends = ends.where(possible, -1)  # an impossible length: NaN
     first_page = begins // page_size

@@ -151,12 +151,12 @@ class _PyTorchAttention(nn.Module):
             offset = lengths[:, None, None, None] - q.shape[1]
             is_later = j > i + offset
             if self._causal_mask_replaces and key_padding_mask is not None:
-                # a row whose visible keys are all padding weighs their scores against the replaced ones, so no bias will do
-                wide = torch.promote_types(q.dtype, torch.float32)
+                # A row whose visible keys are all padding weighs their scores against the replaced ones, so no bias will do. The scores
+                # have q's dtype, as flash-attn's: adding _HIDDEN rounds them.
                 k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2).transpose(1, 2) for t in (k, v))
                 scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-                scores = q.transpose(1, 2).to(wide) @ k.to(wide).transpose(-1, -2) * scale + bias
-                weights = self.drop(scores.masked_fill(is_later, _HIDDEN).softmax(-1)).to(v.dtype)
+                scores = q.transpose(1, 2) @ (k * scale).transpose(-1, -2) + bias
+                weights = self.drop(scores.masked_fill(is_later, _HIDDEN).softmax(-1, dtype=v.dtype))
                 return (weights @ v).transpose(1, 2)
             if self._causal_mask_replaces:
                 bias = bias.masked_fill(is_later, _HIDDEN)

@@ -288,9 +288,10 @@ def _without_padding(
     token = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
     sequence = torch.bucketize(token, cu_seqlens_k[1:], right=True).clamp_(max=lengths.shape[0] - 1)
     first, length = cu_seqlens_k[sequence], lengths[sequence].clamp(min=1)
-    source = first + (token - first + leftpad_k[sequence]) % length
+    source = (first + (token - first + leftpad_k[sequence]) % length).clamp_(0, k.shape[0] - 1)  # cu_seqlens_k may be wrong
     used = lengths if seqused_k is None else seqused_k
-    possible = in_range("seqused_k", used, lengths, "a length") & in_range("leftpad_k", leftpad_k, used, "a number")
+    possible = used >= 0 if seqused_k is None else in_range("seqused_k", seqused_k, lengths, "a length")
+    possible = possible & in_range("leftpad_k", leftpad_k, used.clamp(min=0), "a number")
     return k[source], v[source], (used - leftpad_k).where(possible, -1)  # -1, an impossible length: NaN
 
 
