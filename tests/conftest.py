@@ -14,9 +14,8 @@ Environment:
 - VOLTA_FA_TEST_EXAMPLES: number of random problems of each test of combinations (default: the test's own number)
 - VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: tests fail instead of skip where one cannot
 
-`make test` runs the tests that are not marked `slow`: on a simulated GPU a quarter of a test's cases, or at least LEAST_SIMULATED. `make
-test-all` runs all. Both use several processes (pytest-xdist's
-`-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does."""
+`make test` runs the tests that are not marked `slow`: on a simulated GPU a quarter of a test's cases, but at least MIN_SIMULATED_CASES.
+`make test-all` runs all. Both use several processes (pytest-xdist's `-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does."""
 
 import fcntl
 import json
@@ -436,8 +435,8 @@ def repeat(name: str, case: Case, deterministic: bool = False):
 
 #: Most processes of pytest-xdist's `-n auto`: each imports torch and holds about 1 GiB.
 MAX_PROCESSES = 8
-#: Cases of a test that `make test` runs at least on a simulated GPU; of more than four times as many it runs a quarter.
-LEAST_SIMULATED = 6
+#: Minimum cases of a test on a simulated GPU in `make test`. Of more than four times as many, a quarter runs.
+MIN_SIMULATED_CASES = 6
 
 
 def usable_cpus() -> int:
@@ -467,7 +466,7 @@ def pytest_collection_modifyitems(items):
             simulated[item.function].append(item)
     for cases in simulated.values():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # any, but always the same
-        for item in cases[max(LEAST_SIMULATED, len(cases) // 4) :]:
+        for item in cases[max(MIN_SIMULATED_CASES, len(cases) // 4) :]:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: 0 if item.get_closest_marker("alone") else 1 if item.get_closest_marker("slow") else 2)
 

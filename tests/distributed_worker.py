@@ -394,7 +394,10 @@ def pytorch_context_parallel(world):
     with volta_fa.sdpa_enabled(world.device, force=True), context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 3):
         sdpa = torch.nn.functional.scaled_dot_product_attention
         refused(
-            NotImplementedError, lambda: sdpa(*shards, is_causal=True), "context_parallel: k: got Replicate()", "cut k and v to q's seqlen"
+            NotImplementedError,
+            lambda: sdpa(*shards, is_causal=True),
+            "context_parallel: k: got Replicate()",
+            "cut k and v to q's seqlen before",
         )
     _cp_options.enable_load_balance = True
 

@@ -310,7 +310,7 @@ def _without_rows(t: Tensor) -> str:
 
 
 def _starts(op: str, cu_seqlens: Tensor | Sequence[int]) -> list[int]:
-    """Returns cu_seqlens as ints. Raises ValueError if they do not begin with 0 and rise."""
+    """Returns cu_seqlens as ints. Raises ValueError if they are no ints, do not begin with 0, or fall."""
     given = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens  # tensors, NumPy's arrays
     if not isinstance(given, Sequence) or not all(isinstance(n, SupportsIndex) for n in given):
         what = f"shape {tuple(cu_seqlens.shape)}, dtype {cu_seqlens.dtype}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)

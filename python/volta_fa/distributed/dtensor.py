@@ -228,8 +228,8 @@ def _ring_problem(op: str, q: Any, k: Any, v: Any, options: dict[str, Any]) -> r
     for name, t in (("k", k), ("v", v)):
         placements = getattr(t, "placements", (Replicate(),))
         if placements != q.placements:
-            # SDPA with is_causal cuts keys after q's seqlen off, and DTensor replicates what it cuts
-            expected = f"{q.placements[0]!r} as q: with is_causal, cut k and v to q's seqlen before context_parallel shards them"
+            # with is_causal, SDPA cuts k and v to q's seqlen, and DTensor replicates what is cut
+            expected = f"{q.placements[0]!r}, as q: if is_causal hides keys after q's seqlen, cut k and v to q's seqlen before sharding"
             raise bad_argument(f"context_parallel: {name}", repr(placements[0]), expected, error=NotImplementedError)
     # options that nothing here shards over the ring
     of_ranks = {"attn_bias", "alibi_slopes", "block_lists", "seqused_k", "cu_seqlens_q", "sinks", "dlse"}

@@ -173,7 +173,7 @@ def _check(q: Tensor, anchor_tokens: int, window_left: int, packed: dict[str, An
         raise bad_argument("q", f"shape {tuple(q.shape)}", shape)
     for name, value, what in (("anchor_tokens", anchor_tokens, "tokens"), ("window_left", window_left, "keys before a query")):
         if not isinstance(value, SupportsIndex) or int(value) < 0:
-            raise bad_argument(name, repr(value), f"a number of {what} of 0 or more")
+            raise bad_argument(name, repr(value), f"an int of 0 or more, a number of {what}")
     return is_packed
 
 

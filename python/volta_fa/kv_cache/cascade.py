@@ -79,7 +79,7 @@ def cascade_attention(
     if not isinstance(shared_seqlen, Tensor):
         tokens = len(shared_block_table) * k_cache.shape[1:2].numel()
         if not isinstance(shared_seqlen, SupportsIndex) or not 0 <= int(shared_seqlen) <= tokens:
-            expected = f"0 to {tokens}, the tokens in shared_block_table's pages, or an int32 tensor (1)"
+            expected = f"an int from 0 to {tokens}, the tokens in shared_block_table's pages, or an int32 tensor (1)"
             raise bad_argument("shared_seqlen", shared_seqlen, expected)
         shared_seqlen = torch.full((1,), int(shared_seqlen), dtype=torch.int32, device=q.device)
     scales = {"k_scale": k_scale, "v_scale": v_scale, "k_zero_point": k_zero_point, "v_zero_point": v_zero_point}
