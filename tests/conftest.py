@@ -15,7 +15,8 @@ Environment:
 - VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: tests fail instead of skip where one cannot
 
 `make test` runs the tests that are not marked `slow`: on a simulated GPU a quarter of a test's cases, but at least MIN_SIMULATED_CASES.
-`make test-all` runs all. Both use several processes (pytest-xdist's `-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does."""
+`make test-all` runs all. Both use several processes (pytest-xdist's `-n auto`), or one if there is a GPU. A test marked `alone` runs while
+no other test does."""
 
 import fcntl
 import json
