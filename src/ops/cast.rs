@@ -124,6 +124,11 @@ impl<'a> Cast<'a> {
         let scale_exponent = scale_exponent(a.softmax_scale);
         let problem = Attention { softmax_scale: a.softmax_scale * f64::from(-scale_exponent).exp2(), ..*a };
         let values = to.v.as_ref();
+        let heads = a.nheads + if values.is_some() { 2 } else { 1 } * a.nheads_k;
+        if heads > MAX_HEADS {
+            let found = format!("{} heads of q and {} of k in {:?}", a.nheads, a.nheads_k, a.dtype);
+            return Err(Error::value("q, k and v", found, format!("at most {MAX_HEADS} heads of q, k and v together, or fp16")));
+        }
         // If v is not cast, nothing reads it here. It may be a whole cache, so q takes its place, lest `readable` copy it.
         let read = Inputs { v: values.map_or(&inputs.q, |_| &inputs.v).shallow_clone(), ..inputs.share() };
         let given = blocks::readable(&read, a)?.unwrap_or(read);
@@ -141,11 +146,6 @@ impl<'a> Cast<'a> {
         let int = (Kind::Int, given.q.device());
         let largest = Tensor::f_zeros([MAGNITUDES, entries * a.nheads_k], int)?;
         let exponents = Tensor::f_empty([3, entries * a.nheads_k], int)?;
-        let heads = a.nheads + if values.is_some() { 2 } else { 1 } * a.nheads_k;
-        if heads > MAX_HEADS {
-            let found = format!("{} heads of q and {} of k in {:?}", a.nheads, a.nheads_k, a.dtype);
-            return Err(Error::value("q, k and v", found, format!("at most {MAX_HEADS} heads of q, k and v together, or fp16")));
-        }
         let kernel = plan::cast(a.seqlen_q.max(a.seqlen_k), heads, &launcher.limits()?)?;
         log::cast(a, &kernel)?;
         let written = [
