@@ -61,6 +61,7 @@ fn variant(v: &Variant) -> Json {
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,
         "block_rows": v.block_rows,
+        "heads": v.heads,
         "step": v.step,
         "threads": v.threads,
         "shared_bytes": v.shared_bytes,

@@ -44,6 +44,8 @@ pub struct Shape {
     pub seqlen_q: i64,
     /// Keys of the longest entry.
     pub seqlen_k: i64,
+    /// Query heads of a KV head.
+    pub group: i64,
     /// Queries times heads of all batch entries, because they decide the number of blocks.
     pub rows: i64,
     /// True: the mask is causal; false: there is none; None: another window.
@@ -65,6 +67,7 @@ impl Shape {
         headdim_v: 0,
         seqlen_q: 0,
         seqlen_k: 0,
+        group: 1,
         rows: 0,
         is_causal: None,
         cache: CacheFormat::Unquantized,
@@ -80,6 +83,7 @@ impl Shape {
             headdim_v: a.headdim_v,
             seqlen_q: a.seqlen_q,
             seqlen_k: a.seqlen_k,
+            group: a.nheads / a.nheads_k.max(1),
             rows: a.total_q().unwrap_or(a.batch.saturating_mul(a.seqlen_q)).saturating_mul(a.nheads),
             is_causal: match a.window {
                 Window::CAUSAL => Some(true),

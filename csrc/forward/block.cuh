@@ -16,6 +16,10 @@ __device__ __forceinline__ int remat_head(const Problem& p) {
     return heads_first<EitherOrder>(p) ? remat_block_x() : remat_block_y();
 }
 
+// Query heads that a block of a Grid computes.
+template <class Grid>
+constexpr int kBlockHeads = 1;
+
 // A block's first query row, query head, KV head and batch entry. Blocks start in the order of blockIdx, x fastest. The last rows
 // come first: under a causal mask they see the most keys, and a long block that starts last would run alone at the end.
 template <int BlockRows, bool EitherOrder = false>
@@ -29,3 +33,21 @@ struct ForwardBlock {
         return (heads_first<EitherOrder>(p) ? gridDim.y - 1 - remat_block_y() : gridDim.x - 1 - remat_block_x()) * BlockRows;
     }
 };
+
+// The same for a block that computes Heads heads of one KV head: the rows from `row` on of each, BlockRows in all, and each warp
+// those of one head. Under a short window it loads few keys that only some of its rows see. The grid's axes: row tiles, groups of
+// heads.
+template <int BlockRows, int Heads>
+struct HeadGroupBlock {
+    int row, head, head_k, batch;  // `head`: the first
+    __device__ __forceinline__ explicit HeadGroupBlock(const Problem& p)
+        : row(remat_row(p)), head(blockIdx.y * Heads), head_k(head / (p.nheads / p.nheads_k)), batch(blockIdx.z) {}
+    __device__ __forceinline__ static int remat_row(const Problem&) {
+        return (gridDim.x - 1 - remat_block_x()) * (BlockRows / Heads);
+    }
+};
+// The warp's head.
+template <int Heads>
+__device__ __forceinline__ int remat_group_head() {
+    return remat_block_y() * Heads + remat_thread_index() / 32;
+}

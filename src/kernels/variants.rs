@@ -135,6 +135,8 @@ pub struct Variant {
     pub headdim_v: u32,
     /// rows of a block; `PassInfo::rows` says which rows
     pub block_rows: u32,
+    /// query heads of a KV head whose rows a block computes, `block_rows` of each
+    pub heads: u32,
     /// rows of the other kind, queries or keys, that an iteration of the main loop takes; decode: rows of one warp
     pub step: u32,
     /// its rows relative to other kernels of its headdim
@@ -162,6 +164,7 @@ impl Variant {
             headdim: 256,
             headdim_v: 256,
             block_rows: 0,
+            heads: 1,
             step: 0,
             size: Size::Large,
             threads: 256,
@@ -211,6 +214,7 @@ impl Variant {
             _ => format!("{headdim}x{headdim_v}"),
         };
         let size = match self.size {
+            _ if self.heads > 1 => "heads",
             Size::Large => "",
             Size::Medium => "medium",
             Size::Small => "small",

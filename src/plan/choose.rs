@@ -148,6 +148,7 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
     v.headdim as i64 >= shape.headdim
         && v.headdim_v as i64 >= shape.headdim_v
         && v.cache == shape.cache
+        && shape.group % i64::from(v.heads) == 0
         && v.is_bf16 == shape.is_bf16
         && v.is_batch_invariant == shape.is_batch_invariant
         && v.features.contains(features)
@@ -205,13 +206,13 @@ impl OnGrid<'_> {
 
     /// Returns the rows of all blocks, padding included.
     fn rows(&self) -> u64 {
-        self.blocks() * u64::from(self.v.block_rows)
+        self.blocks() * u64::from(self.v.block_rows * self.v.heads)
     }
 
     /// Returns the rows that the busiest SM computes in all waves.
     fn rows_of_sm(&self) -> u64 {
         let at_once = u64::from(self.v.blocks_per_sm).min(self.blocks().div_ceil(self.d.sms.into()));
-        self.blocks().div_ceil(self.d.resident_blocks(self.v)) * at_once * u64::from(self.v.block_rows)
+        self.blocks().div_ceil(self.d.resident_blocks(self.v)) * at_once * u64::from(self.v.block_rows * self.v.heads)
     }
 
     /// Returns the keys that any row of a block sees under a window (backward: the queries that see any of its keys). 1: no window.
@@ -261,6 +262,8 @@ impl OnGrid<'_> {
         let has_more_warps = self.v.threads > now.v.threads;
         if !is_smaller && (self.v.block_rows > now.v.block_rows || !has_more_warps) {
             None
+        } else if self.v.heads > 1 {
+            self.skips_keys(now).then_some(Reason::ShortWindow)
         } else if self.is_resident() && !self.shares_sm() {
             Some(Reason::Resident)
         } else if is_smaller && self.blocks() <= now.blocks() {

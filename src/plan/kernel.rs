@@ -85,7 +85,7 @@ pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
 /// Returns the blocks of the usual grid: one for each row tile of all heads and batch entries.
 pub(super) fn usual_blocks(variant: &Variant, a: &Attention) -> u64 {
     let (rows, heads) = rows_and_heads(variant, a);
-    (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64
+    (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads / i64::from(variant.heads) * a.batch) as u64
 }
 
 /// Plans a kernel on a grid of all its rows. The pass defines the rows.
@@ -102,7 +102,8 @@ pub(super) fn of_rows(kernel: ChosenKernel, rows: i64, heads: i64, a: &Attention
     // GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     let is_uneven = a.window.right.is_some() || a.features.block_mask;
-    if kernel.variant.family.either_order.contains(&kernel.variant.pass) && is_uneven && fits {
+    let may_reverse = kernel.variant.family.either_order.contains(&kernel.variant.pass) && kernel.variant.heads == 1;
+    if may_reverse && is_uneven && fits {
         planned.blocks.reverse();
     }
     planned
@@ -110,7 +111,7 @@ pub(super) fn of_rows(kernel: ChosenKernel, rows: i64, heads: i64, a: &Attention
 
 /// Plans a kernel with one block per row tile and head, row tiles first.
 pub(super) fn on_grid(kernel: ChosenKernel, rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel::new(kernel, [(rows as u64).div_ceil(kernel.variant.block_rows as u64) as u32, heads as u32])
+    PlannedKernel::new(kernel, [(rows as u64).div_ceil(kernel.variant.block_rows as u64) as u32, heads as u32 / kernel.variant.heads])
 }
 
 /// Returns the layout of row statistics that the backward kernels of a kernel's family keep in scratch memory.

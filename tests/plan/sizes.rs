@@ -7,6 +7,7 @@
 //! |---|---|---|
 //! | forward: large, 128 queries | 160 | 160 |
 //! | forward: medium, 64 queries | 320 | none |
+//! | forward: heads, 16 queries of 4 heads | 320 | none |
 //! | forward: small, 64 queries by twice as many warps as medium | 160 | 80 |
 //! | backward: large, 128 keys | 160 | 80 |
 //! | backward: small, 64 keys | 160 | 80 |
@@ -39,16 +40,17 @@ fn plans_small_blocks_for_resident_causal_grids() {
 #[test]
 fn plans_small_blocks_for_short_windows() {
     // of the forward and the main backward kernel: rows of a block, and whether the window is the reason
-    let of = |d: DeviceLimits, headdim, left, right, sinks| {
+    let of = |d: DeviceLimits, headdim, left, right, (sinks, nheads_k)| {
         let window = Window { left: Some(left), right };
-        let a = Attention { batch: 1, nheads: 64, nheads_k: 8, window, ..attention(4096, 4096, headdim, headdim) };
+        let a = Attention { batch: 1, nheads: 64, nheads_k, window, ..attention(4096, 4096, headdim, headdim) };
         let with_sinks = Attention { features: RequestedFeatures { sinks, ..a.features }, ..a };
         let kernels = [plan::forward(&with_sinks, &d).unwrap(), plan::backward(&a, DEFAULT, &d).unwrap().main];
         kernels.map(|kernel| (kernel.variant.block_rows, kernel.reason == Reason::ShortWindow))
     };
     let (small, large) = ((64, true), (128, false));
-    for sinks in [false, true] {
-        let on_v100 = |headdim, left, right| of(V100, headdim, left, right, sinks);
+    // two heads on a KV head are too few for blocks of four
+    for options in [(false, 8), (true, 32)] {
+        let on_v100 = |headdim, left, right| of(V100, headdim, left, right, options);
         assert_eq!(on_v100(64, 128, Some(0)), [small, small], "the rows of a small block see 193 keys, those of a large one 257");
         assert_eq!(on_v100(64, 64, Some(64)), [small, small], "as many");
         assert_eq!(on_v100(64, 256, Some(0)), [small, large], "321 of 385 keys: pays with the four medium blocks an SM of the forward");
@@ -56,7 +58,28 @@ fn plans_small_blocks_for_short_windows() {
         assert_eq!(on_v100(64, 128, None), [large, large], "keys after a query are not hidden");
         assert_eq!(on_v100(128, 128, Some(0)), [large, small], "forward: one small block an SM, in place of two large ones");
     }
-    assert_eq!(of(T4, 128, 128, Some(0), false)[0], small, "Turing's large blocks of headdim 128 have 256 rows");
+    assert_eq!(of(T4, 128, 128, Some(0), (false, 8))[0], small, "Turing's large blocks of headdim 128 have 256 rows");
+}
+
+/// With sinks, and over a KV cache, blocks of four heads have fewer rows of each, which see fewer keys together.
+#[test]
+fn plans_blocks_of_heads_for_short_windows() {
+    let of = |d, (nheads, nheads_k), left| {
+        let window = Window { left: Some(left), right: Some(0) };
+        let features = RequestedFeatures { sinks: true, ..Default::default() };
+        let a = Attention { batch: 1, nheads, nheads_k, window, features, ..attention(4096, 4096, 64, 64) };
+        let plan = plan::forward(&a, &d).unwrap();
+        (plan.variant.name, plan.blocks, plan.reason == Reason::ShortWindow)
+    };
+    // row tiles, then groups of heads
+    assert_eq!(of(V100, (64, 8), 128), ("volta_fwd_varlen_64x64_heads", [256, 16], true));
+    assert_eq!(of(T4, (64, 8), 128), ("turing_fwd_varlen_64x64_heads", [128, 16], true));
+    assert_eq!(of(V100, (60, 5), 128).0, "volta_fwd_varlen_64x64_heads", "12 heads on a KV head");
+    assert_eq!(of(V100, (60, 10), 128).0, "volta_fwd_varlen_64x64_medium", "6, which 4 does not divide");
+    assert_eq!(of(V100, (64, 8), 512).0, "volta_fwd_varlen_64x64_heads", "529 of 641 keys");
+    assert_eq!(of(V100, (64, 8), 1000).0, "volta_fwd_varlen_64x64", "1,017 of 1,129");
+    assert_eq!(of(T4, (64, 8), 600).0, "turing_fwd_varlen_64x64_heads", "633 of 793");
+    assert_eq!(of(T4, (64, 8), 1000).0, "turing_fwd_varlen_64x64");
 }
 
 /// Medium blocks (V100, headdim 64) pay where they skip rows, or keys outside a window or mask. Small ones pay where all are resident.

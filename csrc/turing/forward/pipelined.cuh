@@ -44,15 +44,15 @@ namespace turing {
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots, class Grid = DenseGrid>
 struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slots, Grid> {
     using Parts = PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slots, Grid>;
-    using Parts::copy_positions, Parts::slot_after, Parts::remat_warp_row, Parts::remat_mask, Parts::function_of,
-        Parts::update_row_max, Parts::needs_rescale, Parts::update_row_max_before_exp;
-    using Parts::kThreads, Parts::kWarpRows, Parts::kBlockRows, Parts::kStep, Parts::kChunks, Parts::kChunksV, Parts::kGroups,
-        Parts::kGroupsV, Parts::kMostGroups, Parts::kTileBytes, Parts::kTileBytesV, Parts::kOffsetV, Parts::kSlotBytes,
-        Parts::kRingBytes, Parts::kInitialAlibi, Parts::kInitialBias, Parts::kOnlyFunction, Parts::kCarriedDropout,
-        Parts::kBackwards, Parts::kNextTile, Parts::kBarrierEverySecondStep, Parts::kAhead, Parts::kPasses, Parts::kRegistersFull,
-        Parts::kFragmentsAhead, Parts::kChunkCoordsKept, Parts::kStreamsKept, Parts::kStreamsInShared, Parts::kPagesInBranch,
-        Parts::kMaskKept, Parts::kRescaleBeforeExp, Parts::kKeysKept, Parts::kBlockLoop, Parts::kCopyPlacement,
-        Parts::kCopiesInTiles, Parts::kUnmaskedLoop, Parts::kBitsAhead, Parts::kEnd, Parts::kLargestSum;
+    using Parts::copy_positions, Parts::slot_after, Parts::remat_warp_row, Parts::remat_warp_head, Parts::remat_mask,
+        Parts::function_of, Parts::update_row_max, Parts::needs_rescale, Parts::update_row_max_before_exp;
+    using Parts::kThreads, Parts::kWarpRows, Parts::kBlockRows, Parts::kHeads, Parts::kHeadRows, Parts::kStep, Parts::kChunks,
+        Parts::kChunksV, Parts::kGroups, Parts::kGroupsV, Parts::kMostGroups, Parts::kTileBytes, Parts::kTileBytesV,
+        Parts::kOffsetV, Parts::kSlotBytes, Parts::kRingBytes, Parts::kInitialAlibi, Parts::kInitialBias, Parts::kOnlyFunction,
+        Parts::kCarriedDropout, Parts::kBackwards, Parts::kNextTile, Parts::kBarrierEverySecondStep, Parts::kAhead, Parts::kPasses,
+        Parts::kRegistersFull, Parts::kFragmentsAhead, Parts::kChunkCoordsKept, Parts::kStreamsKept, Parts::kStreamsInShared,
+        Parts::kPagesInBranch, Parts::kMaskKept, Parts::kRescaleBeforeExp, Parts::kKeysKept, Parts::kBlockLoop,
+        Parts::kCopyPlacement, Parts::kCopiesInTiles, Parts::kUnmaskedLoop, Parts::kBitsAhead, Parts::kEnd, Parts::kLargestSum;
     using typename Parts::Block, typename Parts::CopyPlacement, typename Parts::CopyPositions, typename Parts::Fragments,
         typename Parts::Keys, typename Parts::Output, typename Parts::Probabilities, typename Parts::Softmax,
         typename Parts::StreamK, typename Parts::StreamV, typename Parts::Tile, typename Parts::TileSoftmax;
@@ -79,14 +79,15 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         if (kVarlen && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x, lane = thread & 31;
-        const int row = block.row + thread / 32 * kWarpRows;
+        const int row = block.row + (kHeads == 1 ? thread / 32 * kWarpRows : 0),
+                  head = block.head + (kHeads == 1 ? 0 : thread / 32);
         // The warp's first row. Without lists it is computed again at each use.
         const int kept_row = Grid::kListed ? keep_in_register(row) : 0;
         const auto warp_row = [&] { return Grid::kListed ? kept_row : remat_warp_row(p); };
         int key_first = Grid::kListed ? 0 : first_step<kStep>(mask.key_first(block.row));
         if (kHasScoreFeatures) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key_first &= ~(kPageGroup - 1);  // a step lies in one page: pages have multiples of kPageGroup (16) tokens
-        const int key_end = Grid::kListed ? mask.seqlen_k : mask.key_end(block.row, kBlockRows);
+        const int key_end = Grid::kListed ? mask.seqlen_k : mask.key_end(block.row, kHeadRows);
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
@@ -101,8 +102,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         // Loads of Q, in flight while the list is decoded. Not in q, so that kernels without lists keep their machine code.
         OperandA loaded_q[kBlockLoop ? RowTiles : 1][kBlockLoop ? kChunks : 1];
         if constexpr (kBlockLoop) {
-            Grid::begin_load_queries(loaded_q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row,
-                                     sequence.seqlen_q(), problem.headdim);
+            Grid::begin_load_queries(loaded_q, p.q, rows_of(p.q, block.batch, head, sequence.q_offset()), row, sequence.seqlen_q(),
+                                     problem.headdim);
             keys.start(grid.lists(), key_end);
         }
         if (Grid::kListed) key = keys.first();
@@ -118,7 +119,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         if (Grid::kListed ? keys.exists() : key_first < key_end) {
             OperandA q[RowTiles][kChunks];
             if (!kBlockLoop)
-                load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(),
+                load_queries(q, p.q, rows_of(p.q, block.batch, head, sequence.q_offset()), row, sequence.seqlen_q(),
                              problem.headdim, problem.sign_flip);
 
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
@@ -555,7 +556,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     for (int mt = 0; mt < RowTiles; mt++) mma(o[mt][4 * c + i], probabilities[1][mt], fragments.v[i]);
             }
         }
-        write_output(p, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(problem), warp_row(), softmax, o);
+        write_output(p, remat_block_batch(), remat_warp_head(p), warp_row(), softmax, o);
     }
 };
 
@@ -563,6 +564,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
 // slot has STEP rows of K and V, of 2 bytes a column.
 constexpr int kRingSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
 template <class Grid>
-using Pipelined = ForwardPipelined<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, kRingSlots, Grid>;
+using Pipelined =
+    ForwardPipelined<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS * kBlockHeads<Grid> / (THREADS / 32) / 16, kRingSlots, Grid>;
 
 }  // namespace turing

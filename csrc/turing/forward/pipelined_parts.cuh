@@ -41,13 +41,31 @@ struct DenseGrid {
     };
 };
 
-// A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each. Grid: DenseGrid or BlockMaskGrid.
+// One block per row tile of Heads heads (HeadGroupBlock, forward/block.cuh).
+template <int Heads>
+struct HeadGroupGrid : DenseGrid {
+    template <int BlockRows>
+    struct Block : HeadGroupBlock<BlockRows, Heads> {
+        __device__ __forceinline__ Block(const Problem& p, const HeadGroupGrid&) : HeadGroupBlock<BlockRows, Heads>(p) {}
+    };
+};
+
+}  // namespace turing
+
+template <int Heads>
+constexpr int kBlockHeads<turing::HeadGroupGrid<Heads>> = Heads;
+
+namespace turing {
+
+// A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each. Grid: DenseGrid, HeadGroupGrid or BlockMaskGrid.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots, class Grid>
 struct PipelinedParts {
     // ---- sizes ----
     static constexpr int kThreads = 32 * Warps;
     static constexpr int kWarpRows = 16 * RowTiles;
     static constexpr int kBlockRows = Warps * kWarpRows;
+    static constexpr int kHeads = kBlockHeads<Grid>, kHeadRows = kBlockRows / kHeads;  // heads of a block, rows of each
+    static_assert(kHeads == 1 || kHeads == Warps, "a warp has rows of one head, which no other has");
     static constexpr int kTileKeys = ForwardLayout::kTileKeys;
     static constexpr int kStep = 2 * kTileKeys;
     static constexpr int kChunks = Headdim / kChunk, kChunksV = HeaddimV / kChunk;
@@ -108,7 +126,7 @@ struct PipelinedParts {
     // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring: 32 bytes of each thread.
     static constexpr bool kStreamsInShared = kRegistersFull && kRequiredFeatures && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
-    static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && kSharedBytes == SHARED_BYTES,
+    static_assert(kHeadRows == BLOCK_ROWS && kStep == STEP && kSharedBytes == SHARED_BYTES,
                   "the row in src/kernels and the kernel disagree");
     static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kHasScoreFeatures;  // else page loads are predicated
     static constexpr bool kMaskKept = !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged) ||
@@ -185,7 +203,10 @@ struct PipelinedParts {
     };
 
     __device__ __forceinline__ static int remat_warp_row(const FwdParams& p) {
-        return Block::remat_row(p.problem) + remat_thread_index() / 32 * kWarpRows;
+        return Block::remat_row(p.problem) + (kHeads == 1 ? remat_thread_index() / 32 * kWarpRows : 0);
+    }
+    __device__ __forceinline__ static int remat_warp_head(const FwdParams& p) {
+        return kHeads == 1 ? remat_head<ForwardLayout::kEitherOrder>(p.problem) : remat_group_head<kHeads>();
     }
     __device__ __forceinline__ static Mask remat_mask(const FwdParams& p) {
         return mask_of(p.problem, BlockSeqlenInfo(p, remat_block_batch()));

@@ -253,4 +253,26 @@ struct DataParallelGrid {
     __device__ __forceinline__ static int remat_head(const Problem& p) { return ::remat_head<ForwardLayout::kEitherOrder>(p); }
 };
 
+// One block per row tile of Heads heads (HeadGroupBlock, forward/block.cuh).
+template <int Heads>
+struct HeadGroupGrid : DataParallelGrid {
+    template <int BlockRows>
+    struct Block : HeadGroupBlock<BlockRows, Heads> {
+        using Base = HeadGroupBlock<BlockRows, Heads>;
+        __device__ __forceinline__ Block(const Problem& p, const HeadGroupGrid&) : Base(p) {}
+        template <int Step>
+        __device__ __forceinline__ int key_first(const Mask& mask) const {
+            return mask.key_first(Base::row);
+        }
+        template <int Step>
+        __device__ __forceinline__ int key_end(const Mask& mask) const {
+            return mask.key_end(Base::row, BlockRows / Heads);
+        }
+    };
+    __device__ __forceinline__ static int remat_head(const Problem&) { return remat_group_head<Heads>(); }
+};
+
 }  // namespace volta
+
+template <int Heads>
+constexpr int kBlockHeads<volta::HeadGroupGrid<Heads>> = Heads;

@@ -42,13 +42,15 @@ template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyG
 struct ForwardSharedQ {
     static constexpr int kThreads = 32 * Warps, kWarpRows = 16 * RowTiles;
     static constexpr int kGroupWarps = Warps / KeyGroups, kBlockRows = kGroupWarps * kWarpRows, kTileKeys = Step * KeyGroups;
+    static constexpr int kHeads = kBlockHeads<Grid>, kHeadRows = kBlockRows / kHeads;  // heads of a block, rows of each
     static constexpr int kChunks = Headdim / kChunk, kChunksV = HeaddimV / kChunk;
     static constexpr int kPitch = kChunks * kChunkBytes, kPitchV = kChunksV * kChunkBytes;
     static constexpr int kKeyTiles = Step / 16, kOutputTiles = HeaddimV / 16;
     static constexpr int kOffsetK = kBlockRows * kPitch, kOffsetV = kOffsetK + kTileKeys * kPitch;  // bytes: Q, then K, then V
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
-    static_assert(kBlockRows == BLOCK_ROWS && kTileKeys == STEP && kSharedBytes == SHARED_BYTES,
+    static_assert(kHeads == 1 || kHeadRows == kWarpRows, "a warp has rows of one head");
+    static_assert(kHeadRows == BLOCK_ROWS && kTileKeys == STEP && kSharedBytes == SHARED_BYTES,
                   "the row in src/kernels and the kernel disagree");
     // Whether the keys come from the lists of a block-sparse mask (BlockMaskGrid), whose bits hide all masked scores.
     static constexpr bool kListed = Grid::template Bits<kWarpRows, kTileKeys>::kHidesAll;
@@ -148,9 +150,9 @@ struct ForwardSharedQ {
         const int thread = threadIdx.x;
         const int warp_row = thread / 32 % kGroupWarps * kWarpRows;
         const int group = thread / 32 / kGroupWarps, group_key = group * Step;  // key group; its first key in a tile
-        const int row = block.row + warp_row;
+        const int row = block.row + (kHeads == 1 ? warp_row : 0);
 
-        {
+        if constexpr (kHeads == 1) {
             constexpr int kRows = kThreads / threads_per_row(kChunks);
             TileLoader<kChunks, kRows, kThreads> q(
                 thread, rows_of(p.q, block.batch, block.head, sequence.q_offset()) + block.row * p.q.row_stride, p.q.row_stride,
@@ -161,6 +163,20 @@ struct ForwardSharedQ {
                 q.flip_signs(problem.sign_flip);  // a negative softmax_scale flips the signs of Q
                 q.store(base + i * kPitch + swizzled<kChunks>(q.row, q.chunk), kPitch);
             }
+        } else {
+            // all heads' loads before the first store: such a block has few steps, and waits for memory once
+            using StreamQ = TileStream<kChunks, kHeadRows, kThreads>;
+            static_assert(StreamQ::kPasses == 1 && StreamQ::kChunksPerRow == 1, "a thread loads one chunk of each head");
+            uint4 q[kHeads][1][1] = {};
+            const u32 store = base + swizzled<kChunks>(StreamQ::row_of(thread), StreamQ::chunk_of(thread));
+#pragma unroll
+            for (int h = 0; h < kHeads; h++) {
+                StreamQ stream(thread, rows_of(p.q, block.batch, block.head + h, sequence.q_offset()), p.q.row_stride,
+                               problem.headdim, block.row, sequence.seqlen_q());
+                stream.load(q[h], p.q.row_stride, block.row);
+            }
+#pragma unroll
+            for (int h = 0; h < kHeads; h++) store_shared(store + h * kHeadRows * kPitch, flipped(q[h][0][0], problem.sign_flip));
         }
 
         // The block's first key. Batch-invariant kernels round it down to a multiple of kTileKeys. Kernels with pages, bias or
@@ -212,9 +228,16 @@ struct ForwardSharedQ {
 #pragma unroll
             for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
 
-        tiles.load_k(staging, p, keys.first());
-        k.store(staging, k_store, kPitch, false);  // false: stores padding chunks too, true: not again (TileStream::store)
-        tiles.load_v(staging, p, keys.first());
+        if constexpr (kHeads == 1) {
+            tiles.load_k(staging, p, keys.first());
+            k.store(staging, k_store, kPitch, false);  // false: stores padding chunks too, true: not again (TileStream::store)
+            tiles.load_v(staging, p, keys.first());
+        } else {  // V does not wait for K either
+            uint4 first[StreamK::kPasses][StreamK::kChunksPerRow] = {};
+            tiles.load_k(first, p, keys.first());
+            tiles.load_v(staging, p, keys.first());
+            k.store(first, k_store, kPitch, false);
+        }
         __syncthreads();
 #pragma unroll 1
         for (; keys.exists(); keys.advance(grid)) {

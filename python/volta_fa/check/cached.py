@@ -127,12 +127,13 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
 
 def _prefill(variant: dict[str, Any]) -> list[CacheCase]:
     d, dv, features = variant["headdim"], variant["headdim_v"], variant["features"]
-    asked = asking(features)
+    asked, heads = asking(features), variant["heads"]
+    group, other_group = (2, 3) if heads == 1 else (heads, 2 * heads)  # a block computes `heads` query heads of a KV head
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
     return [
-        _case(((45, 205, 0), (45, 31, 0)), d, dv, 2, **asked),
-        _case(((70, 77, 0), (0, 20, 0), (50, 3, 0)), d - 8, dv - 8, 2, **second, **asked),
-        _case(((45, 300, 0), (45, 47, 0)), d, dv, 3, page=64, sinks="own" if "sinks" in features else "", **asked),
+        _case(((45, 205, 0), (45, 31, 0)), d, dv, group, **asked),
+        _case(((70, 77, 0), (0, 20, 0), (50, 3, 0)), d - 8, dv - 8, group, **second, **asked),
+        _case(((45, 300, 0), (45, 47, 0)), d, dv, other_group, page=64, sinks="own" if "sinks" in features else "", **asked),
     ]
 
 

@@ -200,6 +200,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         features.discard("dropout")  # batch-invariant calls reject it
     required = set(variant.get("required_features", ()))
     asked = asking(sorted(required))
+    group = max(2, variant.get("heads", 1))  # query heads of a KV head: a block may compute several
     asked["deterministic"] = variant["pass"] in ("BackwardDkDv", "BackwardDq")
 
     def case(seqlen_q: int, seqlen_k: int, less: int = 0, packed: bool = False, used: bool = False, batch: int = 1, **options: Any) -> Case:
@@ -214,7 +215,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         if "dropout" not in features:
             options.pop("dropout_p", None)
         return Case(
-            seqlen_q, keys, d - less, dv - less, batch, nheads=4, nheads_k=2,
+            seqlen_q, keys, d - less, dv - less, batch, nheads=2 * group, nheads_k=2,
             lengths=((seqlen_q, keys), (0, 5), (seqlen_q // 2 + 1, keys // 3)) if packed else (),
             used=tuple(keys - 1 - 45 * i for i in range(batch)) if used else (), **{"dtype": dtype, **options, **asked},
         )  # fmt: skip

@@ -8,6 +8,8 @@ use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::TURING;
 
 const PIPELINED: Source = Source::new(&["turing/forward/pipelined.cuh"], "turing::Pipelined<turing::DenseGrid>");
+/// The same for blocks of 4 heads, whose 4 warps have the rows of a head each.
+const PIPELINED_HEADS: Source = Source::new(&["turing/forward/pipelined.cuh"], "turing::Pipelined<turing::HeadGroupGrid<4>>");
 // true above headdim 64: generic kernels there hold fewer registers for lists, but wait for loads
 const PIPELINED_BLOCK_MASK: Source = Source::new(
     &["turing/forward/pipelined.cuh", "turing/forward/block_mask.cuh"],
@@ -85,6 +87,8 @@ const PLAIN: [Variant; 15] = {
         PLAIN_512[1],
     ]
 };
+/// 32 rows of 4 heads, for short windows: they see 159 keys under a window of 128; 128 rows of one head see 255.
+const HEADS_64: Variant = Variant { source: PIPELINED_HEADS, block_rows: 32, heads: 4, ..pipelined((64, 64), Size::Small, (4, 32), 8, 2) };
 /// The large kernels of four headdims. Where only these have variants, other headdims are padded to the next.
 const PADDED: [Variant; 4] = [PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]];
 
@@ -148,7 +152,7 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
     PLAIN
         .into_iter()
         .filter(is_plain)
-        .chain(PLAIN.into_iter().filter(has_varlen).map(|row| row.with_features(FeatureSet::VARLEN)))
+        .chain(PLAIN.into_iter().filter(has_varlen).chain([HEADS_64]).map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(PADDED.map(|row| row.with_features(FeatureSet::FP32_OUTPUT)))
         .chain(required_rows())
         // no generic kernel of headdims 192 x 128: V padded to 192 costs less than another kernel in the library
@@ -179,6 +183,7 @@ pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     let plain = [
         PLAIN_64,
         of_rows((4, 32), Medium, PLAIN_64),
+        HEADS_64,
         of_rows((4, 16), Small, PLAIN_64),
         PLAIN_128,
         of_rows((8, 16), Medium, PLAIN_128),

@@ -67,6 +67,12 @@ const fn shared_q((headdim, headdim_v): (u32, u32), (block_rows, step, size): Ti
 const SHARED_Q_ONE_GROUP: Source =
     Source::new(&["volta/forward/shared_q.cuh"], "volta::ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, 1, STEP, 1, BLOCKS_PER_SM>");
 
+/// The same where each of the 4 warps has the rows of another head.
+const SHARED_Q_HEADS: Source = Source::new(
+    &["volta/forward/shared_q.cuh"],
+    "volta::ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, 1, STEP, 1, BLOCKS_PER_SM, volta::HeadGroupGrid<4>>",
+);
+
 const COLUMN_GROUPS: Source = Source::new(&["volta/forward/column_groups.cuh"], "volta::ForwardColumnGroups<HEADDIM, BLOCK_ROWS>");
 const COLUMN_GROUPS_STREAM_K: Source = Source::new(
     &["volta/forward/column_groups.cuh", "volta/forward/stream_k.cuh"],
@@ -110,6 +116,8 @@ const SMALL: Tile = (64, 64, Size::Small);
 const PLAIN_64: Variant = register_q(64, 2);
 /// 16 KB: four blocks.
 const MEDIUM_64: Variant = Variant { source: SHARED_Q_ONE_GROUP, ..shared_q((64, 64), MEDIUM, 128, 4) };
+/// The same for 4 heads, for short windows: 16 rows see 143 keys under a window of 128, in five steps; 64 rows see 191, in six.
+const HEADS_64: Variant = Variant { source: SHARED_Q_HEADS, block_rows: 16, heads: 4, size: Size::Small, ..MEDIUM_64 };
 /// 24 KB: two blocks.
 const SMALL_64: Variant = shared_q((64, 64), SMALL, 256, 2);
 /// 32 rows a warp: 128 registers of output; 48 KB: two blocks.
@@ -194,8 +202,8 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
     PLAIN
         .into_iter()
         .filter(is_plain)
-        // medium blocks for short windows with sinks (gpt-oss), and small ones for their small grids
-        .chain(complete().chain([MEDIUM_64, SMALL_64]).map(|row| row.with_features(FeatureSet::VARLEN)))
+        // for short windows with sinks (gpt-oss): blocks of several heads, medium ones where a KV head has fewer, small ones for small grids
+        .chain(complete().chain([MEDIUM_64, HEADS_64, SMALL_64]).map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(PADDED.map(|row| row.with_features(FeatureSet::FP32_OUTPUT)))
         .chain(required().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
         // no generic kernels of headdims 32 and 192 x 128: padding costs less than more kernels in the library
@@ -243,7 +251,7 @@ pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };
     let rows = [PLAIN_64, PLAIN_128, PLAIN_256].into_iter().chain(PLAIN_512);
-    let plain = rows.clone().chain([MEDIUM_64, SMALL_64]).map(move |row| paged(row).with_features(FeatureSet::PAGED));
+    let plain = rows.clone().chain([MEDIUM_64, HEADS_64, SMALL_64]).map(move |row| paged(row).with_features(FeatureSet::PAGED));
     // 64 rows of headdim 512 leave the generic kernel no registers for pages
     let rows = rows.filter(|row| (row.headdim, row.size) != (512, Size::Large));
     let stream_k_rows = [PLAIN_64, PLAIN_128, PLAIN_256].map(|row| stream_k(paged(row).with_features(FeatureSet::PAGED)));
