@@ -145,7 +145,9 @@ const MAX_ALIBI_DISTANCE: i64 = 512;
 
 /// Returns true if a kernel computes this shape with these features, and the device runs it.
 pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d: &DeviceLimits) -> bool {
-    v.headdim as i64 >= shape.headdim
+    // chosen latents have no padding, which a wider kernel would read
+    let is_wide_enough = if v.pass == Pass::SparseMla { v.headdim as i64 == shape.headdim } else { v.headdim as i64 >= shape.headdim };
+    is_wide_enough
         && v.headdim_v as i64 >= shape.headdim_v
         && v.cache == shape.cache
         && shape.group % i64::from(v.heads) == 0

@@ -71,6 +71,17 @@ fn every_variant_of_sparse_latents_is_chosen() {
     assert!(unused.is_empty(), "{unused:?}");
 }
 
+/// Rows of chosen latents have no padding, so no wider kernel replaces those that failed.
+#[test]
+fn sparse_latents_have_their_own_headdim() {
+    let own = |v: &&kernels::Variant| v.pass == Pass::SparseMla && v.headdim == 512 && v.family.name == "volta";
+    let failed: Vec<_> = kernels::variants().filter(own).map(|v| v.name).collect();
+    let cache = Cache { layout: CacheLayout::Entries, entries: 70, rows: 2048, format: CacheFormat::Unquantized };
+    let a = Attention { headdim: 512, keys: Keys::Latents(cache), ..latents(16, 1) };
+    let error = plan::sparse_mla(&a, &tuned(&failed, &[])).unwrap_err().to_string();
+    assert!(error.contains("excluded because they failed"), "{error}");
+}
+
 #[test]
 fn every_variant_of_the_indexer_is_chosen() {
     let mut unused: Vec<_> = kernels::variants().filter(|v| v.pass == Pass::Indexer).map(|v| v.name).collect();

@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..check.kernels import Target
 
     target = Target.of(choose_device(arguments.device))
-    require_output(arguments.output, is_folder=False)
     target.make_current()
     facts = machine.describe(target)
+    require_output(arguments.output, is_folder=False)
     print(_title(target.kind, facts), flush=True)
     found: dict[int, Row] = {}  # by id(): a row comes twice, after volta_fa ran and after the package did
     progress = Lines(lambda: f"{len(found)} of {len(versus.SHAPES)} shapes done")

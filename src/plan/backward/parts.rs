@@ -157,8 +157,8 @@ impl Planner<'_> {
         let ChosenKernel { variant, reason } = self.stream_k_kernel()?;
         let headdims = |v: &Variant| (v.headdim, v.headdim_v);
         let is_tuned = reason == Reason::Tuned;
-        // the other kernels of the pass have the family's layout of scratch memory
-        if variant.family.name != usual.family.name || (!is_tuned && headdims(variant) != headdims(usual)) {
+        // the other kernels of the pass have the family's layout of scratch memory, and the usual kernel's columns
+        if variant.family.name != usual.family.name || headdims(variant) != headdims(usual) {
             return None;
         }
         let shape = ([a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k], [a.window.left, a.window.right]);
