@@ -44,7 +44,7 @@ pub struct Shape {
     pub seqlen_q: i64,
     /// Keys of the longest entry.
     pub seqlen_k: i64,
-    /// Query heads of a KV head.
+    /// Query heads of a KV head, which a block's heads must divide.
     pub group: i64,
     /// Queries times heads of all batch entries, because they decide the number of blocks.
     pub rows: i64,
@@ -83,7 +83,7 @@ impl Shape {
             headdim_v: a.headdim_v,
             seqlen_q: a.seqlen_q,
             seqlen_k: a.seqlen_k,
-            group: a.nheads / a.nheads_k.max(1),
+            group: a.group(),
             rows: a.total_q().unwrap_or(a.batch.saturating_mul(a.seqlen_q)).saturating_mul(a.nheads),
             is_causal: match a.window {
                 Window::CAUSAL => Some(true),

@@ -184,7 +184,8 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
     if large.reason == Reason::Tuned {
         return large;
     }
-    of_all_sizes(kernels, large.variant, d).fold(large, |best, variant| {
+    let shares_heads = |v: &&Variant| a.group() % i64::from(v.heads) == 0;
+    of_all_sizes(kernels, large.variant, d).filter(shares_heads).fold(large, |best, variant| {
         let [smaller, now] = [variant, best.variant].map(|v| OnGrid { v, a, d });
         smaller.reason_over(&now).map_or(best, |reason| ChosenKernel { variant, reason })
     })

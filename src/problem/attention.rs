@@ -184,9 +184,14 @@ impl Attention {
         }
     }
 
+    /// Returns the query heads of a KV head.
+    pub fn group(&self) -> i64 {
+        self.nheads / self.nheads_k.max(1)
+    }
+
     /// Returns the rows of the longest sequence as decode kernels count them: queries times query heads per KV head.
     pub fn rows_per_kv_head(&self) -> i64 {
-        self.seqlen_q * (self.nheads / self.nheads_k.max(1))
+        self.seqlen_q * self.group()
     }
 
     /// Returns true if sequences may have more rows than decode kernels take, so that prefill kernels compute them. Calls with latents or a

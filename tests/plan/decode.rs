@@ -140,7 +140,9 @@ fn every_variant_is_chosen_for_some_problem() {
                     let features = RequestedFeatures { score_function, ..Default::default() };
                     let a = Attention { features, ..cached(headdim, group, seqlen_q) };
                     unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
-                    // of one sequence with many tokens before the chunk
+                    // a short window; of one sequence with many tokens before the chunk
+                    let local = Attention { window: Window { left: Some(127), right: Some(0) }, ..a };
+                    unused.retain(|name| *name != plan::prefill(&local, &d).unwrap().variant.name);
                     let one = Attention { batch: 1, nheads: 32, seqlen_q: 512, seqlen_k: 16384, ..a };
                     unused.retain(|name| *name != plan::prefill(&one, &d).unwrap().variant.name);
                 }

@@ -197,6 +197,14 @@ fn every_variant_is_chosen_for_some_problem() {
         let forward = plan::forward(&a, &V100).unwrap();
         unused.retain(|name| *name != forward.variant.name);
     }
+    // short windows with sinks get blocks of several heads
+    for d in [V100, T4] {
+        let a = attention(4096, 4096, 64, 64);
+        let window = Window { left: Some(127), right: Some(0) };
+        let a = Attention { nheads: 64, nheads_k: 8, window, features: RequestedFeatures { sinks: true, ..a.features }, ..a };
+        let forward = plan::forward(&a, &d).unwrap();
+        unused.retain(|name| *name != forward.variant.name);
+    }
     let headdims = || (8..=256).step_by(8).chain([512]);
     for headdim in headdims() {
         for headdim_v in headdims() {

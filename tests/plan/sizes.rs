@@ -40,17 +40,17 @@ fn plans_small_blocks_for_resident_causal_grids() {
 #[test]
 fn plans_small_blocks_for_short_windows() {
     // of the forward and the main backward kernel: rows of a block, and whether the window is the reason
-    let of = |d: DeviceLimits, headdim, left, right, (sinks, nheads_k)| {
+    let of = |d: DeviceLimits, headdim, left, right, sinks| {
         let window = Window { left: Some(left), right };
-        let a = Attention { batch: 1, nheads: 64, nheads_k, window, ..attention(4096, 4096, headdim, headdim) };
-        let with_sinks = Attention { features: RequestedFeatures { sinks, ..a.features }, ..a };
+        let a = Attention { batch: 1, nheads: 64, nheads_k: 8, window, ..attention(4096, 4096, headdim, headdim) };
+        // two heads on a KV head are too few for blocks of four, which have sinks
+        let with_sinks = Attention { nheads_k: if sinks { 32 } else { 8 }, features: RequestedFeatures { sinks, ..a.features }, ..a };
         let kernels = [plan::forward(&with_sinks, &d).unwrap(), plan::backward(&a, DEFAULT, &d).unwrap().main];
         kernels.map(|kernel| (kernel.variant.block_rows, kernel.reason == Reason::ShortWindow))
     };
     let (small, large) = ((64, true), (128, false));
-    // two heads on a KV head are too few for blocks of four
-    for options in [(false, 8), (true, 32)] {
-        let on_v100 = |headdim, left, right| of(V100, headdim, left, right, options);
+    for sinks in [false, true] {
+        let on_v100 = |headdim, left, right| of(V100, headdim, left, right, sinks);
         assert_eq!(on_v100(64, 128, Some(0)), [small, small], "the rows of a small block see 193 keys, those of a large one 257");
         assert_eq!(on_v100(64, 64, Some(64)), [small, small], "as many");
         assert_eq!(on_v100(64, 256, Some(0)), [small, large], "321 of 385 keys: pays with the four medium blocks an SM of the forward");
@@ -58,7 +58,7 @@ fn plans_small_blocks_for_short_windows() {
         assert_eq!(on_v100(64, 128, None), [large, large], "keys after a query are not hidden");
         assert_eq!(on_v100(128, 128, Some(0)), [large, small], "forward: one small block an SM, in place of two large ones");
     }
-    assert_eq!(of(T4, 128, 128, Some(0), (false, 8))[0], small, "Turing's large blocks of headdim 128 have 256 rows");
+    assert_eq!(of(T4, 128, 128, Some(0), false)[0], small, "Turing's large blocks of headdim 128 have 256 rows");
 }
 
 /// With sinks, and over a KV cache, blocks of four heads have fewer rows of each, which see fewer keys together.

@@ -40,7 +40,7 @@ pub(super) fn window_offsets(a: &Attention) -> (i64, i64) {
 
 /// Returns the query heads of a group; 1 if there are none.
 pub(super) fn heads_per_group(a: &Attention) -> i64 {
-    (a.nheads / a.nheads_k.max(1)).max(1)
+    a.group().max(1)
 }
 
 /// Cuts the problem into chunks. Omits chunks whose rows all see no key.

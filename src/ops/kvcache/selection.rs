@@ -169,7 +169,7 @@ pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: Attend) -> Result
 
 /// Returns the inputs for KV head `head` and its query heads; None: all. q is (queries, 1, heads, headdim).
 fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs> {
-    let group = a.nheads / a.nheads_k.max(1);
+    let group = a.group();
     let part = |t: &Tensor, dim: i64, each: i64| match head {
         Some(head) if t.size().get(dim as usize).is_some_and(|&size| size > 1) => t.f_narrow(dim, head * each, each),
         _ => Ok(t.shallow_clone()),
