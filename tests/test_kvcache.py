@@ -7,13 +7,14 @@ tensors: q, k_cache, v_cache, `new` (k and v to append) and `options`; `places` 
 `check` compares results and the cache with fp64; what no token occupies in a cache is NaN, so that a read of it shows. Other files import
 `run` and `check`; test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
+import functools
 import math
 
 import pytest
 import torch
 
 from cached import Cached, check_opcheck, check_sequences
-from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
+from conftest import ALL, BF16_KERNELS, INFO, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa.check.cache_cases import NO_PAGE  # page numbers that no cache has: -1 and the largest and smallest int32
 
@@ -440,6 +441,20 @@ def test_wrong_arguments(backend, form, name):
     before = [arguments[n].clone() for n in ("k_cache", "v_cache")]
     refused(call(given | {"check_lengths": True}), ValueError, "volta_fa::fwd_kvcache", *words)
     agreed([before, [arguments[n] for n in ("k_cache", "v_cache")]], "k_cache", "v_cache")
+
+
+@pytest.mark.parametrize("seqlen_q, missing", [(1, "Decode"), (40, "Prefill"), (40, "Forward"), (40, "Cast")])
+@on("sim")
+def test_a_call_without_kernels_is_refused_before_it_appends(backend, force, seqlen_q, missing):
+    """Kernels of a pass failed: those that read the cache in place, or those that read its copy (bf16 with many queries)."""
+    backend.simulate("1")
+    dtype = torch.float16 if missing in ("Decode", "Prefill") else torch.bfloat16
+    q, k, cache = (torch.zeros(1, n, heads, 64, dtype=dtype) for n, heads in ((seqlen_q, 4), (1, 2), (64, 2)))
+    k_cache, v_cache, k, lengths = cache, cache.clone(), k + 1, torch.tensor([3], dtype=torch.int32)
+    force(failed=[v["name"] for v in INFO["variants"] if v["pass"] == missing])
+    step = functools.partial(torch.ops.volta_fa.fwd_kvcache, q, k_cache, v_cache, k, k, cache_seqlens=lengths)
+    refused(step, NotImplementedError, f"({missing})", "excluded because they failed")
+    assert not k_cache.any() and not v_cache.any()
 
 
 # ---- invalid values that the call does not check (VOLTA_FA_CHECK_LENGTHS=0) --------------------------------------------

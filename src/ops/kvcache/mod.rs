@@ -49,7 +49,9 @@ fn forward_over_all(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
 fn forward_over_selection(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let Prepared { target, a, .. } = prepare(inputs, validate)?;
     let inputs = match target {
-        Target::Kernels(launcher) if has_room(&a) => kernels::append(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share()),
+        Target::Kernels(launcher) if has_room(&a) => {
+            kernels::append_before_selection(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share())
+        }
         _ => gather::append_and_rotate(inputs, &a)?,
     };
     attend_to_selection(&inputs, &a, &forward_over_all)
