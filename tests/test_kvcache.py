@@ -392,6 +392,11 @@ DENSE = {
     "k_cache rank": (lambda a: {"k_cache": a["k_cache"][0]}, ["k_cache: got a tensor of rank 3", "block_table"]),
     "k seqlen": (lambda a: {n: a[n].repeat(1, 20, 1, 1) for n in ("k", "v")}, ["k: got seqlen 40", "at most 24"]),
     "batch_idx": (lambda a: {"cache_batch_idx": ints(a, 0, 2)}, ["cache_batch_idx: got 2 (sequence 1)", "the entries of k_cache"]),
+    "expanded cache": (
+        lambda a: {"v_cache": a["v_cache"][:1].expand_as(a["v_cache"])},
+        ["v_cache: got stride 0 in dimension 0, of size 2", "the call writes it"],
+    ),
+    "one cache": (lambda a: {"v_cache": a["k_cache"], "v": a["k"]}, ["v_cache: got the memory of k_cache", "pass two tensors"]),
     "leftpad": (lambda a: {"leftpad_k": ints(a, 10, 2)}, ["leftpad_k: got 10 (sequence 0)", "from 0 to 9"]),
     "negative leftpad": (lambda a: {"leftpad_k": ints(a, 2, -3)}, ["leftpad_k: got -3 (sequence 1)"]),
     "long length": (lambda a: {"cache_seqlens": ints(a, 9, 23)}, ["cache_seqlens: got 23 (sequence 1)", "from 0 to 22"]),
