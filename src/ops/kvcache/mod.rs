@@ -111,7 +111,7 @@ fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attentio
     let target = Target::of(&described.q, inputs.stream)?;
     let checks_lengths = target.checks_lengths(inputs.options.check_lengths)?;
     let a = validate(&described, target.backend())?;
-    if inputs.appended.is_some() && has_room(&a) {
+    if inputs.appended.is_some() {
         check_separate(inputs)?;
     }
     let mut sequences = None;
@@ -131,7 +131,9 @@ fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attentio
 fn check_separate(inputs: &Inputs) -> Result<()> {
     let caches = [("k_cache", Some(&inputs.k)), ("v_cache", Some(&inputs.v))];
     let scales = inputs.options.token_scales().map(|(name, t)| (name, t.as_ref()));
-    let written: Vec<_> = caches.into_iter().chain(scales).filter_map(|(name, t)| Some((name, t?.data_ptr()))).collect();
+    let written = caches.into_iter().chain(scales).filter_map(|(name, t)| Some((name, t?.data_ptr())));
+    // a tensor without elements has no address
+    let written: Vec<_> = written.filter(|(_, address)| !address.is_null()).collect();
     for (i, (name, address)) in written.iter().enumerate() {
         if let Some((first, _)) = written[..i].iter().find(|(_, other)| other == address) {
             let expected = "memory of its own, because the call writes both: pass two tensors";
