@@ -141,7 +141,7 @@ pub fn problem(inputs: &Inputs, a: &Attention) -> Attention {
     let lists = inputs.options.kv_indices.as_ref().expect("the call has a selection").size();
     let (heads, topk) = (lists[lists.len() - 2], lists[lists.len() - 1]);
     // lists for each KV head: a call has one of them
-    let [nheads, nheads_k] = if heads == 1 { [a.nheads, a.nheads_k] } else { [a.nheads / a.nheads_k.max(1), 1] };
+    let [nheads, nheads_k] = if heads == 1 { [a.nheads, a.nheads_k] } else { [a.group(), 1] };
     Attention {
         batch: a.total_q().unwrap_or(a.batch * a.seqlen_q).min(MAX_SEQUENCES),
         seqlen_q: 1,
