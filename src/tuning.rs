@@ -279,7 +279,8 @@ impl Tuning {
         Ok(())
     }
 
-    /// Removes the choices that a device with this architecture and shared memory (bytes per block) can never take. Returns the reasons.
+    /// Removes the choices of a file that a device with this architecture and shared memory (bytes per block) can never take. Returns the
+    /// reasons. Removes those of batch-invariant kernels too: they are for a class of shapes, and a row must have the same bits in any shape.
     pub fn usable_on(mut self, kernels: Kernels, sm: u32, shared_bytes_per_block: u32) -> (Tuning, Vec<String>) {
         let families = kernels.families_for(sm);
         let mut rejected = Vec::new();
@@ -289,6 +290,8 @@ impl Tuning {
                 format!("this GPU does not run the family {}", v.family.name)
             } else if v.shared_bytes > shared_bytes_per_block {
                 format!("it takes {} bytes of shared memory, of {shared_bytes_per_block}", v.shared_bytes)
+            } else if v.is_batch_invariant {
+                "a batch-invariant call takes no choice, so that its bits depend on no other row".into()
             } else {
                 return true;
             };

@@ -294,6 +294,24 @@ def test_options_without_invariant_kernels_are_refused() -> None:
     refused(ValueError, "batch_invariant: got True, expected False on the CPU backend", FWD, *[q.float()] * 3, **invariant)
 
 
+@pytest.mark.parametrize("selects", [False, True])
+def test_a_call_without_invariant_kernels_writes_nothing(selects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4 has no room for the tile of quantized caches of headdim 320. The error names the option, before the append."""
+    need("sim")
+    monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    written = [torch.zeros(1, 32, 1, 320, dtype=torch.int8) for _ in "kv"] + [torch.zeros(1, 32, 1) for _ in "kv"]
+    q, k = torch.randn(1, 1, 2, 320).half(), torch.randn(1, 1, 1, 320).half()
+    options = {"cache_seqlens": lengths(5), "k_scale": written[2], "v_scale": written[3]}
+    if selects:
+        options |= {"kv_indices": torch.zeros(1, 1, 1, 1, dtype=torch.int32), "kv_block": 16}
+    message = r"no turing or volta kernel \(Decode\) with batch_invariant for .*Call without batch_invariant"
+    refused(NotImplementedError, message, FWD_KVCACHE, q, *written[:2], k, k, batch_invariant=True, **options)
+    assert not any(t.any() for t in written)
+    FWD_KVCACHE(q, *written[:2], k, k, **options)  # as the error says
+    assert all(t.any() for t in written)
+
+
 def test_a_call_with_the_option_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     q = torch.randn(1, 8, HEADS, 64, dtype=torch.float16, requires_grad=True)

@@ -7,13 +7,14 @@ tensors: q, k_cache, v_cache, `new` (k and v to append) and `options`; `places` 
 `check` compares results and the cache with fp64; what no token occupies in a cache is NaN, so that a read of it shows. Other files import
 `run` and `check`; test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
+import functools
 import math
 
 import pytest
 import torch
 
 from cached import Cached, check_opcheck, check_sequences
-from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
+from conftest import ALL, BF16_KERNELS, INFO, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa.check.cache_cases import NO_PAGE  # page numbers that no cache has: -1 and the largest and smallest int32
 
@@ -391,6 +392,11 @@ DENSE = {
     "k_cache rank": (lambda a: {"k_cache": a["k_cache"][0]}, ["k_cache: got a tensor of rank 3", "block_table"]),
     "k seqlen": (lambda a: {n: a[n].repeat(1, 20, 1, 1) for n in ("k", "v")}, ["k: got seqlen 40", "at most 24"]),
     "batch_idx": (lambda a: {"cache_batch_idx": ints(a, 0, 2)}, ["cache_batch_idx: got 2 (sequence 1)", "the entries of k_cache"]),
+    "expanded cache": (
+        lambda a: {"v_cache": a["v_cache"][:1].expand_as(a["v_cache"])},
+        ["v_cache: got stride 0 in dimension 0, of size 2", "the call writes it"],
+    ),
+    "one cache": (lambda a: {"v_cache": a["k_cache"], "v": a["k"]}, ["v_cache: got the memory of k_cache", "pass two tensors"]),
     "leftpad": (lambda a: {"leftpad_k": ints(a, 10, 2)}, ["leftpad_k: got 10 (sequence 0)", "from 0 to 9"]),
     "negative leftpad": (lambda a: {"leftpad_k": ints(a, 2, -3)}, ["leftpad_k: got -3 (sequence 1)"]),
     "long length": (lambda a: {"cache_seqlens": ints(a, 9, 23)}, ["cache_seqlens: got 23 (sequence 1)", "from 0 to 22"]),
@@ -440,6 +446,20 @@ def test_wrong_arguments(backend, form, name):
     before = [arguments[n].clone() for n in ("k_cache", "v_cache")]
     refused(call(given | {"check_lengths": True}), ValueError, "volta_fa::fwd_kvcache", *words)
     agreed([before, [arguments[n] for n in ("k_cache", "v_cache")]], "k_cache", "v_cache")
+
+
+@pytest.mark.parametrize("seqlen_q, missing", [(1, "Decode"), (40, "Prefill"), (40, "Forward"), (40, "Cast")])
+@on("sim")
+def test_a_call_without_kernels_is_refused_before_it_appends(backend, force, seqlen_q, missing):
+    """Kernels of a pass failed: those that read the cache in place, or those that read its copy (bf16 with many queries)."""
+    backend.simulate("1")
+    dtype = torch.float16 if missing in ("Decode", "Prefill") else torch.bfloat16
+    q, k, cache = (torch.zeros(1, n, heads, 64, dtype=dtype) for n, heads in ((seqlen_q, 4), (1, 2), (64, 2)))
+    k_cache, v_cache, k, lengths = cache, cache.clone(), k + 1, torch.tensor([3], dtype=torch.int32)
+    force(failed=[v["name"] for v in INFO["variants"] if v["pass"] == missing])
+    step = functools.partial(torch.ops.volta_fa.fwd_kvcache, q, k_cache, v_cache, k, k, cache_seqlens=lengths)
+    refused(step, NotImplementedError, f"({missing})", "excluded because they failed")
+    assert not k_cache.any() and not v_cache.any()
 
 
 # ---- invalid values that the call does not check (VOLTA_FA_CHECK_LENGTHS=0) --------------------------------------------

@@ -454,6 +454,21 @@ def test_a_page_that_does_not_exist_while_dequantizing(backend, kv_dtype):
     assert found[1].isnan().all() and torch.isfinite(found[0]).all()
 
 
+@on("cpu-fp32")
+def test_appends_to_no_tensor_twice(backend):
+    """Scales of values in the place of those of keys, or one scale for all pages, would lose what the append writes."""
+    problem = Cached(APPEND, headdim=16, kv_dtype="int4").problem(backend)
+    k_cache, v_cache = problem.copy_of_cache()
+    for wrong, words in (
+        ({"v_scale": problem.options["k_scale"]}, "v_scale: got the memory of k_scale"),
+        ({"v_zero_point": problem.options["k_zero_point"]}, "v_zero_point: got the memory of k_zero_point"),
+        ({"k_scale": problem.options["k_scale"][:1].expand_as(problem.options["k_scale"])}, "k_scale: got stride 0 in dimension 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fwd_kvcache(problem.q, k_cache, v_cache, *problem.new, **problem.options | wrong)
+    assert_same_bits("k_cache", k_cache, problem.k_cache)
+
+
 @pytest.mark.parametrize("kv_dtype", CACHE_KV_DTYPES)
 @on("cpu-fp32", "sim", "cuda")
 def test_appending_to_more_sequences_than_pages(backend, kv_dtype):

@@ -155,6 +155,18 @@ def test_wrong_arguments_in_place(backend):
     refused(lambda: add(out_a.float(), lse_a, out_b[:, 1:], lse_b), ValueError, "out_b: got shape")
 
 
+@pytest.mark.parametrize("name", ["out_a", "softmax_lse_a"])
+@on("cpu-fp32", "sim", "cuda")
+def test_expanded_states_are_refused_in_place(backend, name):
+    """Rows that share memory would be written over one another. Nothing is written."""
+    state = dict(zip(NAMES, draw(backend, 2, 9, 3, 16)))
+    state[name] = state[name][:1].expand(2, *state[name].shape[1:])
+    before = {n: t.clone() for n, t in state.items()}
+    refused(lambda: add(**state), ValueError, f"{name}: got stride 0 in dimension 0, of size 2", "pass a contiguous tensor")
+    assert all(torch.equal(state[n], t) for n, t in before.items())
+    merge(**state)  # which only reads them
+
+
 @on("cpu-fp32", "sim", "cuda")
 def test_autograd_sees_what_is_written(backend):
     """A backward pass that saved the state before a part was added raises an error, as after PyTorch's in-place operators."""

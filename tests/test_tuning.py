@@ -7,6 +7,7 @@ that a call raises an error that matches. The operator _plan(batch, seqlen_q, se
 returns a plan as JSON, by default for a V100."""
 
 import json
+import os
 import re
 
 import pytest
@@ -205,6 +206,26 @@ def test_choices_of_another_family_are_ignored_with_one_warning(tmp_path):
     assert ((forward, backward), tuning["choices"]) == (TUNED, 1)
     [line] = stderr.splitlines()
     assert all(f"{name}: this GPU does not run the family turing" in line for name in turing)
+
+
+@needs_simulator
+def test_choices_of_batch_invariant_kernels_are_ignored_with_one_warning(tmp_path):
+    """A choice for some numbers of rows would give a row other bits alone than in a batch."""
+    name = next(v["name"] for v in INFO["variants"] if v["batch_invariant"] and v["pass"] == "Forward" and v["family"] == "volta")
+    write_tuning(tmp_path, json.dumps({**GOOD, "choices": [{"pass": "Forward", "variant": name, "rows": [0, 200]}, CHOICE]}))
+    forward, backward, tuning, stderr = run_with(tmp_path)
+    assert ((forward, backward), tuning["choices"]) == (TUNED, 1)
+    [line] = stderr.splitlines()
+    assert f"{name}: a batch-invariant call takes no choice" in line
+
+
+@needs_simulator
+def test_a_pipe_is_no_tuning_file(tmp_path):
+    """Opening one would wait for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    forward, _, tuning, stderr = run_with(tmp_path, VOLTA_FA_TUNING=str(tmp_path / "pipe"))
+    assert (forward, tuning["why"]) == (OWN[0], "tuning: got a folder, pipe or device, expected a file")
+    assert len(stderr.splitlines()) == 1
 
 
 def test_info_prints_what_became_of_the_file(monkeypatch, capsys, force):

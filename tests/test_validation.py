@@ -464,13 +464,14 @@ def test_backward(backend, good, name):
 
 @pytest.mark.parametrize("variable,value", [
     ("VOLTA_FA_SIMULATE", "yes"), ("VOLTA_FA_SIM_QUANTUM", "many"), ("VOLTA_FA_SIM_THREADS", "0"), ("VOLTA_FA_SIM_SET", "nosuchconstant=1"),
-    ("VOLTA_FA_SIM_GPU", "p100"),
+    ("VOLTA_FA_SIM_GPU", "p100"), ("VOLTA_FA_SIM_SET", "sms=0"), ("VOLTA_FA_SIM_SET", "sms=4000000000"),
+    *((name, "\udcff") for name in ("VOLTA_FA_SIMULATE", "VOLTA_FA_SIM_GPU", "VOLTA_FA_SIM_THREADS")),  # a byte that is not UTF-8
 ])  # fmt: skip
 @on("sim")
 def test_invalid_variables_of_the_simulator(backend, good, variable, value):
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing" if variable == "VOLTA_FA_SIM_SET" else "1")
     backend.monkeypatch.setenv(variable, value)
-    refused(call(good), ValueError, variable, value.partition("=")[0])
+    refused(call(good), ValueError, variable, "UTF-8" if value == "\udcff" else value.partition("=")[0])
 
 
 def test_simulating_without_the_simulator(monkeypatch):

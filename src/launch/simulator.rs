@@ -60,13 +60,14 @@ fn keep_report(report: serde_json::Value) {
 }
 
 /// Returns an environment variable; None if it is empty or not set.
-fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|v| !v.is_empty())
+fn variable(name: &str) -> Result<Option<String>> {
+    let Some(value) = std::env::var_os(name).filter(|v| !v.is_empty()) else { return Ok(None) };
+    value.into_string().map(Some).map_err(|value| Error::value(name, format!("`{}`", value.to_string_lossy()), "UTF-8 text"))
 }
 
 /// Returns the positive integer of an environment variable.
 fn positive<T: std::str::FromStr + PartialOrd + From<u8>>(name: &str, default: T) -> Result<T> {
-    let Some(text) = variable(name) else { return Ok(default) };
+    let Some(text) = variable(name)? else { return Ok(default) };
     let number = text.parse().ok().filter(|n| *n >= T::from(1));
     number.ok_or_else(|| Error::value(name, format!("`{text}`"), "a positive integer"))
 }
@@ -74,7 +75,7 @@ fn positive<T: std::str::FromStr + PartialOrd + From<u8>>(name: &str, default: T
 impl Simulator {
     /// Returns the simulator that the environment requests; None: it requests none.
     pub fn from_env() -> Result<Option<Self>> {
-        let mode = match variable("VOLTA_FA_SIMULATE").as_deref() {
+        let mode = match variable("VOLTA_FA_SIMULATE")?.as_deref() {
             None | Some("0") => return Ok(None),
             Some("1") => Mode::Functional(Schedule {
                 quantum: positive("VOLTA_FA_SIM_QUANTUM", Schedule::default().quantum)?,
@@ -84,13 +85,13 @@ impl Simulator {
             Some("launches") => Mode::Recorded,
             Some(other) => return Err(Error::value("VOLTA_FA_SIMULATE", format!("`{other}`"), "0, 1, timing or launches")),
         };
-        let settings = variable("VOLTA_FA_SIM_SET").filter(|_| matches!(mode, Mode::Timed)).unwrap_or_default();
-        Ok(Some(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), &settings)?, mode }))
+        let settings = variable("VOLTA_FA_SIM_SET")?.filter(|_| matches!(mode, Mode::Timed)).unwrap_or_default();
+        Ok(Some(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU")?, &settings)?, mode }))
     }
 
     /// Returns a simulator of the GPU that `VOLTA_FA_SIM_GPU` names, to describe it. The environment need not simulate calls.
     pub fn of_named_gpu() -> Result<Self> {
-        Ok(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), "")?, mode: Mode::Timed })
+        Ok(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU")?, "")?, mode: Mode::Timed })
     }
 
     /// Returns the limits of the GPU, without its tuning file.
@@ -114,13 +115,16 @@ fn machine(name: Option<String>, settings: &str) -> Result<Machine> {
         let (name, value) = setting.split_once('=').ok_or_else(|| refuse("name=value".into()))?;
         machine.set(name, value).map_err(|e| refuse(e.to_string()))?;
     }
+    machine
+        .check()
+        .map_err(|e| Error::value("VOLTA_FA_SIM_SET", format!("`{settings}`"), format!("constants that the model can time ({e})")))?;
     Ok(machine)
 }
 
 /// Returns the path of nvdisasm, which decodes machine code, in the triton wheel beside this process's torch. None: there is none, or
 /// `VOLTA_SIM_NVDISASM` names one; volta-sim then looks by its own rules.
 fn nvdisasm() -> Option<PathBuf> {
-    if variable("VOLTA_SIM_NVDISASM").is_some() {
+    if std::env::var_os("VOLTA_SIM_NVDISASM").is_some_and(|v| !v.is_empty()) {
         return None;
     }
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;

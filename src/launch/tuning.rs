@@ -93,10 +93,13 @@ fn ignored(path: &Path, why: &str) -> Outcome {
 /// Returns the tuning of a file; None if there is no such file.
 fn read(path: &Path, card: &Card) -> Result<Option<Tuning>> {
     let unreadable = |e: std::io::Error| Error::runtime(e.to_string());
-    let file = match std::fs::File::open(path) {
+    match std::fs::metadata(path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        opened => opened.map_err(unreadable)?,
+        // a pipe would block the open
+        Ok(found) if !found.is_file() => return Err(Error::value("tuning", "a folder, pipe or device", "a file")),
+        found => found.map_err(unreadable)?,
     };
+    let file = std::fs::File::open(path).map_err(unreadable)?;
     let mut text = String::new();
     file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(unreadable)?;
     if text.len() as u64 > MAX_BYTES {
@@ -117,7 +120,7 @@ fn user_folder() -> Option<PathBuf> {
 /// Sets a tuning for plans on all devices in place of the files. An empty text restores the files.
 ///
 /// Plans hold references to tunings, so each text is kept once for the life of the process. Tests and `python -m volta_fa check` call this
-/// by `_set_tuning()`. The text need not name a card.
+/// by `_set_tuning()`. The text need not name a card. It may choose batch-invariant kernels, as a file may not: `check` runs each of them.
 pub fn force(text: &str) -> Result<()> {
     let tuning = match text {
         "" => std::ptr::null(),

@@ -14,7 +14,7 @@ use crate::launch::{bytes_of, Launcher};
 use crate::limits::MAX_HEADS;
 use crate::log;
 use crate::params::{CastParams, Operand, Output};
-use crate::plan::{self, PlannedKernel};
+use crate::plan::{self, DeviceLimits, PlannedKernel};
 use crate::problem::{padded_headdim, Attention};
 use crate::tensor::{self, element_type, output, Absent}; // Absent: NONE, a block of null pointers and zeros
 use std::ptr::null_mut;
@@ -118,17 +118,23 @@ fn may_hide_keys(inputs: &Inputs, a: &Attention) -> bool {
     inputs.options.attn_bias.is_some() || inputs.options.block_lists.is_some() || before_window || a.total_q().is_some()
 }
 
+/// Plans the kernel that casts q, k and perhaps v. Rejects more heads than its grid can have.
+pub(super) fn plan(a: &Attention, has_v: bool, limits: &DeviceLimits) -> Result<PlannedKernel> {
+    let heads = a.nheads + if has_v { 2 } else { 1 } * a.nheads_k;
+    if heads > MAX_HEADS {
+        let found = format!("{} heads of q and {} of k in {:?}", a.nheads, a.nheads_k, a.dtype);
+        return Err(Error::value("q, k and v", found, format!("at most {MAX_HEADS} heads of q, k and v together, or fp16")));
+    }
+    plan::cast(a.seqlen_q.max(a.seqlen_k), heads, limits)
+}
+
 impl<'a> Cast<'a> {
     /// Casts a call's operands, to what `to` says. `softmax_lse`: given in a backward pass, contiguous; scaled in place as the scores are.
     pub fn new(inputs: &Inputs, a: &Attention, to: Operands, softmax_lse: Option<&Tensor>, launcher: &'a dyn Launcher) -> Result<Cast<'a>> {
         let scale_exponent = scale_exponent(a.softmax_scale);
         let problem = Attention { softmax_scale: a.softmax_scale * f64::from(-scale_exponent).exp2(), ..*a };
         let values = to.v.as_ref();
-        let heads = a.nheads + if values.is_some() { 2 } else { 1 } * a.nheads_k;
-        if heads > MAX_HEADS {
-            let found = format!("{} heads of q and {} of k in {:?}", a.nheads, a.nheads_k, a.dtype);
-            return Err(Error::value("q, k and v", found, format!("at most {MAX_HEADS} heads of q, k and v together, or fp16")));
-        }
+        let kernel = plan(a, values.is_some(), &launcher.limits()?)?;
         // If v is not cast, nothing reads it here. It may be a whole cache, so q takes its place, lest `readable` copy it.
         let read = Inputs { v: values.map_or(&inputs.q, |_| &inputs.v).shallow_clone(), ..inputs.share() };
         let given = blocks::readable(&read, a)?.unwrap_or(read);
@@ -146,7 +152,6 @@ impl<'a> Cast<'a> {
         let int = (Kind::Int, given.q.device());
         let largest = Tensor::f_zeros([MAGNITUDES, entries * a.nheads_k], int)?;
         let exponents = Tensor::f_empty([3, entries * a.nheads_k], int)?;
-        let kernel = plan::cast(a.seqlen_q.max(a.seqlen_k), heads, &launcher.limits()?)?;
         log::cast(a, &kernel)?;
         let written = [
             ("q_fp16", Some(&cast.q)),

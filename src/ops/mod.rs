@@ -27,8 +27,8 @@ mod stream_k;
 pub(crate) use inputs::{all_are_batch_invariant, cpu_max_headdim, Gradients, Inputs, Saved};
 
 use crate::error::{Error, Result};
-use crate::plan::BackwardMode;
-use crate::problem::{self, Attention, Backend};
+use crate::plan::{self, BackwardMode, DeviceLimits};
+use crate::problem::{self, Attention, Backend, DType};
 use crate::tensor::{describe, readable_gradient};
 use inputs::{check_bias_gradient, reduces_fp32, Described, Target}; // Target: ATen on the CPU, or kernels
 use tch::{Kind, Tensor};
@@ -54,6 +54,17 @@ fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor
             _ => scaled::forward(inputs, a, &**launcher),
         },
     }
+}
+
+/// Fails if no kernels compute a validated problem of fp16 or bf16 tensors. For callers that write something before [`forward`].
+fn check_forward_plan(a: &Attention, limits: &DeviceLimits) -> Result<()> {
+    if a.is_empty() {
+        return Ok(());
+    }
+    if a.dtype == DType::BFloat16 {
+        cast::plan(a, true, limits)?; // true: with v
+    }
+    plan::forward(&a.padded(), limits).map(|_| ())
 }
 
 /// Computes `volta_fa::bwd`.

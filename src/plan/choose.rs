@@ -91,7 +91,9 @@ impl Search<'_> {
         let kind = if requested.len() == 1 { "kernel" } else { "set of kernels" };
         let passes = requested.iter().map(|(pass, _)| format!("{pass:?}")).collect::<Vec<_>>().join(", ");
         let all = requested.iter().fold(FeatureSet::NONE, |set, (_, features)| set.union(*features));
-        let features = all.iter().map(Feature::name).collect::<Vec<_>>().join(", ");
+        let is_invariant = self.shape.is_batch_invariant;
+        let features = is_invariant.then_some("batch_invariant").into_iter().chain(all.iter().map(Feature::name));
+        let features = features.collect::<Vec<_>>().join(", ");
         let with_features = if features.is_empty() { features } else { format!(" with {features}") };
         let headdims = match *self.shape {
             Shape { headdim: 0, .. } => String::new(), // any
@@ -113,9 +115,16 @@ impl Search<'_> {
             "" => failed,
             names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {names}"),
         };
+        // without the option, a family has a kernel of each pass
+        let usual = Search { shape: &Shape { is_batch_invariant: false, ..*self.shape }, ..*self };
+        let serves = |family| requested.iter().all(|&wanted| !usual.applicable(family, wanted, d).is_empty());
+        let remedy = match is_invariant && families.iter().any(|&(family, _)| serves(family)) {
+            true => ". Call without batch_invariant (and VOLTA_FA_BATCH_INVARIANT): other kernels compute it",
+            false => "",
+        };
         Error::unsupported(format!(
             "there is no {} {kind} ({passes}){with_features}{headdims} in this sm_{major}{minor} GPU's {} bytes of shared memory a \
-             block{family_note}{failures}",
+             block{family_note}{failures}{remedy}",
             names(families),
             d.shared_bytes_per_block
         ))

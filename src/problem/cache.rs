@@ -50,6 +50,14 @@ impl CacheTensors<'_> {
         }
     }
 
+    /// Rejects caches, and scales of tokens, that an append cannot write.
+    pub fn check_written(&self, o: &Options) -> Result<()> {
+        let caches = [(self.name(), Some(self.keys)), ("v_cache", self.values)];
+        let scales = o.token_scales().map(|(name, t)| (name, t.as_ref()));
+        let given = caches.into_iter().chain(scales).filter_map(|(name, d)| Some((name, d?)));
+        given.into_iter().try_for_each(|(name, d)| check_written(name, d))
+    }
+
     /// Checks dtypes and shapes against q; `o` says whether there are pages, and which scales.
     pub fn check(&self, q: &TensorDesc, headdim_q: i64, o: &Options, backend: Backend) -> Result<CacheShape> {
         let paged = o.block_table.is_some();

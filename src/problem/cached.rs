@@ -39,8 +39,12 @@ fn validate(q: &TensorDesc, caches: CacheTensors, appended: Option<[&TensorDesc;
     let (layout, seqlen_k) = cache::check_sequences(caches.name(), &shape, o, q, batch)?;
     let cache = shape.cache(layout);
     let to_cache = append::Target { cache: &shape, batch, seqlen_q, seqlen_k, queries: &qs };
+    let appends = appended.is_some();
     let appended = append::check(appended, o, q, &to_cache, packing, backend)?;
     formats::check_scales(o, &cache, shape.nheads_k, batch, q, caches.values.is_none())?; // without values: latents
+    if appends {
+        caches.check_written(o)?;
+    }
     scores::check_tensors(o, q, [batch, qs.nheads, seqlen_q, seqlen_k])?;
     tree::check(o, q, batch, seqlen_q, queries)?;
     selection::check(o, q, [batch, seqlen_q, shape.nheads_k], queries)?;

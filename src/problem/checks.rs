@@ -119,6 +119,18 @@ pub fn check_contiguous_last(name: &str, d: &TensorDesc) -> Result<()> {
     Ok(())
 }
 
+/// Rejects a tensor that the call writes if elements of it share memory (stride 0, as after `expand`).
+pub fn check_written(name: &str, d: &TensorDesc) -> Result<()> {
+    let is_repeated = |dim: &usize| d.sizes[*dim] > 1 && d.strides[*dim] == 0;
+    match (0..d.sizes.len()).find(is_repeated) {
+        Some(dim) if !d.sizes.contains(&0) => {
+            let given = format!("stride 0 in dimension {dim}, of size {}", d.sizes[dim]);
+            Err(Error::value(name, given, "memory for each element, because the call writes it: pass a contiguous tensor"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Rejects strides that the backend cannot read, of a tensor (..., rows, heads, headdim).
 pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     if d.sizes.contains(&0) {

@@ -44,6 +44,10 @@ pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], in_place: 
         check_same(name, "device", d.device, "out_a", a.device)?;
         reject_if!(!same_sizes(&d.sizes, &expected), name, shape(d), format!("shape {}, that of out_a's softmax_lse", listed(&expected)));
     }
+    if in_place {
+        check_written("out_a", a)?;
+        check_written("softmax_lse_a", lses[0])?;
+    }
     check_at_most("out_a", packing.rows(), sizes.rows, MAX_SEQLEN)?;
     check_at_most("out_a", "nheads", sizes.nheads, MAX_HEADS)?;
     check_at_most("out_a", "headdim", sizes.headdim, MAX_MERGED_HEADDIM)?;

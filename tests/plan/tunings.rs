@@ -278,14 +278,17 @@ fn names_tuning_choices_unusable_on_a_device() {
     let text = r#"{"format": 1, "choices": [
         {"pass": "Forward", "variant": "turing_fwd_64x64"},
         {"pass": "Forward", "variant": "volta_fwd_128x128"},
+        {"pass": "Forward", "variant": "volta_fwd_invariant_generic_64x64", "rows": [0, 200]},
         {"pass": "Backward", "deterministic": true}]}"#;
     let usable = |d: &DeviceLimits| Tuning::parse(text, *COMPILED).unwrap().usable_on(*COMPILED, d.sm(), d.shared_bytes_per_block);
     let (tuning, refused) = usable(&V100);
-    assert_eq!((tuning.choices(), refused.len()), (2, 1));
+    assert_eq!((tuning.choices(), refused.len()), (2, 2));
     assert!(refused[0].contains("turing_fwd_64x64") && refused[0].contains("family turing"), "{refused:?}");
-    assert_eq!(usable(&H200).0.choices(), 3);
+    let (tuning, refused) = usable(&H200);
+    assert_eq!((tuning.choices(), refused.len()), (3, 1));
+    assert!(refused[0].contains("volta_fwd_invariant_generic_64x64: a batch-invariant call takes no choice"), "{refused:?}");
     let (tuning, refused) = usable(&DeviceLimits { shared_bytes_per_block: 40 * 1024, ..H200 });
-    assert_eq!((tuning.choices(), refused.len()), (2, 1));
+    assert_eq!((tuning.choices(), refused.len()), (2, 2));
     assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
 }
 

@@ -16,7 +16,7 @@ use crate::ops;
 use crate::ops::inputs::{Inputs, Target}; // Target: ATen on the CPU, or kernels
 use crate::options::scale_of_latents;
 use crate::params::CacheFormat;
-use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
+use crate::problem::{Appended, Attention, Cache, Keys, RequestedFeatures, Window};
 use crate::tensor::{compute_kind, copied, share};
 use tch::{Device, Kind, Tensor};
 
@@ -401,6 +401,15 @@ pub fn no_output(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     Ok((out, Tensor::f_empty(a.lse_shape(), (Kind::Float, device))?))
 }
 
+/// Returns the problem of `fwd` over copies of `seqlen_k` keys of each sequence, as [`attend_to`] calls it.
+pub fn dense(a: &Attention, seqlen_k: i64) -> Attention {
+    let keys = a.total_q().map_or(Keys::Dense, |_| Keys::Packed { total: a.batch * seqlen_k });
+    let features = RequestedFeatures { seqused_k: true, tree: false, attn_bias: a.features.tree, ..a.features };
+    // a bias says what a query sees in a tree
+    let window = if a.features.tree { Window::FULL } else { a.window };
+    Attention { seqlen_k, keys, features, window, appended: Appended::default(), num_splits: 0, ..*a }
+}
+
 /// Attends `q`, the call's or rotated, to keys, values and key counts as [`keys`] returns them. `fwd` computes NaN for invalid counts.
 pub fn attend_to(q: &Tensor, inputs: &Inputs, a: &Attention, keys: (Tensor, Tensor, Tensor), seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let ((mut k, mut v, used), device) = (keys, q.device());
@@ -422,14 +431,12 @@ pub fn attend_to(q: &Tensor, inputs: &Inputs, a: &Attention, keys: (Tensor, Tens
         options.max_seqlen_k = Some(seqlen_k.max(1));
         (k, v) = (tokens(&k)?, tokens(&v)?);
     }
-    let dense = Inputs::new([q.shallow_clone(), k, v], options, inputs.stream);
+    let inputs = Inputs::new([q.shallow_clone(), k, v], options, inputs.stream);
     if a.has_latents() {
         // fwd has no kernels for this headdim; its CPU backend takes any
-        let keys = a.total_q().map_or(Keys::Dense, |_| Keys::Packed { total: a.batch * seqlen_k });
-        let features = RequestedFeatures { seqused_k: true, ..a.features };
-        return ops::forward_on(&Target::Cpu, &dense, &Attention { seqlen_k, keys, features, ..*a });
+        return ops::forward_on(&Target::Cpu, &inputs, &dense(a, seqlen_k));
     }
-    ops::forward(&dense)
+    ops::forward(&inputs)
 }
 
 /// Returns which keys each query sees by the tree mask and the window, (batch, 1, seqlen_q, seqlen_k) bool. `first_q` and `seqlen_q`: rows

@@ -2,18 +2,19 @@
 //! more) and dequantize (copies a quantized cache as fp16 or bf16). mod.rs calls it. Rows are queries of all heads of a KV head.
 //! A tree mask says which draft tokens of speculative decoding each query sees. Latents are vectors that are key and value at once.
 
-use super::gather;
+use super::{gather, selection};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher, SCRATCH};
 use crate::limits::MAX_DECODE_ROWS; // 64
 use crate::log;
+use crate::ops;
 use crate::ops::blocks::{self, at, Blocks};
 use crate::ops::device::launch_forward;
 use crate::ops::inputs::Inputs;
 use crate::ops::launches::{fake_arrivals, launch_id, Launches};
 use crate::ops::stream_k;
 use crate::params::{AppendParams, CacheFormat, CacheScales, DecodeParams, DequantizeParams, Divisor, ElementType, Problem};
-use crate::plan::{self, DecodePlan};
+use crate::plan::{self, DecodePlan, DeviceLimits, PlannedKernel};
 use crate::problem::{Attention, CachedSequence, DType};
 use crate::tensor::{self, is_readable, operand, output, without_padding};
 use std::ptr::{null, null_mut};
@@ -28,10 +29,11 @@ pub fn append_and_attend(
     sequences: Option<&[CachedSequence]>,
     launcher: &dyn Launcher,
 ) -> Result<(Tensor, Tensor)> {
+    let planned = plan_before_append(inputs, a, seqlen_k, launcher)?;
     let rotated = append(inputs, a, launcher)?;
     let inputs = rotated.as_ref().unwrap_or(inputs);
-    if reads_in_place(inputs, a) && !a.has_no_output() {
-        return attend(inputs, a, launcher);
+    if let Some(plans) = planned {
+        return attend_with(plans, inputs, a, launcher);
     }
     // The dequantize kernel leaves tokens before a window unwritten. Beside a tree mask a window counts a token's ancestors, and reaches
     // further back for some queries than for others.
@@ -47,11 +49,49 @@ pub fn append_and_attend(
     }
 }
 
+/// The decode and the prefill kernel over a cache that they read in place; None: the call does not need it.
+type Plans = (Option<DecodePlan>, Option<PlannedKernel>);
+
+/// Plans the kernels that attend to the cache, before the append: a call must not write and then raise. None: the cache is not read in
+/// place, and kernels for its copy, of `seqlen_k` keys a sequence, exist; or there is no output.
+fn plan_before_append(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<Option<Plans>> {
+    if a.is_empty() {
+        return Ok(None);
+    }
+    let limits = &launcher.limits()?;
+    if reads_in_place(inputs, a) {
+        return plans(&a.padded(), limits).map(Some);
+    }
+    if a.cache_format() != CacheFormat::Unquantized && seqlen_k > 0 {
+        plan::dequantize(seqlen_k, a.nheads_k, limits)?;
+    }
+    ops::check_forward_plan(&gather::dense(a, seqlen_k), limits)?;
+    Ok(None)
+}
+
+/// Writes k and v, as [`append`], for a call with `kv_indices`. Fails before that if no kernels attend to the selected tokens.
+pub fn append_before_selection(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
+    if inputs.appended.is_some() {
+        let selected = selection::problem(inputs, a);
+        plan_before_append(inputs, &selected, selected.seqlen_k, launcher)?;
+    }
+    append(inputs, a, launcher)
+}
+
+fn plans(a: &Attention, limits: &DeviceLimits) -> Result<Plans> {
+    let has_long = a.has_prefill();
+    // The host does not know the lengths of packed queries: each of the two kernels skips the other's sequences.
+    let has_short = !has_long || a.total_q().is_some();
+    let decode = if has_short { Some(plan::decode(a, has_long, limits)?) } else { None };
+    let prefill = if has_long { Some(plan::prefill(a, limits)?) } else { None };
+    Ok((decode, prefill))
+}
+
 /// Writes k and v after cache_seqlens in one launch, rotated if requested. Returns the inputs with q rotated, if it was.
 ///
 /// Token i after cache_seqlens has position cache_seqlens + i, and k is rotated by it. Row i of q has the same position under a mask, else
 /// the first one, as in flash-attn. Rotations are computed in fp32 and rounded once.
-pub fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
+fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
     let (Inputs { q, options: o, .. }, Some([k, v])) = (inputs, &inputs.appended) else { return Ok(None) };
     let rotates = a.appended.rotary.dim > 0 && !a.has_no_output();
     let rows = a.appended.seqlen.max(if rotates { a.seqlen_q } else { 0 });
@@ -109,26 +149,31 @@ fn reads_in_place(inputs: &Inputs, a: &Attention) -> bool {
 
 /// Attends to a cache that kernels can read in place: (out, softmax_lse). Sequences of few rows run on decode kernels, others on forward
 /// tiles. Caches of latents and calls with a tree mask have decode kernels alone, for any number of rows.
-pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+pub fn attend(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    attend_with(plans(&a.padded(), &launcher.limits()?)?, inputs, a, launcher)
+}
+
+/// Attends as [`attend`] does, with these plans.
+fn attend_with(
+    (decode_plan, prefill_plan): Plans,
+    inputs: &Inputs,
+    given: &Attention,
+    launcher: &dyn Launcher,
+) -> Result<(Tensor, Tensor)> {
     let a = &given.padded();
     let converted = blocks::readable(inputs, a)?;
     let inputs = converted.as_ref().unwrap_or(inputs);
     let q = &inputs.q;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let (out, softmax_lse) = (empty(&a.query_shape(a.headdim_v), q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
-    let has_long = a.has_prefill();
-    // The host does not know the lengths of packed queries: each of the two kernels skips the other's sequences.
-    let has_short = !has_long || a.total_q().is_some();
-    let decode_plan = if has_short { Some(plan::decode(a, has_long, &launcher.limits()?)?) } else { None };
     // one allocation: partials are pairs of floats or more, so the semaphores after them are aligned
     let scratch = decode_plan.map(|plan| empty(&[plan.partials + 2 * plan.semaphores], Kind::Float)).transpose()?;
-    let prefill_plan = if has_long { Some(plan::prefill(a, &launcher.limits()?)?) } else { None };
     let stream_k = prefill_plan.as_ref().and_then(|planned| Some((planned, planned.stream_k?)));
     let stream_k = stream_k.map(|(planned, plan)| stream_k::Launch::new(planned, plan, launcher)).transpose()?;
     let splits = stream_k.as_ref().map(stream_k::Launch::scratch);
     let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), (SCRATCH, scratch.as_ref()), (SCRATCH, splits)];
     let launches = Launches::begin(inputs, a, launcher, written);
-    if has_long {
+    if prefill_plan.is_some() {
         // prefill writes nothing for sequences with invalid lengths or pages
         for t in [&out, &softmax_lse] {
             let _ = t.shallow_clone().f_fill_(f64::NAN)?;

@@ -11,7 +11,7 @@ mod quantized;
 mod selection;
 
 use super::inputs::{int32_values, Described, Inputs, Target}; // Target: ATen on the CPU, or kernels
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::FormatInfo;
 use crate::limits::LATENT_HEADDIMS; // 512, then 64 columns
 use crate::params::CacheFormat;
@@ -49,7 +49,9 @@ fn forward_over_all(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
 fn forward_over_selection(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let Prepared { target, a, .. } = prepare(inputs, validate)?;
     let inputs = match target {
-        Target::Kernels(launcher) if has_room(&a) => kernels::append(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share()),
+        Target::Kernels(launcher) if has_room(&a) => {
+            kernels::append_before_selection(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share())
+        }
         _ => gather::append_and_rotate(inputs, &a)?,
     };
     attend_to_selection(&inputs, &a, &forward_over_all)
@@ -109,6 +111,9 @@ fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attentio
     let target = Target::of(&described.q, inputs.stream)?;
     let checks_lengths = target.checks_lengths(inputs.options.check_lengths)?;
     let a = validate(&described, target.backend())?;
+    if inputs.appended.is_some() {
+        check_separate(inputs)?;
+    }
     let mut sequences = None;
     if checks_lengths {
         sequences = Some(checked_sequences(inputs, &a)?);
@@ -120,6 +125,22 @@ fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attentio
         }
     }
     Ok(Prepared { target, a, sequences })
+}
+
+/// Rejects one tensor in two places that an append writes: keys would be lost under values, and scales of one under those of the other.
+fn check_separate(inputs: &Inputs) -> Result<()> {
+    let caches = [("k_cache", Some(&inputs.k)), ("v_cache", Some(&inputs.v))];
+    let scales = inputs.options.token_scales().map(|(name, t)| (name, t.as_ref()));
+    let written = caches.into_iter().chain(scales).filter_map(|(name, t)| Some((name, t?.data_ptr())));
+    // a tensor without elements has no address
+    let written: Vec<_> = written.filter(|(_, address)| !address.is_null()).collect();
+    for (i, (name, address)) in written.iter().enumerate() {
+        if let Some((first, _)) = written[..i].iter().find(|(_, other)| other == address) {
+            let expected = "memory of its own, because the call writes both: pass two tensors";
+            return Err(Error::value(name, format!("the memory of {first}"), expected));
+        }
+    }
+    Ok(())
 }
 
 /// Reads and checks the values of the call's int32 tensors. On a GPU this synchronizes.

@@ -14,7 +14,7 @@ use crate::limits::{MAX_SEQLEN, MAX_SEQUENCES, PAGE_SIZE_MULTIPLE};
 use crate::ops::inputs::Inputs;
 use crate::options::Options;
 use crate::params::CacheFormat;
-use crate::problem::{Attention, Cache};
+use crate::problem::{Appended, Attention, Cache, Queries, Window};
 use crate::tensor::share;
 use tch::{Kind, Tensor};
 
@@ -133,6 +133,25 @@ fn gcd(a: i64, b: i64) -> i64 {
     match b {
         0 => a,
         _ => gcd(b, a % b),
+    }
+}
+
+/// Returns the problem of the calls that [`attend_to_lists`] makes: each query is a sequence of the tokens of its blocks.
+pub fn problem(inputs: &Inputs, a: &Attention) -> Attention {
+    let lists = inputs.options.kv_indices.as_ref().expect("the call has a selection").size();
+    let (heads, topk) = (lists[lists.len() - 2], lists[lists.len() - 1]);
+    // lists for each KV head: a call has one of them
+    let [nheads, nheads_k] = if heads == 1 { [a.nheads, a.nheads_k] } else { [a.group(), 1] };
+    Attention {
+        batch: a.total_q().unwrap_or(a.batch * a.seqlen_q).min(MAX_SEQUENCES),
+        seqlen_q: 1,
+        seqlen_k: topk * inputs.options.kv_block,
+        nheads,
+        nheads_k,
+        queries: Queries::Dense,
+        window: Window::FULL,
+        appended: Appended::default(),
+        ..*a
     }
 }
 

@@ -313,7 +313,7 @@ impl Machine {
     }
 
     /// Returns an error for constants that the model cannot work with.
-    pub(crate) fn check(&self) -> Result<()> {
+    pub fn check(&self) -> Result<()> {
         let minima = [
             ("clock_mhz", self.clock_mhz, f64::MIN_POSITIVE),
             ("sms", self.sms.into(), 1.0),
@@ -335,8 +335,14 @@ impl Machine {
         ];
         // timing/memory.rs subtracts mio_delay from these, so they must not be less
         let latencies = latencies.iter().map(|&(name, x)| (name, x as f64, self.mio_delay as f64));
-        match minima.into_iter().chain(latencies).find(|&(_, x, min)| x.is_nan() || x < min) {
-            Some((name, x, min)) => Err(format!("machine constant {name} is {x}, but at least {min} is needed").into()),
+        if let Some((name, x, min)) = minima.into_iter().chain(latencies).find(|&(_, x, min)| x.is_nan() || x < min) {
+            return Err(format!("machine constant {name} is {x}, but at least {min} is needed").into());
+        }
+        // the model and the plans for a GPU have memory for each of these
+        let maxima =
+            [("sms", self.sms, 1024), ("subs", self.subs, 64), ("max_warps", self.max_warps, 1024), ("max_ctas", self.max_ctas, 1024)];
+        match maxima.into_iter().find(|&(_, n, max)| n > max) {
+            Some((name, n, max)) => Err(format!("machine constant {name} is {n}, but at most {max} is possible").into()),
             None => Ok(()),
         }
     }
