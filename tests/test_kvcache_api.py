@@ -437,9 +437,7 @@ def test_anchored_window_errors():
     fails("cu_seqlens_q: got a tensor, expected None where a gradient is needed", q[0].requires_grad_(), q[0], q[0], **packed)
 
 
-@pytest.mark.parametrize(
-    "anchors, window", [(4, 2**30), (4, 2**31 + 20), (4, 2**32 + 3), (4, 2**63), (2**31, 5), (2**63, 2**63)], ids=str
-)
+@pytest.mark.parametrize("anchors, window", [(4, 2**30), (4, 2**31 + 20), (4, 2**32 + 3), (4, 2**63), (2**31, 5), (2**63, 2**63)], ids=str)
 def test_windows_beyond_every_length(anchors, window):
     """Windows and anchors larger than any length, also than an int32 or int64, count as no window: over a cache, packed and dense."""
     q, k, v = draw(1, 2, 20, torch.float32)
