@@ -490,6 +490,8 @@ def test_wrong_arguments_of_deep_gemm():
         (indexer.fp8_mqa_logits, rows, {"q": torch.zeros(1, 3, 4, 128)}, ValueError, r"q: got shape \(1, 3, 4, 128\)"),
         (indexer.fp8_mqa_logits, rows, {"weights": torch.zeros(1, 3, 4)}, ValueError, r"weights: got shape \(1, 3, 4\)"),
         (indexer.fp8_mqa_logits, rows, {"cu_seq_len_k_end": INTS}, ValueError, r"cu_seq_len_k_end: got shape \(2, 3\)"),
+        (indexer.fp8_mqa_logits, rows, {"kv": ROWS["k"]}, ValueError, "kv: got Tensor, expected a tuple of two tensors"),
+        (indexer.fp8_mqa_logits, rows, {"kv": (ROWS["k"], None)}, ValueError, r"kv: got \['Tensor', 'NoneType'\], expected"),
         (indexer.fp8_mqa_logits, rows, {"max_seqlen_k": 7}, NotImplementedError, "max_seqlen_k: got 7, expected 0"),
         (indexer.fp8_paged_mqa_logits, pages, {"q": torch.zeros(6, 4, 128)}, ValueError, r"q: got shape \(6, 4, 128\)"),
         (indexer.fp8_paged_mqa_logits, pages, {"weights": torch.zeros(2, 3, 4)}, ValueError, "weights: got shape"),
@@ -498,3 +500,33 @@ def test_wrong_arguments_of_deep_gemm():
     ):
         with pytest.raises(error, match=message):
             function(**{**good, **wrong})
+
+
+def test_wrong_arguments_of_top_tokens():
+    """A logit of a column without a page is an error where values are read. Elsewhere it is no token."""
+    good = {"logits": torch.zeros(2, 10), "topk": 3, "block_table": torch.tensor([[4, 2]]).int(), "page_size": 5}
+    assert (indexer.topk_indices(**good) >= 10).all()
+    assert indexer.topk_indices(**{**good, "topk": 0}).shape == (2, 0)
+    for wrong, message in (
+        ({"topk": -1}, "topk: got -1, expected an int of 0 or more"),
+        ({"topk": 2.0}, "topk: got 2.0"),
+        ({"page_size": 0}, "page_size: got 0, expected an int of 1 or more"),
+        ({"logits": torch.zeros(10)}, r"logits: got shape \(10,\), expected \(rows, columns\)"),
+        ({"block_table": INTS[0]}, r"block_table: got shape \(3,\)"),
+        ({"logits": torch.zeros(3, 10), "block_table": INTS}, "block_table: got batch 2, expected one that divides the rows of logits, 3"),
+        ({"block_table": INTS[:0]}, "block_table: got batch 0"),
+    ):
+        with pytest.raises(ValueError, match=f"volta_fa.indexer: {message}"):
+            indexer.topk_indices(**{**good, **wrong})
+    logits = torch.full((2, 10), -math.inf)
+    logits[1, 7], logits[0, 1] = 0.5, 1.0
+    for pages in ([[4, -1]], [[4]], [[4], [4]]):
+        wrong = {**good, "logits": logits, "block_table": torch.tensor(pages).int()}
+        with pytest.raises(ValueError, match="logits: got 0.5 in row 1, column 7, expected -inf there"):
+            indexer.topk_indices(**wrong)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(indexer, "reads_values", lambda t: False)
+            assert indexer.topk_indices(**wrong).tolist() == [[21, -1, -1], [-1, -1, -1]]
+    logits[1, 7] = -math.inf
+    empty = {**good, "logits": logits[1:], "block_table": INTS[:1, :0]}
+    assert indexer.topk_indices(**empty).tolist() == [[-1, -1, -1]]

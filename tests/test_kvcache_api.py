@@ -71,6 +71,7 @@ def test_cascade_errors(backend):
     caches, before = (problem.k_cache, problem.v_cache), problem.copy_of_cache()
     own = {"block_table": table, "cache_seqlens": lengths}
     refused(ValueError, r"shared_block_table: got shape \(2, 4\)", cascade_attention, problem.q, *caches, table, 16, **own)
+    refused(ValueError, r"k_cache: got shape \(8,\)", cascade_attention, problem.q, torch.ones(8), caches[1], table[0], 16, **own)
     refused(ValueError, "v: got None", cascade_attention, problem.q, *caches, table[0], 16, **own, k=problem.new[0])
     refused(ValueError, r"q: got shape \(2, 2, 64\)", cascade_attention, problem.q[0], *caches, table[0], 16, **own)
     pages, new = table[0], dict(zip("kv", problem.new))
@@ -436,12 +437,19 @@ def test_anchored_window_errors():
     fails("cu_seqlens_q: got a tensor, expected None where a gradient is needed", q[0].requires_grad_(), q[0], q[0], **packed)
 
 
-@pytest.mark.parametrize("window", [2**30, 2**31 + 20, 2**32 + 3])
-def test_windows_beyond_every_length(window):
-    """Windows larger than any length, also than an int32, count as no window."""
-    q, k, v = draw(1, 2, 32, torch.float32)
+@pytest.mark.parametrize("anchors, window", [(4, 2**30), (4, 2**31 + 20), (4, 2**32 + 3), (4, 2**63), (2**31, 5), (2**63, 2**63)], ids=str)
+def test_windows_beyond_every_length(anchors, window):
+    """Windows and anchors larger than any length, also than an int32 or int64, count as no window: over a cache, packed and dense."""
+    q, k, v = draw(1, 2, 20, torch.float32)
+    options = {"anchor_tokens": anchors, "window_left": window}
     lengths = {"cache_seqlens": torch.tensor([20], dtype=torch.int32)}
-    out, lse = anchored_window_attention_with_kvcache(q, k, v, anchor_tokens=4, window_left=window, **lengths)
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, n], dtype=torch.int32) for n in (2, 20))
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": 2, "max_seqlen_k": 20}
     plain, plain_lse = torch.ops.volta_fa.fwd_kvcache(q, k, v, is_causal=True, **lengths)
-    torch.testing.assert_close(out, plain, rtol=0, atol=1e-6)
-    torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1e-6)
+    for out, lse in (
+        anchored_window_attention_with_kvcache(q, k, v, **options, **lengths),
+        anchored_window_attention(q[0], k[0], v[0], **options, **packed),
+        anchored_window_attention(q, k, v, **options),
+    ):
+        torch.testing.assert_close(out.view_as(plain), plain, rtol=0, atol=1e-6)
+        torch.testing.assert_close(lse.view_as(plain_lse), plain_lse, rtol=0, atol=1e-6)

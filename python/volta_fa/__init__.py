@@ -97,7 +97,8 @@ Of fwd alone:
 Of bwd alone:
 
     attn_bias_requires_grad  whether to compute dattn_bias
-    dlse            gradient of softmax_lse, float32, in its shape; ignored for rows with neither a visible key nor a sink. None stands for 0, at no cost
+    dlse            gradient of softmax_lse, float32, in its shape; ignored for rows with neither a visible key nor a sink. None stands
+                    for 0, at no cost
 
 fwd_kvcache: attention of new queries over a KV cache. The overload .append first writes k and v into the cache, in place, after its
 tokens; masks are aligned to the lengths after that:

@@ -2,7 +2,7 @@
 
     from volta_fa import indexer  # instead of: import deep_gemm
 
-    logits = indexer.fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_model_len)
+    logits = indexer.fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_model_len, clean_logits=True)
     chosen = indexer.topk_indices(logits, 2048, block_table=block_table)
 
 A logit is `scale[key] * sum over heads of weights[query, head] * relu(q[query, head] . k[key])`. The functions call
@@ -11,13 +11,13 @@ A logit is `scale[key] * sum over heads of weights[query, head] * relu(q[query, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from .errors import bad_argument, require_tensors
-from .operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
+from .operands import reads_values, with_unit_stride  # with_unit_stride copies a tensor unless its last dimension is contiguous
 
 __all__ = ["fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "topk_indices"]
 
@@ -53,8 +53,12 @@ def fp8_mqa_logits(
 
     Raises ValueError for wrong arguments, NotImplementedError for another max_seqlen_k.
     """
+    require_tensors(q=q, weights=weights, cu_seq_len_k_start=cu_seq_len_k_start, cu_seq_len_k_end=cu_seq_len_k_end)
+    parts: Any = kv
+    if not isinstance(parts, (tuple, list)) or [isinstance(t, Tensor) for t in parts] != [True, True]:
+        got = [type(t).__name__ for t in parts] if isinstance(parts, (tuple, list)) else type(parts).__name__
+        raise bad_argument("kv", got, "a tuple of two tensors, (codes, scales)", op=_OP)
     codes, scales = kv
-    require_tensors(q=q, kv=codes, weights=weights, cu_seq_len_k_start=cu_seq_len_k_start, cu_seq_len_k_end=cu_seq_len_k_end)
     if max_seqlen_k:
         raise bad_argument("max_seqlen_k", max_seqlen_k, "0: logits of all keys", op=_OP, error=NotImplementedError)
     _check_rank("q", q, 3, "(seqlen_q, nheads, 128)")
@@ -116,17 +120,35 @@ def topk_indices(logits: Tensor, topk: int, *, block_table: Tensor | None = None
 
     Args:
         logits: (rows, columns), clean: -inf where there is no token.
-        topk: tokens of a row. DeepSeek V3.2 takes 2048.
-        block_table: int32 (batch, max_pages): tokens are page * page_size + row, as `flash_mla_with_kvcache` takes them. None: columns.
-        page_size: of the cache that these indices are for.
+        topk: tokens of a row, 0 or more. DeepSeek V3.2 takes 2048.
+        block_table: int32 (batch, max_pages), with rows a multiple of batch: tokens are page * page_size + row, as
+            `flash_mla_with_kvcache` takes them. A column without a page (past the table, or a negative one) is no token. None: columns.
+        page_size: tokens of a page of the cache that these indices are for, 1 or more.
+
+    Raises ValueError for wrong arguments, and where values are read for a logit of a column without a page.
     """
+    require_tensors(logits=logits)
+    _check_rank("logits", logits, 2, "(rows, columns)")
+    for name, value, least in (("topk", topk, 0), ("page_size", page_size, 1)):
+        if not isinstance(value, SupportsIndex) or value < least:
+            raise bad_argument(name, value, f"an int of {least} or more", op=_OP)
     largest, tokens = logits.topk(min(topk, logits.shape[-1]), dim=-1, sorted=False)
     is_token = largest != -torch.inf
-    if block_table is not None and block_table.shape[1] > 0:
-        table = block_table.repeat_interleave(logits.shape[0] // max(block_table.shape[0], 1), dim=0)
-        # columns without a token may lie beyond the table's pages, so they look up its first one
-        page = table.gather(1, tokens.div(page_size, rounding_mode="floor").where(is_token, 0))
-        tokens = page * page_size + tokens % page_size
+    if block_table is not None:
+        _check_rank("block_table", block_table, 2, "(batch, max_pages)")
+        rows, (batch, pages) = logits.shape[0], block_table.shape
+        queries = rows // max(batch, 1)  # of each sequence
+        if queries * batch != rows:
+            raise bad_argument("block_table", f"batch {batch}", f"one that divides the rows of logits, {rows}", op=_OP)
+        # columns past the table look up a page of -1 there
+        table = torch.nn.functional.pad(block_table, (0, 1), value=-1).repeat_interleave(queries, dim=0)
+        page = table.gather(1, tokens.div(page_size, rounding_mode="floor").clamp(max=pages))
+        lost = is_token & (page < 0)
+        if reads_values(logits) and lost.any():
+            row, i = lost.nonzero()[0].tolist()
+            got = f"{float(largest[row, i])} in row {row}, column {int(tokens[row, i])}"
+            raise bad_argument("logits", got, "-inf there, because block_table has no page for it: compute clean logits", op=_OP)
+        tokens, is_token = page * page_size + tokens % page_size, is_token & ~lost
     chosen = tokens.where(is_token, -1).int()
     return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=-1)
 

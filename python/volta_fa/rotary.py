@@ -6,7 +6,7 @@ same. Computes in float32, or in x's dtype if that is wider."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -33,15 +33,15 @@ def apply_rotary(
     """Rotates x. Differentiable, unless `inplace`: then use `apply_rotary_emb`.
 
     Args:
-        x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with cu_seqlens.
+        x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with cu_seqlens. Of a floating-point dtype.
         cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
-        seqlen_offsets: the position of each sequence's first token, int or int (batch). With a tensor or cu_seqlens, tokens
-            at positions outside the table stay the same.
+        seqlen_offsets: the position of each sequence's first token: an int, 0 or more, or an int tensor (batch). With a tensor or
+            cu_seqlens, tokens at positions outside the table stay the same.
         cu_seqlens: (batch + 1), where each sequence begins, and where the last ends; rows after that stay the same. max_seqlen: the
             longest one's length.
         conjugate: rotate backwards.
 
-    Returns a tensor like x; with `inplace` x itself. Raises ValueError for shapes that do not match.
+    Returns a tensor like x; with `inplace` x itself. Raises ValueError for wrong arguments.
     """
     cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     rotated = _rotated(x, cos, -sin if conjugate else sin, interleaved)
@@ -53,7 +53,10 @@ def apply_rotary(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Returns the first rotary_dim dimensions of x, rotated. cos and sin broadcast to (..., rotary_dim / 2)."""
+    """Returns the first rotary_dim dimensions of x, rotated. cos and sin broadcast to (..., rotary_dim / 2). Raises ValueError for an x
+    that would be truncated."""
+    if not x.is_floating_point():
+        raise bad_argument("x", f"dtype {x.dtype}", "a floating-point dtype: convert x first")
     pairs = x[..., : 2 * cos.shape[-1]].to(torch.promote_types(x.dtype, torch.float32))
     pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
     x0, x1 = pairs.unbind(-1)
@@ -64,10 +67,10 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     """Rotates x by tables that have a row for each token. Differentiable in x, cos and sin: flash-attn's reference.
 
     Args:
-        x: (batch, seqlen, nheads, headdim).
+        x: (batch, seqlen, nheads, headdim), of a floating-point dtype.
         cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2), with rotary_dim <= headdim.
 
-    Returns a tensor like x. Raises ValueError for shapes that do not match.
+    Returns a tensor like x. Raises ValueError for wrong arguments.
     """
     require_tensors(x=x, cos=cos, sin=sin)
     if x.dim() != 4:
@@ -109,7 +112,7 @@ def _rows(
 def _check_shapes(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> None:
-    """Raises ValueError for arguments of `apply_rotary` that do not match."""
+    """Raises ValueError for wrong arguments of `apply_rotary`."""
     require_tensors(x=x, cos=cos, sin=sin)
     rank, layout = (4, "(batch, seqlen, nheads, headdim)") if cu_seqlens is None else (3, "(total, nheads, headdim)")
     if x.dim() != rank:
@@ -119,6 +122,7 @@ def _check_shapes(
     if sin.shape != cos.shape:
         raise bad_argument("sin", f"shape {tuple(sin.shape)}", f"cos' shape {tuple(cos.shape)}")
     batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    _check_offsets("seqlen_offsets", seqlen_offsets)
     if isinstance(seqlen_offsets, Tensor) and seqlen_offsets.shape != (batch,):
         raise bad_argument("seqlen_offsets", f"shape {tuple(seqlen_offsets.shape)}", f"({batch},)")
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
@@ -127,6 +131,15 @@ def _check_shapes(
     needed = longest if isinstance(seqlen_offsets, Tensor) else longest + seqlen_offsets
     if cos.shape[0] < needed:
         raise bad_argument("cos", f"{cos.shape[0]} positions", f"at least {needed}")
+
+
+def _check_offsets(name: str, offsets: int | Tensor) -> None:
+    """Raises ValueError for positions, the argument `name`, that are not integers, and for a negative int."""
+    if isinstance(offsets, Tensor):
+        if offsets.is_floating_point():
+            raise bad_argument(name, f"dtype {offsets.dtype}", "torch.int32 or torch.int64")
+    elif not isinstance(offsets, SupportsIndex) or offsets < 0:
+        raise bad_argument(name, offsets, "an int, 0 or more, or an int tensor (batch)")
 
 
 class _Rotate(torch.autograd.Function):
@@ -235,6 +248,8 @@ class RotaryEmbedding(torch.nn.Module):
         interleaved: which dimensions are pairs; see the module's docstring.
         scale_base: xPos (arXiv 2212.10554): q is also multiplied, and k divided, by powers that make scores decay with distance.
         device: device of the buffers.
+
+    Raises ValueError for another dim.
     """
 
     inv_freq: Tensor
@@ -244,6 +259,8 @@ class RotaryEmbedding(torch.nn.Module):
         self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None, device: Any = None
     ) -> None:
         super().__init__()
+        if dim < 0 or dim % 2:
+            raise bad_argument("dim", dim, "an even number, 0 or more: two dimensions are a pair")
         self.dim = dim
         self.base = float(base)
         self.interleaved = interleaved
@@ -300,12 +317,14 @@ class RotaryEmbedding(torch.nn.Module):
         Args:
             qkv: as in `apply_rotary_emb_qkv_`; if kv is given, q alone, (batch, seqlen, nheads, headdim).
             kv: (batch, seqlen, 2, nheads_k, headdim).
-            seqlen_offset: the first token's position, int or int (batch). A tensor, whose values are not read here, does not make the
-                tables grow: without max_seqlen they stay as before, as in flash-attn, and do not rotate tokens past their end.
+            seqlen_offset: the first token's position: an int, 0 or more, or an int tensor (batch). A tensor, whose values are not read
+                here, does not make the tables grow: without max_seqlen they stay as before, as in flash-attn, and do not rotate tokens
+                past their end.
             max_seqlen: minimum number of positions in the tables. Required with a tensor in the first call.
 
-        Returns qkv, or (q, kv). Raises ValueError for shapes that do not match.
+        Returns qkv, or (q, kv). Raises ValueError for wrong arguments.
         """
+        _check_offsets("seqlen_offset", seqlen_offset)
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif isinstance(seqlen_offset, int):

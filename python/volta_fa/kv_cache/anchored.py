@@ -50,7 +50,7 @@ def anchored_window_attention(
     """
     require_tensors(q=q, k=k, v=v)
     packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    is_packed = _check(q, anchor_tokens, window_left, packed)
+    is_packed, anchor_tokens, window_left = _check(q, anchor_tokens, window_left, packed)
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "batch_invariant": batch_invariant}
     fwd = torch.ops.volta_fa.fwd
     in_window = {"is_causal": True, "window_left": window_left, "sinks": sinks}
@@ -125,7 +125,7 @@ def anchored_window_attention_with_kvcache(
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
     packed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    _check(q, anchor_tokens, window_left, packed)
+    _, anchor_tokens, window_left = _check(q, anchor_tokens, window_left, packed)
     descales = {"k_descale": k_descale, "v_descale": v_descale}
     for name, t in descales.items():
         if t is not None and t.dim() > 1:
@@ -161,8 +161,9 @@ def anchored_window_attention_with_kvcache(
     return _merge_anchors(out, lse, q, k_cache, v_cache, cache_seqlens=visible, **entries, **options)
 
 
-def _check(q: Tensor, anchor_tokens: int, window_left: int, packed: dict[str, Any]) -> bool:
-    """Raises ValueError for wrong arguments. Returns whether sequences are packed: whether any of `packed` is given."""
+def _check(q: Tensor, anchor_tokens: int, window_left: int, packed: dict[str, Any]) -> tuple[bool, int, int]:
+    """Raises ValueError for wrong arguments. Returns whether sequences are packed (whether any of `packed` is given), and anchor_tokens and
+    window_left as numbers that int32 holds, also their sums with lengths."""
     is_packed = any(value is not None for value in packed.values())
     if is_packed:
         for name, value in packed.items():
@@ -174,7 +175,8 @@ def _check(q: Tensor, anchor_tokens: int, window_left: int, packed: dict[str, An
     for name, value, what in (("anchor_tokens", anchor_tokens, "tokens"), ("window_left", window_left, "keys before a query")):
         if not isinstance(value, SupportsIndex) or int(value) < 0:
             raise bad_argument(name, repr(value), f"an int of 0 or more, a number of {what}")
-    return is_packed
+    # 2**30 is beyond every length
+    return is_packed, min(int(anchor_tokens), 2**30), min(int(window_left), 2**30)
 
 
 def _visible_anchors(
@@ -193,8 +195,7 @@ def _visible_anchors(
         sequence = torch.searchsorted(ends, row, right=True, out_int32=True).clamp(0, len(ends) - 1)
         end = ends.index_select(0, sequence)
     length = lengths.index_select(0, sequence)
-    # 2**30 is beyond every length, and int32 holds the differences
-    return sequence, (length - min(window_left, 2**30) - end + row).clamp(0, anchor_tokens)
+    return sequence, (length - window_left - end + row).clamp(0, anchor_tokens)
 
 
 def _merge_anchors(out: Tensor, lse: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,8 @@ def cascade_attention(
     if q.dim() != (4 if cu_seqlens_q is None else 3):
         expected = "(batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q"
         raise bad_argument("q", f"shape {tuple(q.shape)}", expected)
+    if k_cache.dim() != 4:
+        raise bad_argument("k_cache", f"shape {tuple(k_cache.shape)}", "(num_pages, page_size, nheads_k, headdim)")
     if shared_block_table.dim() != 1:
         got = f"shape {tuple(shared_block_table.shape)}"
         raise bad_argument("shared_block_table", got, "(pages,): one list of pages for all sequences")
@@ -77,7 +79,7 @@ def cascade_attention(
         missing, there = ("k", "v") if k is None else ("v", "k")
         raise bad_argument(missing, "None", f"a tensor: {there} is given")
     if not isinstance(shared_seqlen, Tensor):
-        tokens = len(shared_block_table) * k_cache.shape[1:2].numel()
+        tokens = len(shared_block_table) * k_cache.shape[1]
         if not isinstance(shared_seqlen, SupportsIndex) or not 0 <= int(shared_seqlen) <= tokens:
             expected = f"an int from 0 to {tokens}, the tokens in shared_block_table's pages, or an int32 tensor (1)"
             raise bad_argument("shared_seqlen", shared_seqlen, expected)

@@ -68,13 +68,17 @@ def _number(x: Tensor, value: float) -> Tensor:
     return x.new_full((), value)
 
 
-def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
-    """Returns a scale, (..., nheads) or a number, as a tensor that broadcasts to x, (..., nheads, headdim); None for None."""
+def _scaled(x: Tensor, scale: Tensor | float | None, name: str = "scale") -> Tensor | None:
+    """Returns a scale, (..., nheads) or a number, as a tensor that broadcasts to x, (..., nheads, headdim); None for None. Raises
+    ValueError for another shape of a scale, the argument `name`."""
     if scale is None:
         return None
     if not isinstance(scale, Tensor):
         return _number(x, scale)
-    return scale.to(x.device, x.dtype)[..., None] if scale.dim() else scale.to(x.device, x.dtype)
+    shape = x.shape[:-1]
+    if scale.dim() > len(shape) or any(n not in (1, size) for n, size in zip(reversed(scale.shape), reversed(shape))):
+        raise bad_argument(name, f"shape {tuple(scale.shape)}", f"one that broadcasts to (..., nheads), here {tuple(shape)}")
+    return scale.to(x.device, x.dtype)[..., None]
 
 
 def hadamard(n: int) -> Tensor:
@@ -111,7 +115,8 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     token and head with a NaN or infinity has codes 0 and scale NaN, so it dequantizes to NaN. All is computed in float32, rounded to
     nearest even; max x - min x may exceed float32's largest number. fp8 saturates; NaN stays NaN.
 
-    Raises ValueError for another kv_dtype, an x of another dtype, an odd headdim with int4, and a scale with int8 or int4."""
+    Raises ValueError for another kv_dtype, an x of another dtype, an odd headdim with int4, a scale with int8 or int4, and one of another
+    shape."""
     require_tensors(x=x)
     f = _format(kv_dtype)
     if not x.is_floating_point() or x.element_size() == 1:
@@ -168,7 +173,8 @@ def dequantize_kv(
 
     Returns (..., nheads, headdim) in dtype. Computes in float64 if dtype is that, else in float32.
 
-    Raises ValueError if data has another dtype than the format, or a scale or zero_point is missing or superfluous."""
+    Raises ValueError if data has another dtype than the format, or a scale or zero_point is missing, superfluous or of a shape that does
+    not broadcast to (..., nheads)."""
     require_tensors(data=data)
     f = _format(kv_dtype)
     if data.dtype != f.dtype:
@@ -183,7 +189,6 @@ def dequantize_kv(
         codes = torch.stack((data % 16, data // 16), -1).flatten(-2).to(exact)
     else:
         codes = data.float().to(exact)
-    if zero_point is not None:
-        codes = codes - zero_point.to(codes.device, exact)[..., None]
-    factor = _scaled(codes, scale)
+    factor, zero = _scaled(codes, scale), _scaled(codes, zero_point, "zero_point")
+    codes = codes if zero is None else codes - zero
     return (codes if factor is None else codes * factor).to(dtype)
