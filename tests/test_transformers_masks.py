@@ -525,3 +525,24 @@ def test_a_model_whose_configuration_has_no_type_adds_its_mask():
     inputs = dict(boxes=boxes, labels=torch.randint(0, 5, (2, 10)), mask=mask)
     eager, ours = (model(**inputs) for model in both(config, modeling_pp_doclayout_v2.PPDocLayoutV2ReadingOrder))
     torch.testing.assert_close(ours[1, :6, :6], eager[1, :6, :6], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(not V5, reason="its encoder's window is one key larger in transformers 5")
+@pytest.mark.parametrize("seqlen", [5, 6, 7])
+def test_a_window_to_both_sides_that_hides_nothing(seqlen):
+    """T5Gemma's encoder sees sliding_window keys to each side; its modules' own sliding_window counts one less."""
+    layers = dict(
+        test_transformers.SMALL, num_key_value_heads=2, head_dim=16, sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=16, attn_logit_softcapping=None, final_logit_softcapping=None, dropout_rate=0.0, pad_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(3, 50, (2, seqlen))
+    config = transformers.T5GemmaConfig(encoder=layers, decoder=layers)
+    found = [model(ids, decoder_input_ids=ids[:, :4]).logits for model in both(config, transformers.T5GemmaForConditionalGeneration)]
+    torch.testing.assert_close(*found, **TOLERANCE)
+
+
+def test_int32_masks_of_a_user_raise():
+    """int32 marks the library's own range of keys."""
+    q, k, v = torch.randn(3, 3, 2, 1, 8)
+    with pytest.raises(ValueError, match=r"attention_mask: got dtype torch.int32, shape \(3, 1, 1, 1\), expected bool or floating-point"):
+        volta_fa.transformers.attention(SimpleNamespace(is_causal=True), q, k, v, torch.ones(3, 1, 1, 1, dtype=torch.int32))

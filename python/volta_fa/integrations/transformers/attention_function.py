@@ -180,6 +180,9 @@ def _visible_keys(
     """
     seqlen_k = key.shape[2]
     if mask is not None and is_range(mask) and not packed:
+        if mask.shape != (2, 1, 1, query.shape[0]):  # not one of `mask_function`
+            got = f"dtype {mask.dtype}, shape {tuple(mask.shape)}"
+            raise bad_argument("attention_mask", got, "bool or floating-point, (batch, 1, queries, keys)")
         begin, end = mask[:, 0, 0]
         if use_kvcache and query.shape[2] == 1:
             return _VisibleKeys(seqlen_k, cache_lengths={"leftpad_k": begin, "cache_seqlens": end})

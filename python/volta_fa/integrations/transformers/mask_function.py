@@ -18,7 +18,7 @@ from . import sharded_sequences
 from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of  # pattern_of: a mask function as a Pattern, or NeedsTensor is raised
 
 #: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
-_CALCULATE_WITH_MASKS = ("beit", "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "informer")
+_CALCULATE_WITH_MASKS = ("beit", "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "informer", "qwen4_exp_text", "t5gemma2_decoder")
 #: The same, by the class of a configuration without a model type.
 _CONFIGS_THAT_CALCULATE_WITH_MASKS = ("PPDocLayoutV2ReadingOrderConfig",)
 #: Minimum elements of a dense mask (of 1 byte) for which a block mask is cheaper. Making one takes about 100 launches, once a forward pass
@@ -178,8 +178,9 @@ def _rule(
     if cu_seqlens_q is not None and len(cu_seqlens_q) != batch + 1:  # with batch sequences, each entry is one
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens_q, cu_seqlens_k)
     # Limits on keys need a rule: given None, `attention` reads the module's is_causal, which some causal modules lack. A single query
-    # without a left limit sees all keys, causal or not.
-    if left >= 0 or (right >= 0 and seqlen_q > 1) or seqlen_k != kv_length:
+    # without a left limit sees all keys, causal or not. Nor may `attention` read the module's window, whose meaning differs between models:
+    # a window to both sides may be one key larger.
+    if left >= 0 or (right >= 0 and seqlen_q > 1) or pattern.window_right > 0 or seqlen_k != kv_length:
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, leftpad_k=leftpad_k)
     return None
 
