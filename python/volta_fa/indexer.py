@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import bad_argument, require_tensors
-from .operands import reads_values, with_unit_stride  # with_unit_stride copies a tensor unless its last dimension is contiguous
+from .operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = ["fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "topk_indices"]
 
@@ -125,7 +125,7 @@ def topk_indices(logits: Tensor, topk: int, *, block_table: Tensor | None = None
             `flash_mla_with_kvcache` takes them. A column without a page (past the table, or a negative one) is no token. None: columns.
         page_size: tokens of a page of the cache that these indices are for, 1 or more.
 
-    Raises ValueError for wrong arguments, and where values are read for a logit of a column without a page.
+    Raises ValueError for wrong arguments. Reads no values on the host.
     """
     require_tensors(logits=logits)
     _check_rank("logits", logits, 2, "(rows, columns)")
@@ -143,12 +143,7 @@ def topk_indices(logits: Tensor, topk: int, *, block_table: Tensor | None = None
         # columns past the table look up a page of -1 there
         table = torch.nn.functional.pad(block_table, (0, 1), value=-1).repeat_interleave(queries, dim=0)
         page = table.gather(1, tokens.div(page_size, rounding_mode="floor").clamp(max=pages))
-        lost = is_token & (page < 0)
-        if reads_values(logits) and lost.any():
-            row, i = lost.nonzero()[0].tolist()
-            got = f"{float(largest[row, i])} in row {row}, column {int(tokens[row, i])}"
-            raise bad_argument("logits", got, "-inf there, because block_table has no page for it: compute clean logits", op=_OP)
-        tokens, is_token = page * page_size + tokens % page_size, is_token & ~lost
+        tokens, is_token = page * page_size + tokens % page_size, is_token & (page >= 0)
     chosen = tokens.where(is_token, -1).int()
     return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=-1)
 
