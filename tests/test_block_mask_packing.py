@@ -268,6 +268,11 @@ def test_bits_past_the_last_key_are_no_later_keys():
     [
         (lambda: BlockMask.from_mask_mod(MASKS["causal"], None, None, -5, 64, "cpu"), "Q_LEN: got -5, expected an integer of at least 0"),
         (lambda: BlockMask.from_mask_mod(MASKS["causal"], None, None, 64, 6.5, "cpu"), "KV_LEN: got 6.5"),
+        (lambda: BlockMask.from_mask_mod(MASKS["causal"], None, None, True, 64, "cpu"), "Q_LEN: got True"),
+        (lambda: BlockMask.from_mask_mod(MASKS["causal"], 0, None, 64, 64, "cpu"), "B: got 0, expected an integer of at least 1"),
+        (lambda: BlockMask.from_mask_mod(MASKS["causal"], None, 2.0, 64, 64, "cpu"), "H: got 2.0"),
+        (lambda: BlockMask.from_mask_mod("causal", None, None, 64, 64, "cpu"), "mask_mod: got a str, expected a function"),
+        (lambda: BlockMask.from_torch(None), "block_mask: got a NoneType, expected a BlockMask of torch"),
         (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), (8,)), r"block_size: got \(8,\)"),
         (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 1.5), "block_size: got 1.5"),
         (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), (8, 0)), r"block_size: got \(8, 0\)"),

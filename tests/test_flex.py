@@ -312,6 +312,9 @@ def test_wrong_arguments_are_refused():
     refused(ValueError, "key: got 2 heads", flex_attention, query, key, value)
     block_mask = create_block_mask(MASKS["causal"], None, None, 256, 256, device="cpu")
     refused(ValueError, "block_mask: got lengths", flex_attention, query, key, value, block_mask=block_mask, enable_gqa=True)
+    for wrong in (torch.ones(LENGTH, LENGTH, dtype=torch.bool), MASKS["causal"]):
+        message = f"block_mask: got a {type(wrong).__name__}, expected a block mask: .* make one of a function"
+        refused(ValueError, message, flex_attention, query, key, value, block_mask=wrong, enable_gqa=True)
 
 
 def test_compiled_calls_refuse_what_eager_calls_refuse():

@@ -48,6 +48,9 @@ class BlockMask:
         Args:
             batch, heads: sizes of the problem. A mask of fewer entries or heads is enlarged to them if its mask_mod depends on these.
         """
+        if not hasattr(block_mask, "BLOCK_SIZE"):
+            expected = "a BlockMask of torch: its create_block_mask makes one"
+            raise bad_argument("block_mask", f"a {type(block_mask).__name__}", expected, op="BlockMask")
         with torch.no_grad():
             return cls._of(source_of(block_mask, batch, heads))
 
@@ -62,13 +65,16 @@ class BlockMask:
             B, H: batch entries and heads that differ; None: 1.
             device: unless given, the current CUDA device if there is one.
         """
-        for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-            if not isinstance(length, int) or length < 0:
-                raise bad_argument(name, length, "an integer of at least 0", op="BlockMask")
+        if not callable(mask_mod):
+            raise bad_argument("mask_mod", f"a {type(mask_mod).__name__}", "a function of batch entry, head, query and key", op="BlockMask")
+        B, H = (1 if n is None else n for n in (B, H))
+        for name, n, least in (("B", B, 1), ("H", H, 1), ("Q_LEN", Q_LEN, 0), ("KV_LEN", KV_LEN, 0)):
+            if not isinstance(n, int) or isinstance(n, bool) or n < least:
+                raise bad_argument(name, n, f"an integer of at least {least}", op="BlockMask")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.empty(0, device=device).device  # with its index
-        return cls._of(Source(recorded(mask_mod, device), (Q_LEN, KV_LEN), B or 1, H or 1, device))
+        return cls._of(Source(recorded(mask_mod, device), (Q_LEN, KV_LEN), B, H, device))
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, block_size: int | tuple[int, int] = 128, seq_lengths: tuple[int, int] | None = None) -> BlockMask:

@@ -176,13 +176,15 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, 
         raise wrong("key", f"{key.shape[1]} heads", f"query's {query.shape[1]}: enable_gqa=True allows fewer")
     if query.shape[0] != key.shape[0] and key.shape[0] != 1:
         raise wrong("key", f"batch {key.shape[0]}", f"query's {query.shape[0]}, or 1")
+    if block_mask is not None and not isinstance(block_mask, BlockMask) and not hasattr(block_mask, "BLOCK_SIZE"):
+        expected = "a block mask: torch's create_block_mask and volta_fa.BlockMask.from_mask_mod make one of a function"
+        raise wrong("block_mask", f"a {type(block_mask).__name__}", expected)
     if block_mask is None or (not isinstance(block_mask, BlockMask) and is_empty(block_mask)):
         return
     lengths, given = (query.shape[2], key.shape[2]), tuple(block_mask.shape[-2:])
     large = not isinstance(block_mask, BlockMask) and min(block_mask.BLOCK_SIZE) >= NO_BLOCKS
     if given != lengths and not large:
-        expected = f"{lengths}: make a block mask of these lengths, or adjust it by its method _adjust"
-        raise wrong("block_mask", f"lengths {given}", expected)
+        raise wrong("block_mask", f"lengths {given}", f"{lengths}: make a block mask of these lengths")
     device = block_mask.device if isinstance(block_mask, BlockMask) else block_mask.kv_num_blocks.device
     if device != query.device:
         raise wrong("block_mask", f"it on {device}", f"query's device, {query.device}")
