@@ -578,3 +578,38 @@ def test_transformers_4_57():
     files = [__file__, *(REPOSITORY / "tests" / f"test_transformers_{name}.py" for name in ("masks", "cache"))]
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files]
     assert " passed" in output_of(run_program(*command, path=[FOLDER_4_57]))
+
+
+#: Models of later releases whose own code reads the mask of each decoding step.
+READ_THEIR_MASKS = {
+    "Qwen4Exp": lambda t: (
+        t.Qwen4ExpTextConfig(
+            **GROUPED, pad_token_id=0, head_dim=16, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4,
+            num_experts_per_tok=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+            indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2, hc_count=2,
+            hc_lowrank=8, layer_types=["linear_attention", "indexed_attention"],
+        ),
+        t.Qwen4ExpForCausalLM,
+    ),
+    "T5Gemma2": lambda t: (t.T5Gemma2Config(**t5gemma2()), t.T5Gemma2ForConditionalGeneration),
+}  # fmt: skip
+
+
+def t5gemma2():
+    text = dict(GROUPED, pad_token_id=0, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)
+    text["layer_types"] = ["sliding_attention", "full_attention"]
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
+    places = {"image_token_index": 99, "eoi_token_index": 97}
+    encoder = dict(text_config=text, vision_config=vision, mm_tokens_per_image=1, boi_token_index=98, **places)
+    return dict(encoder=encoder, decoder=text, **places)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("name", READ_THEIR_MASKS)
+def test_generation_by_models_that_read_their_masks(name, batch):
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip("this transformers does not have it")
+    config, cls = READ_THEIR_MASKS[name](transformers)
+    ids = torch.randint(3, 90, (batch, 12))
+    eager, ours = both(config, cls)
+    assert torch.equal(generate(ours, new_tokens=4, input_ids=ids), generate(eager, new_tokens=4, input_ids=ids))

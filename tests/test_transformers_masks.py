@@ -389,6 +389,9 @@ def test_packed_sequences_with_a_mask_are_refused():
     for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6), padded):
         with pytest.raises(NotImplementedError, match="attention_mask: got .* in SimpleNamespace, and cu_seq_lens_q, expected one of them"):
             call(mask, **sequences)
+    gemma4 = type("Gemma4TextAttention", (), {"is_causal": True})()
+    with pytest.raises(NotImplementedError, match="expected one of them: logits_to_keep=0"):
+        volta_fa.transformers.attention(gemma4, *torch.randn(3, 2, 2, 6, 8), mask, **sequences)
     module = SimpleNamespace(is_causal=True, config=SimpleNamespace(attention_chunk_size=3))
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q: got it in SimpleNamespace, which attends in chunks"):
         volta_fa.transformers.attention(module, *torch.randn(3, 2, 2, 6, 8), None, **sequences)

@@ -244,7 +244,8 @@ def _check_supported(
             raise _unsupported("head_mask", name)
         if packed and (additive or not torch.compiler.is_compiling()):
             got = f"one that is more than causality or a window in {name}, and cu_seq_lens_q"
-            raise bad_argument("attention_mask", got, "one of them", error=NotImplementedError)
+            remedy = ": logits_to_keep=0 keeps the mask of shared layers whole" if name.startswith("Gemma4") else ""
+            raise bad_argument("attention_mask", got, f"one of them{remedy}", error=NotImplementedError)
     if packed and getattr(config, "attention_chunk_size", None):
         got = f"it in {name}, which attends in chunks"
         raise bad_argument("cu_seq_lens_q", got, "None: packed sequences have no chunks", error=NotImplementedError)

@@ -51,8 +51,9 @@ class QuantizedStates(Tensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        got, expected = f"a QuantizedCache whose keys or values are given to {func}", "a model with attn_implementation='volta_fa'"
-        raise bad_argument("past_key_values", got, f"{expected}, whose attention does nothing else with them", error=NotImplementedError)
+        got = f"a QuantizedCache whose keys or values are given to {func}"
+        expected = "a model with attn_implementation='volta_fa' that gives the cache's keys and values to attention as they are"
+        raise bad_argument("past_key_values", got, f"{expected}: caches of latents need a DynamicCache", error=NotImplementedError)
 
 
 class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a base that registers classes
