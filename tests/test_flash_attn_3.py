@@ -379,7 +379,7 @@ def test_no_append_with_wrong_lengths(backend, chunk, wrong, message):
     if "rotary_seqlens" in options:
         options = {"rotary_cos": cos, "rotary_sin": cos} | options
     before = cache.clone()
-    refused(ValueError, message, fa3.flash_attn_with_kvcache, q, cache, cache, k, k, attention_chunk=chunk, **options)
+    refused(ValueError, message, fa3.flash_attn_with_kvcache, q, cache, cache.clone(), k, k, attention_chunk=chunk, **options)
     assert torch.equal(cache, before)
 
 
