@@ -152,6 +152,11 @@ fn cost(v: &Variant, features: FeatureSet) -> (u32, u32, u32) {
 /// The host does not know the lengths of packed sequences. For them the maximum lengths count.
 const MAX_ALIBI_DISTANCE: i64 = 512;
 
+/// Returns true if the heads of a block share a KV head, where `group` query heads do.
+fn shares_kv_head(v: &Variant, group: i64) -> bool {
+    group % i64::from(v.heads) == 0
+}
+
 /// Returns true if a kernel computes this shape with these features, and the device runs it.
 pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d: &DeviceLimits) -> bool {
     // chosen latents have no padding, which a wider kernel would read
@@ -159,7 +164,7 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
     is_wide_enough
         && v.headdim_v as i64 >= shape.headdim_v
         && v.cache == shape.cache
-        && shape.group % i64::from(v.heads) == 0
+        && shares_kv_head(v, shape.group)
         && v.is_bf16 == shape.is_bf16
         && v.is_batch_invariant == shape.is_batch_invariant
         && v.features.contains(features)
@@ -193,8 +198,7 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
     if large.reason == Reason::Tuned {
         return large;
     }
-    let shares_heads = |v: &&Variant| a.group() % i64::from(v.heads) == 0;
-    of_all_sizes(kernels, large.variant, d).filter(shares_heads).fold(large, |best, variant| {
+    of_all_sizes(kernels, large.variant, d).filter(|v| shares_kv_head(v, a.group())).fold(large, |best, variant| {
         let [smaller, now] = [variant, best.variant].map(|v| OnGrid { v, a, d });
         smaller.reason_over(&now).map_or(best, |reason| ChosenKernel { variant, reason })
     })
