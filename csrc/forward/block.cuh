@@ -16,7 +16,7 @@ __device__ __forceinline__ int remat_head(const Problem& p) {
     return heads_first<EitherOrder>(p) ? remat_block_x() : remat_block_y();
 }
 
-// Query heads that a block of a Grid computes.
+// Query heads that a block computes. Grids of several heads specialize it, where they are defined.
 template <class Grid>
 constexpr int kBlockHeads = 1;
 
@@ -34,9 +34,9 @@ struct ForwardBlock {
     }
 };
 
-// The same for a block that computes Heads heads of one KV head: the rows from `row` on of each, BlockRows in all, and each warp
-// those of one head. Under a short window it loads few keys that only some of its rows see. The grid's axes: row tiles, groups of
-// heads.
+// The same for a block that computes Heads heads of one KV head, with one warp per head: BlockRows / Heads rows of each, from `row`
+// on. Fewer rows of a head span fewer keys, so under a short window fewer of the loaded keys are masked. The grid's axes: row
+// tiles, groups of heads.
 template <int BlockRows, int Heads>
 struct HeadGroupBlock {
     int row, head, head_k, batch;  // `head`: the first
@@ -46,7 +46,7 @@ struct HeadGroupBlock {
         return (gridDim.x - 1 - remat_block_x()) * (BlockRows / Heads);
     }
 };
-// The warp's head.
+// Returns the warp's head; one warp per head.
 template <int Heads>
 __device__ __forceinline__ int remat_group_head() {
     return remat_block_y() * Heads + remat_thread_index() / 32;

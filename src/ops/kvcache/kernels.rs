@@ -69,7 +69,7 @@ fn plan_before_append(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &
     Ok(None)
 }
 
-/// Writes k and v, as [`append`], for a call with `kv_indices`. Fails before that if no kernels attend to the selected tokens.
+/// Checks that kernels exist for the selected tokens of a call with `kv_indices`, then appends, as [`append`].
 pub fn append_before_selection(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
     if inputs.appended.is_some() {
         let selected = selection::problem(inputs, a);
@@ -78,6 +78,7 @@ pub fn append_before_selection(inputs: &Inputs, a: &Attention, launcher: &dyn La
     append(inputs, a, launcher)
 }
 
+/// Plans a call over a cache that kernels read in place. `a` has padded headdims.
 fn plans(a: &Attention, limits: &DeviceLimits) -> Result<Plans> {
     let has_long = a.has_prefill();
     // The host does not know the lengths of packed queries: each of the two kernels skips the other's sequences.

@@ -224,7 +224,7 @@ def _range_of_tokens(tokens: Tensor) -> Tensor:
 
 
 def is_range(attention_mask: Tensor | None) -> bool:
-    """Returns whether a mask is a range of keys, which `_range` makes."""
+    """Returns whether a mask is a range of keys: masks of models are bool or floating-point, ranges int32."""
     return attention_mask is not None and not isinstance(attention_mask, MaskRule) and attention_mask.dtype == torch.int32
 
 
