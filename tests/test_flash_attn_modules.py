@@ -179,6 +179,8 @@ def test_cross_entropy_errors():
     logits, labels = draw(2, 3), torch.tensor([0, 3])
     assert cross_entropy_loss(logits, labels)[0].isnan().tolist() == [False, True], "an impossible label"
     refused(ValueError, r"labels: got shape \(1,\), expected shape \(2,\)", cross_entropy_loss, logits, labels[:1])
+    refused(ValueError, r"labels: got dtype torch.float32, expected an integer", cross_entropy_loss, logits, labels.float())
+    refused(ValueError, r"logits: got dtype torch.int64, expected a floating", cross_entropy_loss, logits.long(), labels)
     refused(ValueError, r"logits: got shape \(1, 2, 3\)", cross_entropy_loss, logits[None], labels)
     refused(ValueError, r"logit_scale: got 0", cross_entropy_loss, logits, labels, logit_scale=0)
     refused(NotImplementedError, r"reduction: got 'max'", CrossEntropyLoss, reduction="max")
@@ -271,7 +273,11 @@ def test_norm_options():
     with torch.no_grad():
         y, total = norms.rms_norm_fn(x, weight, None, prenorm=True, out=into, residual_out=sum_into)
     assert y is into and total is sum_into and torch.equal(y, plain) and torch.equal(total, x)
-    refused(ValueError, r"residual: got shape \(3, 6\)", norms.rms_norm_fn, x, weight, None, x[:3])
+    refused(ValueError, r"x: got dtype torch.int64, expected a floating-point", norms.rms_norm_fn, x.long(), weight, None)
+    wrong = {"residual": x[:3], "out": x[None], "residual_out": x[:1], "rowscale": scale[:1], "bias": weight[:1], "weight1": weight[None]}
+    for name, t in wrong.items():  # most would broadcast
+        message = rf"{name}: got shape \({str(tuple(t.shape))[1:-1]}\), expected shape"
+        refused(ValueError, message, norms.rms_norm_fn, x, weight, **{"bias": None, "prenorm": True, name: t})
     refused(ValueError, r"rowscale: got a tensor, expected None with x1", norms.rms_norm_fn, x, weight, None, x1=x, rowscale=scale)
 
 
@@ -281,6 +287,10 @@ def test_norm_dropout():
     close(total, (x * mask + x1 * mask1) / 0.75)
     close(y, functional.layer_norm(total, (40,), eps=1e-6))
     assert all(abs((~m).double().mean() - 0.25) < 0.05 for m in (mask, mask1)) and not torch.equal(mask, mask1)
+    x.requires_grad_()
+    y = norms.layer_norm_fn(x, weight, None, residual=x1, dropout_p=1.0)
+    assert not torch.autograd.grad(y.sum(), x)[0].any(), "everything is dropped"
+    x = x.detach()
     options = {"layerscale": weight * 2, "prenorm": True, "return_dropout_mask": True}
     y, total, mask = norms.dropout_add_rms_norm(x, x1, weight, None, dropout_p=0.0, epsilon=1e-6, **options)
     assert mask.all()
@@ -416,6 +426,9 @@ def test_mha_decodes_from_a_cache(options, use_flash_attn):
             params.lengths_per_sample = torch.tensor([7, 7], dtype=torch.int32)
         found.append(module(x[:, params.seqlen_offset][:, None], inference_params=params)[0])
         params.lengths_per_sample = None
+    full = [(12, 0, r"at least 2 and 13: raise"), (8, 2, r"a cache of 3 sequences and 12 tokens, expected at least 4 and 9")]
+    for params.seqlen_offset, params.batch_size_offset, message in full:
+        refused(ValueError, message, module, x[:, :1], inference_params=params)
     # rotary tables are in the dtype of q, rounded from fp32
     torch.testing.assert_close(torch.cat(found, 1), right, rtol=1e-6, atol=1e-6)
 

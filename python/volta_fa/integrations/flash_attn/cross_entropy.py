@@ -53,6 +53,10 @@ def cross_entropy_loss(
     """
     if logits.dim() != 2:
         raise bad_argument("logits", f"shape {tuple(logits.shape)}", "(batch, vocab_size)")
+    if not logits.is_floating_point():
+        raise bad_argument("logits", f"dtype {logits.dtype}", "a floating-point dtype: convert logits first")
+    if labels.dtype.is_floating_point or labels.dtype.is_complex:
+        raise bad_argument("labels", f"dtype {labels.dtype}", "an integer dtype: labels are numbers of classes")
     if labels.shape != logits.shape[:1]:
         raise bad_argument("labels", f"shape {tuple(labels.shape)}", f"shape ({len(logits)},), one label for each row of logits")
     if not logit_scale > 0.0:

@@ -370,7 +370,12 @@ class MHA(nn.Module):
         if self.layer_idx not in caches:
             caches[self.layer_idx] = self.allocate_inference_cache(params.max_batch_size, params.max_seqlen, kv.dtype)
         first, begin = params.batch_size_offset, params.seqlen_offset  # of this batch among the cache's sequences, and of its new tokens
-        cache = caches[self.layer_idx][first : first + len(kv)]
+        cache = caches[self.layer_idx]
+        if first + len(kv) > cache.shape[0] or begin + kv.shape[1] > cache.shape[1]:  # slices would end early, and lose what is written
+            got = f"a cache of {cache.shape[0]} sequences and {cache.shape[1]} tokens"
+            expected = f"at least {first + len(kv)} and {begin + kv.shape[1]}: raise max_batch_size or max_seqlen"
+            raise bad_argument("inference_params", got, expected)
+        cache = cache[first : first + len(kv)]
         lengths = params.lengths_per_sample
         rotates = self.rotary_emb_dim > 0
         if begin > 0 and self.use_flash_attn and not (rotates and self.rotary_emb.scale is not None):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...errors import bad_argument
+from ...errors import bad_argument, require_tensors
 
 __all__ = [
     "DropoutAddRMSNorm", "RMSNorm", "dropout_add_rms_norm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref",
@@ -53,9 +53,18 @@ def layer_norm_fn(
 
     Raises ValueError for wrong arguments.
     """
-    for name, t in (("residual", residual), ("x1", x1)):
-        if t is not None and t.shape != x.shape:
-            raise bad_argument(name, f"shape {tuple(t.shape)}", f"shape {tuple(x.shape)}, that of x")
+    require_tensors(x=x, weight=weight)
+    if not x.is_floating_point():
+        raise bad_argument("x", f"dtype {x.dtype}", "a floating-point dtype: convert x first")
+    of_shape = {
+        (x.shape, "that of x"): {"residual": residual, "x1": x1, "out": out, "residual_out": residual_out},
+        (x.shape[:-1], "that of x without its last dimension"): {"rowscale": rowscale},
+        (x.shape[-1:], "the last dimension of x"): {"weight": weight, "bias": bias, "weight1": weight1, "bias1": bias1},
+    }
+    for (shape, whose), tensors in of_shape.items():
+        for name, t in tensors.items():
+            if t is not None and t.shape != shape:  # others would broadcast
+                raise bad_argument(name, f"shape {tuple(t.shape)}", f"shape {tuple(shape)}, {whose}")
     if rowscale is not None and x1 is not None:
         raise bad_argument("rowscale", "a tensor", "None with x1")
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -327,4 +336,4 @@ def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     if not p > 0.0:
         return x, None
     keep = functional.dropout(torch.ones_like(x), p) > 0
-    return torch.where(keep, x / (1.0 - p), 0.0), keep
+    return x.masked_fill(~keep, 0.0) / max(1.0 - p, torch.finfo(x.dtype).tiny), keep  # p = 1: zeros with gradient 0, not 0 / 0
