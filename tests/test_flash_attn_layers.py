@@ -39,6 +39,18 @@ def test_unpad_input(dtype, unused):
     assert used.dtype == torch.int32 and used.tolist() == MASK.sum(1).tolist()
 
 
+def test_unpad_input_rejects_masks_of_other_shapes():
+    x = torch.randn(2, 6, 5)
+    for shape in ((3, 4), (2, 4), (1, 6), (1, 2, 6)):  # of these tokens would be kept
+        message = rf"got shape \({str(shape)[1:-1]}\), expected shape \(2, 6\), \(batch, seqlen\)"
+        with pytest.raises(ValueError, match=f"attention_mask: {message}"):
+            unpad_input(x, torch.ones(shape))
+        with pytest.raises(ValueError, match=f"unused_mask: {message}"):
+            unpad_input(x, torch.ones(2, 6), torch.zeros(shape))
+        with pytest.raises(ValueError, match=f"attention_mask_in_length: {message}"):
+            unpad_input_for_concatenated_sequences(x, torch.ones(shape, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3)])
 def test_pad_input_is_the_inverse(shape):
     x = torch.randn(4, 4, *shape, dtype=torch.float64).requires_grad_()
@@ -349,6 +361,9 @@ def ints(*values):
         ),
         (r"max_seqlen: got None", lambda x, c: apply_rotary_emb(x[0], c, c, cu_seqlens=ints(0, 5).long())),
         (r"cos: got shape \(6, 5\)", lambda x, c: apply_rotary_emb(x, torch.ones(6, 5), torch.ones(6, 5))),
+        (r"cos: got dtype torch.complex64, expected a floating", lambda x, c: apply_rotary_emb(x, torch.polar(c, c), c)),
+        (r"sin: got dtype torch.complex64", lambda x, c: apply_rotary_emb_torch(x, c[:5], torch.polar(c, c)[:5])),
+        (r"x: got None, expected a tensor", lambda x, c: apply_rotary_emb(None, c, c)),
         (r"sin: got shape \(6, 3\), expected cos' shape \(6, 4\)", lambda x, c: apply_rotary_emb(x, c, c[:, :3])),
         (r"cos: got 6 positions, expected at least 7", lambda x, c: apply_rotary_emb(x, c, c, seqlen_offsets=2)),
         (r"cos: got 4 positions, expected at least 5", lambda x, c: apply_rotary_emb(x, c[:4], c[:4], seqlen_offsets=ints(0, 0))),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import require_tensors
+from .errors import bad_argument, require_tensors
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences"]
 
@@ -39,6 +39,7 @@ def unpad_input(
     int32 (batch).
     """
     require_tensors(hidden_states=hidden_states, attention_mask=attention_mask)
+    _check_shapes(hidden_states, attention_mask=attention_mask, unused_mask=unused_mask)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     return *_keep(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), attention_mask.sum(-1, dtype=torch.int32)
 
@@ -53,9 +54,18 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
     Returns the tokens, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens, int32
     (sequences + 1); and the longest sequence's length, an int.
     """
+    require_tensors(hidden_states=hidden_states, attention_mask_in_length=attention_mask_in_length)
+    _check_shapes(hidden_states, attention_mask_in_length=attention_mask_in_length)
     tokens = attention_mask_in_length.sum(-1, keepdim=True)
     kept = torch.arange(attention_mask_in_length.shape[-1], device=tokens.device) < tokens
     return _keep(hidden_states, kept, attention_mask_in_length[attention_mask_in_length != 0])
+
+
+def _check_shapes(hidden_states: Tensor, **masks: Tensor | None) -> None:
+    """Raises ValueError for a mask that does not have hidden_states' batch and seqlen: others would keep other tokens."""
+    for name, mask in masks.items():
+        if mask is not None and (mask.dim() != 2 or mask.shape != hidden_states.shape[:2]):
+            raise bad_argument(name, f"shape {tuple(mask.shape)}", f"shape {tuple(hidden_states.shape[:2])}, (batch, seqlen)")
 
 
 def _keep(hidden_states: Tensor, kept: Tensor, seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:

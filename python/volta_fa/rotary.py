@@ -72,7 +72,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
     Returns a tensor like x. Raises ValueError for wrong arguments.
     """
-    require_tensors(x=x, cos=cos, sin=sin)
+    _check_tables(x, cos, sin)
     if x.dim() != 4:
         raise bad_argument("x", f"shape {tuple(x.shape)}", "(batch, seqlen, nheads, headdim)")
     half, allowed = cos.shape[-1], (x.shape[1:2], x.shape[:2])
@@ -113,7 +113,7 @@ def _check_shapes(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> None:
     """Raises ValueError for wrong arguments of `apply_rotary`."""
-    require_tensors(x=x, cos=cos, sin=sin)
+    _check_tables(x, cos, sin)
     rank, layout = (4, "(batch, seqlen, nheads, headdim)") if cu_seqlens is None else (3, "(total, nheads, headdim)")
     if x.dim() != rank:
         raise bad_argument("x", f"shape {tuple(x.shape)}", layout)
@@ -131,6 +131,14 @@ def _check_shapes(
     needed = longest if isinstance(seqlen_offsets, Tensor) else longest + seqlen_offsets
     if cos.shape[0] < needed:
         raise bad_argument("cos", f"{cos.shape[0]} positions", f"at least {needed}")
+
+
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raises ValueError for a missing tensor, and for tables that a conversion to float32 would change."""
+    require_tensors(x=x, cos=cos, sin=sin)
+    for name, t in (("cos", cos), ("sin", sin)):
+        if not t.is_floating_point():
+            raise bad_argument(name, f"dtype {t.dtype}", "a floating-point dtype: pass the real and imaginary part of a complex table")
 
 
 def _check_offsets(name: str, offsets: int | Tensor) -> None:
@@ -186,6 +194,7 @@ def apply_rotary_emb(
     max_seqlen: int | None = None,
 ) -> Tensor:
     """Computes `apply_rotary`, differentiable in x also with `inplace`; cos and sin get no gradient."""
+    require_tensors(x=x)
     options = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     return _rotate(x, [(..., cos, sin)], inplace, options)
 
