@@ -431,6 +431,8 @@ def test_combine(backend):
     assert out is into and fa3.flash_attn_combine(outs, lses, out_dtype=torch.float16)[0].dtype == torch.float16
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     close_lse(lse, want_lse.transpose(1, 2))
+    refused(ValueError, r"lse_partial: got shape \(3, 1, 1, 2\), expected", fa3.flash_attn_combine, outs, lses[:, :, :1])
+    refused(ValueError, r"out: got shape \(2, 1, 5, 2, 8\), expected", fa3.flash_attn_combine, outs, lses, torch.stack([want, want]))
 
 
 @CPU
@@ -447,6 +449,12 @@ def test_errors(backend):
     refused(NotImplementedError, r"qv: got a tensor, expected None: call volta_fa.flash_mla", fa3.flash_attn_with_kvcache, q, q, q, qv=q)
     packed = q[0], q[0], q[0], lengths, lengths, 5, 5
     refused(ValueError, r"seqused_q: got shape \(2,\).*\(1,\)", fa3.flash_attn_varlen_func, *packed, seqused_q=lengths)
+    refused(ValueError, r"k: got .* dtype torch.float16, expected .* torch.float64, with v", fa3.flash_attn_func, q, q.half(), q, qv=q)
+    refused(ValueError, r"k: got shape \(1, 4, 2, 8\)", fa3.flash_attn_func, q, q[:, :4], q, qv=q)
+    refused(
+        ValueError, r"cu_seqlens_q, cu_seqlens_k: got shapes \(2,\), \(1,\)", fa3.flash_attn_varlen_func, *packed[:4], lengths[:1], 5, 5,
+        attention_chunk=2,
+    )  # fmt: skip
     refused(ValueError, r"q, k, v: got shapes", fa3.flash_attn_func, q, q, q[:, :4], attention_chunk=2)
     refused(ValueError, r"q, k, v: got shapes", fa3.flash_attn_func, *packed[:3], attention_chunk=2)
     refused(ValueError, r"qkv: got shape \(1, 5, 2, 8\) with num_heads_q=1", fa3.flash_attn_qkvpacked_func, q, num_heads_q=1)

@@ -138,7 +138,10 @@ def flash_attn_varlen_func(
 
     Returns out, (total_q, nheads, headdim_v); with return_attn_probs out and softmax_lse (float32, (nheads, total_q)).
     """
-    require_tensors(cu_seqlens_q=cu_seqlens_q)
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_k.shape != cu_seqlens_q.shape:
+        got = f"shapes {tuple(cu_seqlens_q.shape)}, {tuple(cu_seqlens_k.shape)}"
+        raise bad_argument("cu_seqlens_q, cu_seqlens_k", got, "(batch + 1,) for both")
     for name, t in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if t is not None and (t.dtype != torch.int32 or t.shape != (len(cu_seqlens_q) - 1,)):
             expected = f"shape ({len(cu_seqlens_q) - 1},) of dtype torch.int32, one length for each sequence"
@@ -279,6 +282,12 @@ def flash_attn_combine(
 
     Returns out, (..., nheads, headdim_v), and softmax_lse, (..., nheads).
     """
+    require_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    if lse_partial.shape != out_partial.shape[:-1]:  # others might broadcast
+        expected = f"shape {tuple(out_partial.shape[:-1])}, that of out_partial without the headdim"
+        raise bad_argument("lse_partial", f"shape {tuple(lse_partial.shape)}", expected)
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise bad_argument("out", f"shape {tuple(out.shape)}", f"shape {tuple(out_partial.shape[1:])}, that of one set")
     softmax_lse = lse_partial.logsumexp(0)
     weights = (lse_partial - softmax_lse).exp().masked_fill(lse_partial == -math.inf, 0.0)
     result = (weights[..., None] * out_partial).sum(0).to(out_dtype or out_partial.dtype)
@@ -335,6 +344,10 @@ def _attention(
             raise bad_argument("qv", f"shape {tuple(qv.shape)}", f"shape {(*q.shape[:-1], v.shape[-1])}, that of out")
         if qv.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
             raise bad_argument("qv", f"dtype {qv.dtype}", f"{q.dtype}, q's")
+        if k.shape[:-1] != v.shape[:-1] or (k.dtype != v.dtype and not torch.is_autocast_enabled(q.device.type)):
+            # torch.cat below would give both one dtype
+            got = f"shape {tuple(k.shape)} of dtype {k.dtype}"
+            raise bad_argument("k", got, f"shape {(*v.shape[:-1], q.shape[-1])} of dtype {v.dtype}, with v")
         if q.shape[-1] + v.shape[-1] > MAX_HEADDIM:
             got = f"headdim {q.shape[-1]} and headdim_v {v.shape[-1]}"
             expected = f"at most {MAX_HEADDIM} together: call torch.ops.volta_fa.fwd_mla with a cache of latents"
