@@ -232,6 +232,8 @@ def test_errors(backend):
     ):
         varlen(ValueError, message, leftpad_k=backend.ints([left]), seqused_k=backend.ints([used]))
     left = lengths[0][:1]
+    longer = torch.cat((rows, rows))
+    refused(ValueError, "v: got 18 rows, expected 9, as k", _flash_attn_varlen_forward, rows, rows, longer, *lengths, leftpad_k=left)
     for ends in ([0, 9, 4], [0, 5, 12]):  # impossible cu_seqlens_k beside cu_seqlens_q of two sequences
         arguments = rows, rows, rows, backend.ints([0, 4, 9]), backend.ints(ends), *lengths[2:]
         refused(ValueError, "cu_seqlens_k: got ", _flash_attn_varlen_forward, *arguments, leftpad_k=backend.ints([0, 0]))

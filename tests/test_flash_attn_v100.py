@@ -52,6 +52,8 @@ def test_arguments_of_2023_and_of_2026(backend):
     message = "dropout_p: got 0.3 as the only argument after v, expected its name"
     refused(ValueError, message, v100.flash_attn_func, q, k, v, 0.3, causal=True)
     refused(TypeError, "got 6 arguments by position", v100.flash_attn_func, q, k, v, 0.3, True, (-1, -1))
+    lengths = torch.tensor([0.0, 4.5]), torch.tensor([0, 4])
+    refused(ValueError, "cu_seqlens_q: got dtype torch.float32, expected an integer", v100.flash_attn_varlen_func, q, k, v, *lengths, 4, 4)
 
 
 @BACKENDS

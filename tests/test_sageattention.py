@@ -205,6 +205,7 @@ def test_invalid_packed_sequences_are_refused(backend):
     q, k, v = (t[0] for t in inputs())
     packed = (q, k, v, torch.tensor([0, 33]), torch.tensor([0, 70]), 33, 70)
     refused(ValueError, "is_causal: got True with sequences that have more keys", varlen, *packed, is_causal=True)
+    refused(ValueError, "cu_seqlens_k: got dtype torch.float32, expected an integer", varlen, *packed[:4], torch.tensor([0, 70.5]), 33, 70)
     # totals and longest lengths agree, but not the lengths of each sequence
     starts = torch.tensor([0, 13, 33], dtype=torch.int32), torch.tensor([0, 20, 33], dtype=torch.int32)
     message = "sageattn_varlen: is_causal: got True with sequences that have more keys or more queries"

@@ -316,10 +316,16 @@ def _int32(name: str, t: Tensor | None, q: Tensor) -> Tensor | None:
     """Returns a tensor (batch) of any integer dtype as int32."""
     if t is None:
         return None
-    if t.dtype not in _INTEGERS:
-        raise bad_argument(name, f"dtype {t.dtype}", "an integer dtype")
     if t.shape != q.shape[:1]:
         raise bad_argument(name, f"shape {tuple(t.shape)}", f"shape (batch,), here ({q.shape[0]},)")
+    return as_int32(name, t)
+
+
+def as_int32(name: str, t: Tensor) -> Tensor:
+    """Returns a tensor of any integer dtype, the argument `name`, as int32. Raises ValueError for others, which would be truncated."""
+    require_tensors(**{name: t})
+    if t.dtype not in _INTEGERS:
+        raise bad_argument(name, f"dtype {t.dtype}", "an integer dtype")
     return with_unit_stride(t.to(torch.int32))
 
 

@@ -285,6 +285,8 @@ def _without_padding(
     for name, t in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
         if t is not None and (t.shape != lengths.shape or t.dtype != torch.int32 or t.device != lengths.device):
             raise bad_argument(name, _describe(t), f"{_describe(lengths)}, one number for each sequence")
+    if v.shape[:1] != k.shape[:1]:  # the rows of k would be taken of v
+        raise bad_argument("v", f"{v.shape[0]} rows", f"{k.shape[0]}, as k")
     token = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
     sequence = torch.bucketize(token, cu_seqlens_k[1:], right=True).clamp_(max=lengths.shape[0] - 1)
     first, length = cu_seqlens_k[sequence], lengths[sequence].clamp(min=1)

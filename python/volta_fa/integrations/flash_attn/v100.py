@@ -53,8 +53,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any)
 @functools.wraps(interface.flash_attn_varlen_func, assigned=())
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *args: Any, **options: Any) -> Any:
     """Computes flash-attn's function. Lengths have any integer dtype."""
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return interface.flash_attn_varlen_func(q, k, v, cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32), *args, **options)
+    lengths = interface.as_int32("cu_seqlens_q", cu_seqlens_q), interface.as_int32("cu_seqlens_k", cu_seqlens_k)
+    return interface.flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
 
 
 flash_attn_gpu = flash_attn_func

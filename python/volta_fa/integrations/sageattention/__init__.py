@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument
-from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
+from ..flash_attn.interface import as_int32  # a tensor of any integer dtype
 
 __all__ = [
     "sageattn", "sageattn_qk_int8_pv_fp8_cuda", "sageattn_qk_int8_pv_fp8_cuda_sm90", "sageattn_qk_int8_pv_fp16_cuda",
@@ -138,7 +138,7 @@ def sageattn_varlen(
         raise bad_argument("attn_mask", "a mask", "None: packed sequences take none. Use sageattn", op=op, error=NotImplementedError)
     _check_choices(op, kwargs)
     is_same = cu_seqlens_q is cu_seqlens_k
-    cu_seqlens_q, cu_seqlens_k = with_unit_stride(cu_seqlens_q.to(torch.int32)), with_unit_stride(cu_seqlens_k.to(torch.int32))
+    cu_seqlens_q, cu_seqlens_k = as_int32("cu_seqlens_q", cu_seqlens_q), as_int32("cu_seqlens_k", cu_seqlens_k)
     # SageAttention's causal mask begins at a sequence's first query, volta_fa's at its last
     if is_causal and not is_same and not torch.equal(cu_seqlens_q, cu_seqlens_k):
         found = "True with sequences that have more keys or more queries"
