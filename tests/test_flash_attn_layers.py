@@ -364,6 +364,8 @@ def ints(*values):
         (r"cos: got dtype torch.complex64, expected a floating", lambda x, c: apply_rotary_emb(x, torch.polar(c, c), c)),
         (r"sin: got dtype torch.complex64", lambda x, c: apply_rotary_emb_torch(x, c[:5], torch.polar(c, c)[:5])),
         (r"x: got None, expected a tensor", lambda x, c: apply_rotary_emb(None, c, c)),
+        (r"qkv: got None, expected a tensor", lambda x, c: apply_rotary_emb_qkv_(None, c, c)),
+        (r"kv: got None, expected a tensor", lambda x, c: apply_rotary_emb_kv_(None, c, c)),
         (r"sin: got shape \(6, 3\), expected cos' shape \(6, 4\)", lambda x, c: apply_rotary_emb(x, c, c[:, :3])),
         (r"cos: got 6 positions, expected at least 7", lambda x, c: apply_rotary_emb(x, c, c, seqlen_offsets=2)),
         (r"cos: got 4 positions, expected at least 5", lambda x, c: apply_rotary_emb(x, c[:4], c[:4], seqlen_offsets=ints(0, 0))),

@@ -221,6 +221,7 @@ def apply_rotary_emb_qkv_(
 
     Returns qkv. Raises ValueError for shapes that do not match.
     """
+    require_tensors(qkv=qkv)
     q: tuple[slice | int, ...]
     k: tuple[slice | int, ...]
     if qkv.dim() == 5 and qkv.shape[2] == 3:
@@ -238,6 +239,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0) -> Tensor:
     """Rotates k inside kv, (batch, seqlen, 2, nheads_k, headdim), in place, and returns kv. Raises ValueError for
     shapes that do not match."""
+    require_tensors(kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise bad_argument("kv", f"shape {tuple(kv.shape)}", "(batch, seqlen, 2, nheads_k, headdim)")
     k = (slice(None), slice(None), 0)
