@@ -107,6 +107,15 @@ def test_quantized_against_fp64(backend, case):
     check(backend, case)
 
 
+@pytest.mark.parametrize("rows", [32, 64])
+@on_cases((["sim", "cuda"], [CASES[14], *(dataclasses.replace(CASES[14], kv_dtype=kv_dtype) for kv_dtype in QUANTIZED)]))
+def test_tiles_of_many_rows(backend, case, rows, force):
+    """Without a tuning, only more rows or tokens take them."""
+    formats = ("", *(f"{name.removeprefix('fp8_')}_" for name in QUANTIZED))
+    force(choices=[{"pass": "DecodeMla", "variant": f"volta_mla_decode_{form}{rows}"} for form in formats])
+    check(backend, case)
+
+
 @pytest.mark.parametrize("kv_dtype", QUANTIZED)
 @on("sim", "cuda")
 def test_quantized_scales_of_any_size(backend, kv_dtype):

@@ -7,6 +7,7 @@ formats, whose last 64 columns ("positions": the rotated ones) are bf16 or fp16.
 the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). It runs a call several times (`_runs`: the
 simulator in two warp orders), and `agreed` checks that the results are bitwise identical. `refused` checks an error's words."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -209,6 +210,20 @@ MAGNITUDES = [
 
 @on_cases((CPU + KERNELS, CASES + FP16_POSITIONS), (KERNELS, SHARED), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES))
 def test_against_fp64(backend, case):
+    problem = draw(backend, case)
+    check(backend, case, run(backend, case, problem), problem)
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+@on_cases((KERNELS, [CASES[i] for i in (1, 4, 6, 7)]))
+def test_tiles_of_many_rows(backend, case, rows, force):
+    """Without a tuning, only more rows or tokens take them."""
+    kinds = itertools.product(("", "bf16_"), ("", "e4m3_"), (576, 512))
+    force(
+        choices=[
+            {"pass": "SparseMla", "variant": f"volta_sparse_mla_{dtype}{rows_of}{headdim}x{rows}"} for dtype, rows_of, headdim in kinds
+        ]
+    )
     problem = draw(backend, case)
     check(backend, case, run(backend, case, problem), problem)
 

@@ -82,6 +82,18 @@ fn sparse_latents_have_their_own_headdim() {
     assert!(error.contains("excluded because they failed"), "{error}");
 }
 
+/// Calls of at most 256 rows over at most 16,400 latents take tiles of 16 rows on a V100, unless a row's bits must not depend on the batch.
+#[test]
+fn few_rows_over_few_latents_take_small_tiles() {
+    for (batch, seqlen_k, heads, rows) in
+        [(1, 16_400, 128, 16), (2, 8_200, 128, 16), (3, 100, 128, 64), (1, 16_401, 128, 64), (1, 16_401, 32, 32), (8, 2_050, 32, 16)]
+    {
+        let dense = Attention { batch, seqlen_k, ..latents(heads, 1) };
+        assert_eq!(plan(&dense, false, &V100).kernel.variant.block_rows, rows, "{batch} {seqlen_k} {heads}");
+        assert_eq!(plan::sparse_mla(&dense, &V100).unwrap().kernel.variant.block_rows, rows);
+    }
+}
+
 #[test]
 fn every_variant_of_the_indexer_is_chosen() {
     let mut unused: Vec<_> = kernels::variants().filter(|v| v.pass == Pass::Indexer).map(|v| v.name).collect();
@@ -112,7 +124,8 @@ fn every_variant_is_chosen_for_some_problem() {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name); // 5 tokens
             for (heads, batch_invariant) in [1, 16, 32, 64, 128].into_iter().flat_map(|heads| [(heads, false), (heads, true)]) {
                 let features = RequestedFeatures { batch_invariant, ..Default::default() };
-                let a = Attention { features, ..with_format(latents(heads, 1), format) };
+                // over few latents, few rows take the smallest tile
+                let a = Attention { features, seqlen_k: 8000, ..with_format(latents(heads, 1), format) };
                 let planned = plan::decode(&a, false, &d);
                 assert_eq!(planned.is_ok(), format.info().of_latents, "{}", format.name());
                 if let Ok(p) = planned {
