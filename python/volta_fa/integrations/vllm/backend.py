@@ -50,6 +50,11 @@ class VoltaMetadata(paged.Batch, AttentionMetadata):
     slot_mapping: Tensor | None = None
 
 
+def answer(value: bool) -> Any:
+    """Returns a class method without arguments that returns `value`: the form of vLLM's questions about a backend."""
+    return classmethod(lambda cls: value)
+
+
 def _has_spans(vllm_config: Any) -> bool:  # whether the model's image tokens see each other (`spans`)
     return getattr(getattr(vllm_config, "model_config", None), "is_mm_prefix_lm", False)
 
@@ -254,30 +259,15 @@ class VoltaBackend(AttentionBackend):
         """Returns True for decoders, encoders and attention between both."""
         return attn_type in (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Returns True: the kernels have sinks, as gpt-oss uses them."""
-        return True
+    supports_sink = answer(True)  # the kernels have sinks, as gpt-oss uses them
+    supports_batch_invariance = answer(True)  # with VLLM_BATCH_INVARIANT every call is batch-invariant, and no prefix is shared
+    supports_sliding_window = answer(True)  # (0.33)
+    supports_non_causal = answer(True)  # (0.33)
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
         """Returns whether vLLM's metadata has the spans of images, whose queries also see later tokens: from 0.26 on."""
         return "mm_req_doc_ranges" in CommonAttentionMetadata.__dataclass_fields__
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Returns True: with VLLM_BATCH_INVARIANT every call is batch-invariant, and no prefix is shared."""
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """(0.33) Returns True."""
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """(0.33) Returns True."""
-        return True
 
 
 class VoltaV100Backend(VoltaBackend):

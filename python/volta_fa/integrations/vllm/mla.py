@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, ML
 
 from ...errors import bad_argument
 from . import paged
-from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
+from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder, answer
 from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
 
 #: Columns of the rotary part after a latent, in all MLA models so far.
@@ -99,6 +99,10 @@ class VoltaMLABackend(VoltaBackend):
     """Tells vLLM what the backend supports, before it builds a model."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [name for name in VoltaBackend.supported_kv_cache_dtypes if name != paged.INT8K_INT4V]
+    is_mla = answer(True)
+    supports_mm_prefix = answer(False)  # neither form of latent attention has spans, runs of image tokens that see each other
+    supports_sink = answer(False)  # no model has latents and sinks
+    supports_sliding_window = answer(False)  # (0.33)
 
     @staticmethod
     def get_impl_cls() -> type[VoltaMLAImpl]:
@@ -134,26 +138,6 @@ class VoltaMLABackend(VoltaBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Returns True for decoders."""
         return attn_type == AttentionType.DECODER
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Returns False: neither form of latent attention has spans, runs of image tokens that see each other."""
-        return False
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Returns False: no model has latents and sinks."""
-        return False
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """(0.33) Returns False."""
-        return False
 
 
 class VoltaMLAImpl(MLAAttentionImpl):
