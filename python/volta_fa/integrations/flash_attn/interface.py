@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import MAX_HEADDIM, with_unit_stride  # the latter: a copy of tensors whose last dimension is not contiguous
+from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -84,8 +84,7 @@ def flash_attn_kvpacked_func(
     """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
     `kv`: (batch, seqlen_k, 2, nheads_k, headdim)."""
     k, v = _unbind("kv", kv, "batch, seqlen_k", 2)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -102,8 +101,7 @@ def flash_attn_qkvpacked_func(
     """Computes `flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor too.
     `qkv`: (batch, seqlen, 3, nheads, headdim)."""
     q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -283,7 +281,10 @@ def flash_attn_with_kvcache(
     memory of other entries for it.
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_headdims(q, k_cache, v_cache)
+    for name, operand in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if operand.dim() != 4:
+            expected = "rank 4, (batch, seqlen, nheads, headdim)"
+            raise bad_argument(name, f"a tensor of rank {operand.dim()} with shape {tuple(operand.shape)}", expected)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     batch = q.shape[0]
     if k is None:
@@ -370,18 +371,6 @@ def _options(
 def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Calls `volta_fa::fwd` for tensors of any strides; it requires a contiguous last dimension."""
     return torch.ops.volta_fa.fwd(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), **options)
-
-
-def _check_headdims(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises the operator's errors about rank and headdim under the argument names of `flash_attn_with_kvcache`."""
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if t.dim() != 4:
-            expected = "rank 4, (batch, seqlen, nheads, headdim)"
-            raise bad_argument(name, f"a tensor of rank {t.dim()} with shape {tuple(t.shape)}", expected)
-        if not 1 <= t.shape[-1] <= MAX_HEADDIM:
-            raise bad_argument(name, f"headdim {t.shape[-1]}", f"a headdim from 1 to {MAX_HEADDIM}")
-    if k_cache.shape[-1] != q.shape[-1]:
-        raise bad_argument("k_cache", f"headdim {k_cache.shape[-1]}", f"headdim {q.shape[-1]}, that of q")
 
 
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
