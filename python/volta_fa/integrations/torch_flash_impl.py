@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import bad_argument
 from ..operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
-from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
+from .flash_attn.interface import _lengths, _options  # arguments of volta_fa's operators by name
 
 #: The name for `activate_flash_attention_impl`.
 NAME = "VOLTA"
@@ -51,8 +51,9 @@ def _register_kernels() -> _Handle:
     return _Handle(library)
 
 
-def _bound(window: int | None) -> int:
-    return -1 if window is None else max(-1, window)  # -1: no limit
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    """Returns flash-attn's window_size, in which -1 is no limit."""
+    return -1 if left is None else left, -1 if right is None else right
 
 
 def _no_random_numbers(q: Tensor) -> Tensor:
@@ -89,14 +90,7 @@ def _forward(
     Returns out, softmax_lse, rng_state, unused and an empty debug mask."""
     if return_debug_mask:
         raise bad_argument("return_debug_mask", True, "False: the probabilities are never in memory", error=NotImplementedError)
-    options: dict[str, Any] = {
-        "softmax_scale": scale,
-        "is_causal": is_causal,
-        "window_left": _bound(window_size_left),
-        # volta_fa rejects a positive window_right with is_causal, which limits it to 0 anyway
-        "window_right": -1 if is_causal else _bound(window_size_right),
-        "alibi_slopes": with_unit_stride(alibi_slopes),
-    }
+    options = _options(scale, is_causal, _window(window_size_left, window_size_right), softcap=0.0, alibi_slopes=alibi_slopes)
     q, k, v = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     cum_seq_q, cum_seq_k, seqused_k, block_table = (with_unit_stride(t) for t in (cum_seq_q, cum_seq_k, seqused_k, block_table))
     if cum_seq_q is not None:
@@ -150,16 +144,14 @@ def _backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implements `aten::_flash_attention_backward`."""
-    options: dict[str, Any] = {}
+    options = _options(scale, is_causal, _window(window_size_left, window_size_right), softcap=0.0, alibi_slopes=None)
     # the schema requires both tensors, so a dense call gives None or empty ones
     if cum_seq_q is not None and cum_seq_k is not None and cum_seq_q.numel():
-        options = _lengths(cum_seq_q, cum_seq_k, max_q, max_k)
+        options |= _lengths(cum_seq_q, cum_seq_k, max_q, max_k)
     q, k, v = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     dq, dk, dv, _, _ = torch.ops.volta_fa.bwd(
         grad_out, q, k, v, out, logsumexp, rng_state=rng_state.view(torch.int64) if dropout_p else None,
-        dropout_p=dropout_p, softmax_scale=scale, is_causal=is_causal, window_left=_bound(window_size_left),
-        window_right=-1 if is_causal else _bound(window_size_right),
-        deterministic=torch.are_deterministic_algorithms_enabled(), **options,
+        dropout_p=dropout_p, deterministic=torch.are_deterministic_algorithms_enabled(), **options,
     )  # fmt: skip
     return dq, dk, dv
 
