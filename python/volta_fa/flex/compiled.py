@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from ..block_mask import BlockMask, kept  # kept: a cache of packed masks
 from ..block_mask.cells import grid_shape
 from ..block_mask.recording import recorded  # a mask function as a list of operations, if possible
-from ..block_mask.source import NO_BLOCKS, expanded, is_trivial, made_of  # made_of: a mask before it is packed, from torch's fields
+from ..block_mask.source import NO_BLOCKS, Source, expanded, is_trivial  # Source: a mask before it is packed
 from . import attention
 from .attend import attend, check_arguments, check_operands, results  # attend: by volta_fa::fwd; checks; results: as torch returns them
 from .score_mod import Scores, Unrecognized, recognize  # recognize: what a score function does, else raises Unrecognized
@@ -263,14 +263,15 @@ def _pack_mask(
 
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
         read = recorded(mask_mod, counts.device) if program else None
-        sizes = (block_size[0], block_size[1]), (seq_lengths[0], seq_lengths[1])
-        mask = kept.block_mask_of(made_of((counts, indices, full_counts, full_indices), read, *sizes, batch, heads))
-    # copies, because compiled programs may reuse the memory of results, and the cache owns the mask's
-    none = torch.zeros(1, 256, dtype=torch.int32, device=counts.device)
-    lists, bits, lists_t, bits_t = (
-        none.clone() if t is None else t.clone() for t in (mask.block_lists, mask.block_bits, mask.block_lists_t, mask.block_bits_t)
-    )
-    return lists, bits, lists_t, bits_t
+        lists, lengths = (counts, indices, full_counts, full_indices), (seq_lengths[0], seq_lengths[1])
+        source = Source(read, lengths, batch, heads, counts.device, lists, (block_size[0], block_size[1]))
+        mask = kept.block_mask_of(source)
+
+    def copied(t: Tensor | None) -> Tensor:
+        """Returns a copy, because compiled programs may reuse the memory of results, and the cache owns the mask's."""
+        return torch.zeros(1, 256, dtype=torch.int32, device=counts.device) if t is None else t.clone()
+
+    return copied(mask.block_lists), copied(mask.block_bits), copied(mask.block_lists_t), copied(mask.block_bits_t)
 
 
 @_pack_mask.register_fake
