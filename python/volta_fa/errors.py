@@ -33,6 +33,15 @@ def require_tensors(**tensors: Tensor | None) -> None:
             raise bad_argument(name, "None", "a tensor")
 
 
+def require_none(
+    expected: str, *, got: str | None = "a tensor", op: str = "", error: type[Exception] = NotImplementedError, **arguments: object
+) -> None:
+    """Raises `bad_argument` for the first of `arguments` that is not None. `got`: describes it; None: its value does."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise bad_argument(name, value if got is None else got, expected, op=op, error=error)
+
+
 class CommandError(Exception):
     """A command cannot do what was asked. The message is one line for the user."""
 

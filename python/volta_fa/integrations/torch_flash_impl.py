@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import bad_argument
+from ..errors import bad_argument, require_none
 from ..operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 from .flash_attn.interface import _lengths, _options  # arguments of volta_fa's operators by name
 
@@ -107,10 +107,8 @@ def _forward(
     if cum_seq_k is not None:
         options |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        for name, t in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
-            if t is not None:
-                expected = "None: aten::_flash_attention_backward has no such argument"
-                raise bad_argument(name, "a tensor with inputs that require grad", expected, error=NotImplementedError)
+        got, expected = "a tensor with inputs that require grad", "None: aten::_flash_attention_backward has no such argument"
+        require_none(expected, got=got, seqused_k=seqused_k, alibi_slopes=alibi_slopes)
     out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=dropout_p, seqused_k=seqused_k, **options)
     rng_state = rng_state.view(torch.uint64) if dropout_p else _no_random_numbers(q)
     return out, softmax_lse, rng_state, _unused(q), q.new_empty(0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument, require_tensors
+from ...errors import bad_argument, require_none, require_tensors
 
 # `in_range` returns which values are possible, and raises for the others where values are read. `with_unit_stride` copies tensors whose
 # last dimension is not contiguous.
@@ -204,9 +204,7 @@ def flash_attn_with_kvcache(
     Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    if qv is not None:
-        remedy = "None: call volta_fa.flash_mla.flash_mla_with_kvcache, or torch.ops.volta_fa.fwd_mla, with a cache of latents"
-        raise bad_argument("qv", "a tensor", remedy, error=NotImplementedError)
+    require_none("None: call volta_fa.flash_mla.flash_mla_with_kvcache, or torch.ops.volta_fa.fwd_mla, with a cache of latents", qv=qv)
     _check_dtype(q)
     if (k is None) != (v is None):
         missing, there = ("k", "v") if k is None else ("v", "k")
@@ -388,8 +386,8 @@ def _chunked_cache(
     cu_seqlens_q, max_seqlen_q = queries["cu_seqlens_q"], queries["max_seqlen_q"]
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     lengths = cache["cache_seqlens"]
-    if cache["leftpad_k"] is not None and cache["block_table"] is not None:
-        raise bad_argument("cache_leftpad", "a tensor", "None with page_table", error=NotImplementedError)
+    if cache["block_table"] is not None:
+        require_none("None with page_table", cache_leftpad=cache["leftpad_k"])
     one_key = options | {"window_left": 0, "window_right": 0}
     first = q[:, :1] if cu_seqlens_q is None else q  # of equal numbers of queries one is enough
     _, checked = torch.ops.volta_fa.fwd_kvcache(first, k_cache, v_cache, *new, **cache, **queries, **appended, **one_key)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument, require_tensors
+from ...errors import bad_argument, require_none, require_tensors
 from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = [
@@ -288,9 +288,7 @@ def flash_attn_with_kvcache(
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     batch = q.shape[0]
     if k is None:
-        for name, t in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
-            if t is not None:
-                raise bad_argument(name, "a tensor", "None: k is not given")
+        require_none("None: k is not given", error=ValueError, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     elif v is None:
         raise bad_argument("v", "None", "a value: k is given")
     if isinstance(cache_seqlens, (int, torch.SymInt)):

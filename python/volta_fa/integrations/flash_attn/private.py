@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument, require_tensors
+from ...errors import bad_argument, require_none, require_tensors
 
 # `in_range` returns which values are possible, and raises for the others where values are read. `with_unit_stride` copies a tensor unless
 # its last dimension is contiguous.
@@ -104,8 +104,7 @@ def _flash_attn_varlen_forward(
     if return_softmax and (leftpad_k is not None or seqused_k is not None):
         raise bad_argument("return_softmax", True, "False with leftpad_k or seqused_k", error=NotImplementedError)
     if block_table is not None:
-        if leftpad_k is not None:
-            raise bad_argument("leftpad_k", "a tensor", "None with block_table", error=NotImplementedError)
+        require_none("None with block_table", leftpad_k=leftpad_k)
         if num_splits > 1:
             message = "volta_fa: num_splits > 1 is not supported with block_table, as in flash-attn: got {}, expected 0 or 1"
             raise NotImplementedError(message.format(num_splits))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...errors import bad_argument
+from ...errors import bad_argument, require_none
 from .mask_rule import NeedsTensor, pattern_of  # raises NeedsTensor for masks that are more than windows and packed sequences
 
 if TYPE_CHECKING:
@@ -93,9 +93,7 @@ class Sharded:
         query sees, its own included."""
         from ...distributed import context_parallel_attention
 
-        for name, argument in unsupported.items():
-            if argument is not None:
-                raise bad_argument(name, "it with context_parallel", "None", error=NotImplementedError)
+        require_none("None", got="it with context_parallel", **unsupported)
         if query.shape[2] != key.shape[2]:
             got = f"{key.shape[2]} keys for {query.shape[2]} queries with context_parallel"
             raise bad_argument("key", got, "training, without a cache", error=NotImplementedError)

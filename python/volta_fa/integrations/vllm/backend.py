@@ -29,7 +29,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ...errors import bad_argument
+from ...errors import bad_argument, require_none
 from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE  # columns; tokens
 from . import paged
 from .paged import anchored_window
@@ -304,14 +304,11 @@ class VoltaAttentionImpl(AttentionImpl):
     ) -> None:
         paged.check_cache_dtype(kv_cache_dtype)
         if getattr(self, "dcp_world_size", 1) > 1:
-            unsupported = {
-                "alibi_slopes": alibi_slopes, "sliding_window": sliding_window,
-                "kv_sharing_target_layer_name": kv_sharing_target_layer_name, "VOLTA_FA_VLLM_ANCHORED_WINDOW": anchored_window()
-            }  # fmt: skip
-            for name, option in unsupported.items():
-                if option is not None:
-                    expected = "None with decode context parallelism: remove --decode-context-parallel-size"
-                    raise bad_argument(name, option, expected, error=NotImplementedError)
+            require_none(
+                "None with decode context parallelism: remove --decode-context-parallel-size", got=None, alibi_slopes=alibi_slopes,
+                sliding_window=sliding_window, kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+                VOLTA_FA_VLLM_ANCHORED_WINDOW=anchored_window(),
+            )  # fmt: skip
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -323,9 +320,7 @@ class VoltaAttentionImpl(AttentionImpl):
         # not for layers with a sliding window of their own, whose first tokens vLLM frees
         if attn_type == AttentionType.DECODER and sliding_window is None and (given := anchored_window()) is not None:
             anchors, sliding_window = given
-            if alibi_slopes is not None:
-                expected = "None with VOLTA_FA_VLLM_ANCHORED_WINDOW: unset the variable"
-                raise bad_argument("alibi_slopes", "slopes", expected, error=NotImplementedError)
+            require_none("None with VOLTA_FA_VLLM_ANCHORED_WINDOW: unset the variable", got="slopes", alibi_slopes=alibi_slopes)
         self._attention = paged.Attention(
             {"softmax_scale": self.scale, "softcap": logits_soft_cap or 0.0, "sinks": sinks}
             | ({"batch_invariant": True} if paged.is_batch_invariant() else {}),
@@ -354,9 +349,7 @@ class VoltaAttentionImpl(AttentionImpl):
             kv_cache: (blocks, 2, block_size, num_kv_heads, head_size), or (0.33) (blocks, num_kv_heads, block_size, 2 * head_size).
             attn_metadata: None while vLLM measures memory: output becomes zeros.
         """
-        for name, t in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
-            if t is not None:
-                raise bad_argument(name, "a tensor", "None: the output is not quantized", error=NotImplementedError)
+        require_none("None: the output is not quantized", output_scale=output_scale, output_block_scale=output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         attention = self._attention.to(query.device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MLAAttentionImpl
 
-from ...errors import bad_argument
+from ...errors import bad_argument, require_none
 from . import paged
 from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder, answer
 from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
@@ -166,16 +166,10 @@ class VoltaMLAImpl(MLAAttentionImpl):
         indexer: object | None = None,
         q_pad_num_heads: int | None = None,
     ) -> None:
-        options = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
-            "indexer": indexer,
-        }
-        for name, value in options.items():
-            if value is not None:
-                raise bad_argument(name, value, "None in latent attention", error=NotImplementedError)
+        require_none(
+            "None in latent attention", got=None, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap, kv_sharing_target_layer_name=kv_sharing_target_layer_name, indexer=indexer,
+        )  # fmt: skip
         paged.check_cache_dtype(kv_cache_dtype, of_latents=True)
         paged.check_latents(head_size, kv_lora_rank)
         _use_no_prefill()
@@ -202,8 +196,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
             kv_c_normed: (tokens, kv_lora_rank); k_pe: (tokens, 1, rotary). The cache has them too.
             kv_c_and_k_pe_cache: the cache for `paged.split_latents`.
         """
-        if output_scale is not None:
-            raise bad_argument("output_scale", "a tensor", "None", error=NotImplementedError)
+        require_none("None", output_scale=output_scale)
         assert attn_metadata.prefill is not None
         arguments = kv_c_and_k_pe_cache, attn_metadata.prefill, self.expansion, self.scale, self.kv_cache_dtype, k_scale
         output.copy_(attend_to_expanded(q, kv_c_normed, k_pe, *arguments).view_as(output))
