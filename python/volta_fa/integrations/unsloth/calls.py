@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import max_headdim
+from ..devices import Devices, max_headdim
+
+#: Returns the enabled devices; None: off. Loaded models and other programs' wrappers keep the replacing functions, which ask at each call.
+Enabled = Callable[[], Devices | None]
 
 _HALF = (torch.float16, torch.bfloat16)
 _counts: Counter[tuple[str, str]] = Counter()  # of calls, by what became of them (a key of `unsloth_stats`) and the reason

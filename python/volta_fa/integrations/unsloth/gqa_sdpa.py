@@ -1,4 +1,4 @@
-"""Attention of Gemma 3 and Gemma 4 in unsloth: `make` returns the replacement for unsloth_zoo's `make_gqa_sdpa`, which `switch` installs.
+"""Attention of Gemma 3 and Gemma 4 in unsloth: a replacement for unsloth_zoo's `make_gqa_sdpa`, which `switch` installs.
 
 unsloth_zoo's layers for these models compute in float32 on GPUs without bfloat16, with masks in memory. Here causal masks and windows are
 recognized by their values, and need no memory."""
@@ -8,18 +8,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..devices import Devices
 from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from .calls import Enabled, count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
-NAME = "make_gqa_sdpa"
+_NAME = "make_gqa_sdpa"
 _PARAMETERS = ("scaled_dot_product_attention",)
 #: A module that keeps q, k and v of Qwen3-MoE in float32, because its gradients overflow in float16: unsloth's function runs for it.
 _FLOAT32_MODULE = "unsloth_zoo.temporary_patches.qwen3_moe_float32"
@@ -32,20 +30,15 @@ _MAX_KNOWN = 8
 _known_windows: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
 
 
-def check() -> tuple[ModuleType, Any]:
-    """Returns the module and its function. Raises ImportError, with the versions, if unsloth_zoo has changed them."""
+def replacements(enabled: Enabled) -> list[releases.Replacement]:
+    """Returns a function that takes the place of unsloth_zoo's. unsloth calls it when it loads a model, and the model's layers keep the
+    function that it returns, of tensors (batch, nheads, seqlen, headdim) with `groups` query heads for each KV head.
+    Raises ImportError, with the versions, if unsloth_zoo has changed what it replaces."""
     module = releases.module(MODULE)
     releases.module(_FLOAT32_MODULE)
-    original = releases.find_function(module, NAME, _PARAMETERS)
+    original = releases.find_function(module, _NAME, _PARAMETERS)
     made = original(torch.nn.functional.scaled_dot_product_attention)
-    releases.check_parameters(f"{MODULE}.{NAME}(...)", made, _INNER_PARAMETERS)
-    return module, original
-
-
-def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) -> Callable[..., Any]:
-    """Returns the function that takes the place of `original`. unsloth calls it when it loads a model, and the model's layers keep the
-    function that it returns, of tensors (batch, nheads, seqlen, headdim) with `groups` query heads for each KV head. So that function
-    asks `enabled` for the devices at each call; None: off."""
+    releases.check_parameters(f"{MODULE}.{_NAME}(...)", made, _INNER_PARAMETERS)
 
     def make_gqa_sdpa(scaled_dot_product_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         theirs = original(scaled_dot_product_attention)
@@ -83,7 +76,7 @@ def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) ->
         # not compiled, like unsloth's function, because the code depends on a mask's values
         return torch.compiler.disable(gqa_sdpa, recursive=True)
 
-    return make_gqa_sdpa
+    return [(module, _NAME, make_gqa_sdpa)]
 
 
 def _is_called_by(module: str) -> bool:

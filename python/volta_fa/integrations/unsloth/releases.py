@@ -12,6 +12,8 @@ from typing import Any
 
 from ...errors import bad_argument
 
+#: A module of unsloth, the name of an attribute, and its new value.
+Replacement = tuple[ModuleType, str, Any]
 #: Releases of unsloth and unsloth_zoo that ran with this package.
 TESTED = ("2026.10.9",)
 
