@@ -1,7 +1,5 @@
 """The errors that this package raises: one format for arguments, one type for the command line."""
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@ The counts follow PyTorch's for its own attention: the matrix products with all 
 model's count does not depend on the implementation. Users import this module themselves: `import volta_fa` does not, because PyTorch's
 counter imports Triton."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

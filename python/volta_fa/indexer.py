@@ -9,8 +9,6 @@ A logit is `scale[key] * sum over heads of weights[query, head] * relu(q[query, 
 `volta_fa::indexer_logits`, which reads lengths and tables on the GPU and needs no metadata. Tensors may also be on the CPU.
 `volta_fa.flash_mla` then attends to the chosen tokens."""
 
-from __future__ import annotations
-
 from typing import Any, SupportsIndex
 
 import torch

@@ -1,8 +1,6 @@
 """What the operators require of tensors, for Python code that checks arguments before it calls them: size limits, which the native library
 publishes, dtypes, strides and values."""
 
-from __future__ import annotations
-
 import os
 from typing import TypeVar
 

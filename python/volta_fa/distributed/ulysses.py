@@ -1,8 +1,6 @@
 """Ulysses (arXiv 2309.14509): each rank exchanges its positions of all heads for all positions of its heads, and back. attention.py calls
 `to_heads` before attention, and `to_sequence` after it. Tensors are (batch, positions, heads, headdim)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

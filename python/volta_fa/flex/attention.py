@@ -1,7 +1,5 @@
 """`volta_fa.flex_attention`: torch's FlexAttention, forward and backward, on `volta_fa::fwd` and `bwd`, or else by torch's own function."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

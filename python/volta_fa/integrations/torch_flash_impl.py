@@ -8,8 +8,6 @@ volta_fa then runs `torch.nn.attention.varlen.varlen_attn`, `aten::_flash_attent
 PyTorch chooses flash attention. PyTorch never does on Volta and Turing: use `volta_fa.enable_sdpa()` there.
 Nothing falls back: arguments without a kernel raise NotImplementedError."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

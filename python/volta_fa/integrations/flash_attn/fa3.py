@@ -6,8 +6,6 @@ Arguments that choose a schedule on Hopper have no effect on the result and are 
 pack_gqa, sm_margin, scheduler_metadata. q_descale, k_descale and v_descale only scale float8 tensors, as in FlashAttention 3.
 attention_chunk and qv have gradients here, which FlashAttention 3 lacks. docs/guides/flash-attn.md lists the differences."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@
 query sees the last key. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
 docs/guides/flash-attn.md lists the differences from flash-attn."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

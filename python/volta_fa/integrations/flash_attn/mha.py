@@ -4,8 +4,6 @@
 CrossAttention, which take padding masks, call PyTorch's attention, which `volta_fa.enable_sdpa()` can route to volta_fa.
 ParallelMHA and depthwise convolutions are left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ because programs read these with `inspect`. Signatures are those of 2.8.3, with 
 docs/guides/flash-attn.md lists the differences from flash-attn.
 All raise ValueError for wrong arguments, and NotImplementedError for what this build does not support."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -6,8 +6,6 @@ Calls with a mask that is added to scores run on `volta_fa::fwd`, which is exact
 quantizations (`qk_quant_gran`, `pv_accum_dtype`, `quantization_backend`, `smooth_v`) are checked and change nothing: there is one kernel.
 Functions that multiply in fp8 raise NotImplementedError, because Volta and Turing cannot."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import torch

@@ -3,8 +3,6 @@
 `registration` registers it. It translates transformers' arguments, and masks (which `mask_function` makes), into options of
 `volta_fa::fwd`, or of `volta_fa::fwd_kvcache` for few queries and many keys, as in decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

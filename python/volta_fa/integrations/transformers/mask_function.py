@@ -3,8 +3,6 @@
 `registration` registers it. transformers passes its result to `attention` (`attention_function`) in each layer. A mask becomes a
 `MaskRule` (`mask_rule`: a few numbers instead of memory) if possible, else a `MaskRule` with a block mask, else a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What the replaced functions of unsloth (`dispatch`, `gqa_sdpa`, `sinks`) share: which calls volta_fa supports, in which dtype, and the
 counts of `unsloth_stats`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """The releases of unsloth that ran with this package, and checks that the installed one has the same functions and arguments.
 `enable_unsloth` makes the checks before it replaces anything."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """`enable_unsloth` replaces the attention functions of unsloth's modules, `disable_unsloth` restores them."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import ModuleType
