@@ -424,23 +424,23 @@ class Grid:
         return shard_ranges(seqlen, self.ring_size, r, layout, self.ulysses_size, u)
 
 
-def group_of(op: str, group: Group, *, name: str = "group") -> dist.ProcessGroup:
+def group_of(op: str, group: Group) -> dist.ProcessGroup:
     """Returns the process group of an argument. Raises ValueError if this rank is not in it, RuntimeError without process groups."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"volta_fa.distributed.{op}: no process group: call torch.distributed.init_process_group first")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             expected = "one dimension of it, as mesh['ring'], or context_parallel_attention, which takes two"
-            raise bad_argument(name, f"a mesh of {group.ndim} dimensions", expected, op=f"distributed.{op}")
+            raise bad_argument("group", f"a mesh of {group.ndim} dimensions", expected, op=f"distributed.{op}")
         if group.get_coordinate() is None:
-            raise bad_argument(name, f"a mesh without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
+            raise bad_argument("group", f"a mesh without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
         return group.get_group()
     found: Any = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         given = "the result of new_group on a rank outside it" if found == dist.GroupMember.NON_GROUP_MEMBER else repr(found)
-        raise bad_argument(name, given, f"a process group or mesh that rank {dist.get_rank()} is in", op=f"distributed.{op}")
+        raise bad_argument("group", given, f"a process group or mesh that rank {dist.get_rank()} is in", op=f"distributed.{op}")
     if dist.get_rank(found) < 0:
-        raise bad_argument(name, f"a group without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
+        raise bad_argument("group", f"a group without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
     return found
 
 

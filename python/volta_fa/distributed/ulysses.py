@@ -45,32 +45,24 @@ def _positions(order: Order, seqlen: int, device: torch.device) -> Tensor | None
     return torch.cat([torch.arange(*r) for r in ranges]).to(device, non_blocking=True)
 
 
-def _in_order(t: Tensor, order: Order) -> Tensor:
-    """Returns concatenated shards, (batch, positions, ...), in the order of their positions."""
-    where = _positions(order, t.shape[1], t.device)
-    return t if where is None else torch.empty_like(t).index_copy_(1, where, t)
-
-
-def _by_shard(t: Tensor, order: Order) -> Tensor:
-    """The inverse of `_in_order`."""
-    where = _positions(order, t.shape[1], t.device)
-    return t if where is None else t.index_select(1, where)
-
-
 def _to_heads(t: Tensor, op: str, group: dist.ProcessGroup, lengths: list[int], heads: list[tuple[int, int]], order: Order) -> Tensor:
     """Exchanges this rank's positions of all heads for all positions of `heads[this rank]`, ranges that may overlap. `lengths`: numbers of
     positions of each rank."""
     mine = heads[dist.get_rank(group)]
     sizes = [(t.shape[0], n, mine[1] - mine[0], t.shape[3]) for n in lengths]
     parts = _all_to_all(op, group, [t[:, :, first:last] for first, last in heads], sizes)
-    return _in_order(torch.cat(parts, 1), order)
+    shards = torch.cat(parts, 1)
+    where = _positions(order, shards.shape[1], shards.device)
+    return shards if where is None else torch.empty_like(shards).index_copy_(1, where, shards)
 
 
 def _to_sequence(t: Tensor, op: str, group: dist.ProcessGroup, lengths: list[int], heads: list[tuple[int, int]], order: Order) -> Tensor:
     """The reverse exchange, and the derivative of the first: sums heads that several ranks have."""
     rows, nheads = lengths[dist.get_rank(group)], heads[-1][1]
     sizes = [(t.shape[0], rows, last - first, t.shape[3]) for first, last in heads]
-    parts = _all_to_all(op, group, _by_shard(t, order).split(lengths, 1), sizes)
+    where = _positions(order, t.shape[1], t.device)
+    shards = t if where is None else t.index_select(1, where)
+    parts = _all_to_all(op, group, shards.split(lengths, 1), sizes)
     if sum(last - first for first, last in heads) == nheads:
         return torch.cat(parts, 2)
     # several ranks read the same KV heads: their gradients are summed in fp32

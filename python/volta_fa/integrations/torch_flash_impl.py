@@ -54,14 +54,9 @@ def _window(left: int | None, right: int | None) -> tuple[int, int]:
     return -1 if left is None else left, -1 if right is None else right
 
 
-def _no_random_numbers(q: Tensor) -> Tensor:
-    """Returns the rng_state of a call without dropout."""
-    return torch.empty(2, dtype=torch.uint64, device=q.device)
-
-
-def _unused(q: Tensor) -> Tensor:
-    """Returns the result that aten's schemas name `unused`, or `philox_offset`."""
-    return torch.empty((), dtype=torch.uint64, device=q.device)
+def _unused(q: Tensor, *shape: int) -> Tensor:
+    """Returns the rng_state (2) of a call without dropout, or the result () that aten's schemas name `unused`, or `philox_offset`."""
+    return torch.empty(shape, dtype=torch.uint64, device=q.device)
 
 
 def _forward(
@@ -101,14 +96,14 @@ def _forward(
             seqused_k = cum_seq_k.diff()
         options["num_splits"] = max(0, num_splits or 0)
         out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(q, k, v, cache_seqlens=seqused_k, block_table=block_table, **options)
-        return out, softmax_lse, _no_random_numbers(q), _unused(q), q.new_empty(0)
+        return out, softmax_lse, _unused(q, 2), _unused(q), q.new_empty(0)
     if cum_seq_k is not None:
         options |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
         got, expected = "a tensor with inputs that require grad", "None: aten::_flash_attention_backward has no such argument"
         require_none(expected, got=got, seqused_k=seqused_k, alibi_slopes=alibi_slopes)
     out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=dropout_p, seqused_k=seqused_k, **options)
-    rng_state = rng_state.view(torch.uint64) if dropout_p else _no_random_numbers(q)
+    rng_state = rng_state.view(torch.uint64) if dropout_p else _unused(q, 2)
     return out, softmax_lse, rng_state, _unused(q), q.new_empty(0)
 
 

@@ -56,7 +56,10 @@ def enable_xformers(device: str | torch.device | int | None = None, *, force: bo
     device that does not exist.
     """
     global _devices, _original, _replaced
-    fmha = _import_fmha()
+    try:
+        fmha = importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise ImportError(f"volta_fa.enable_xformers: it needs xformers {_RELEASES} ({error}): run `pip install xformers`") from error
     wanted = devices_of("enable_xformers", device, force)
     with _lock:
         current = getattr(fmha, _NAME, None)
@@ -99,13 +102,6 @@ def xformers_stats(reset: bool = False) -> dict[str, Any]:
 
 
 # ---- the patch point ---------------------------------------------------------------------------------------------------
-
-
-def _import_fmha() -> ModuleType:
-    try:
-        return importlib.import_module(_MODULE)
-    except ImportError as error:
-        raise ImportError(f"volta_fa.enable_xformers: it needs xformers {_RELEASES} ({error}): run `pip install xformers`") from error
 
 
 def _check_structure(fmha: ModuleType) -> None:

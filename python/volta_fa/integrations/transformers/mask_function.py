@@ -62,7 +62,8 @@ def mask(
     if sharded is not None:
         sharded.check_mask(mask_function, attention_mask)
         return None
-    if _calculates_with_masks(kwargs.get("config")):
+    config = kwargs.get("config")
+    if getattr(config, "model_type", None) in _CALCULATE_WITH_MASKS or type(config).__name__ in _CONFIGS_THAT_CALCULATE_WITH_MASKS:
         return masking_utils.eager_mask(
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
@@ -95,11 +96,6 @@ def mask(
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs,
         )  # fmt: skip
-
-
-def _calculates_with_masks(config: Any) -> bool:
-    by_class = type(config).__name__ in _CONFIGS_THAT_CALCULATE_WITH_MASKS
-    return by_class or getattr(config, "model_type", None) in _CALCULATE_WITH_MASKS
 
 
 def _is_tracing() -> bool:

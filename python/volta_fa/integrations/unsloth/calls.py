@@ -64,17 +64,12 @@ def unsloth_stats(reset: bool = False) -> dict[str, Any]:
     return result
 
 
-def count_run() -> None:
-    """Counts a call that volta_fa runs."""
+def count(kind: str, reason: str = "") -> None:
+    """Counts a call: "ran" if volta_fa runs it, "fell_back" with the reason if unsloth's function does."""
     if torch.compiler.is_compiling():
-        _count_while_tracing("traced", "")
+        _count_while_tracing("traced" if kind == "ran" else kind, reason)
     else:
-        _count("ran", "")
-
-
-def count_fallback(reason: str) -> None:
-    """Counts a call that unsloth's function runs."""
-    (_count_while_tracing if torch.compiler.is_compiling() else _count)("fell_back", reason)
+        _count(kind, reason)
 
 
 def _count(kind: str, reason: str) -> None:

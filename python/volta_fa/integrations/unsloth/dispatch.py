@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import bad_argument
 from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
 from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import Enabled, count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth.utils.attention_dispatch"
 _NAME = "_run_attention"
@@ -79,9 +79,9 @@ def replacements(enabled: Enabled) -> list[releases.Replacement]:
         if reason:
             if softcap and reason not in ("prefix", "context_parallel"):
                 raise bad_argument("softcap", f"it with a call that has no kernel ({reason})", "none", error=NotImplementedError)
-            count_fallback(reason)
+            count("fell_back", reason)
             return original(config=config, context=context, Q=Q, K=K, V=V)
-        count_run()
+        count("ran")
         if not context.is_causal:
             arguments["causal"] = False
         dtype = kernel_dtype(Q, K, V)

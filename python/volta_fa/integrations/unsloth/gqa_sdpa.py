@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import Enabled, count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
 _NAME = "make_gqa_sdpa"
@@ -64,9 +64,9 @@ def replacements(enabled: Enabled) -> list[releases.Replacement]:
             if not reason and attn_mask is not None and not _is_usable(attn_mask, query, key, is_causal):
                 reason = "attention_mask"
             if reason:
-                count_fallback(reason)
+                count("fell_back", reason)
                 return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, groups)
-            count_run()
+            count("ran")
             dtype = kernel_dtype(query, key, value)
             q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
             options = {"is_causal": is_causal} if attn_mask is None else _mask_options(attn_mask)

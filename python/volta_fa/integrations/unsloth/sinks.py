@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import Enabled, count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth_zoo.flex_attention"
 _NAME = "flex_attention_with_sink"
@@ -49,9 +49,9 @@ def replacements(enabled: Enabled) -> list[releases.Replacement]:
         if not reason and sinks is None:
             reason = "arguments"
         if reason:
-            count_fallback(reason)
+            count("fell_back", reason)
             return original(self_attn, query, key, value, attention_mask, scale, sliding_window, compile, has_static_cache)
-        count_run()
+        count("ran")
         window = sliding_window or getattr(self_attn, "sliding_window", None)
         dtype = kernel_dtype(query, key, value)
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))

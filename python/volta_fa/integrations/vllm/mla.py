@@ -171,7 +171,9 @@ class VoltaMLAImpl(MLAAttentionImpl):
             logits_soft_cap=logits_soft_cap, kv_sharing_target_layer_name=kv_sharing_target_layer_name, indexer=indexer,
         )  # fmt: skip
         paged.check_cache_dtype(kv_cache_dtype, of_latents=True)
-        paged.check_latents(head_size, kv_lora_rank)
+        if not paged.takes_latents(head_size, kv_lora_rank):
+            got = f"{head_size} with kv_lora_rank {kv_lora_rank}"
+            raise bad_argument("head_size", got, "sizes that volta_fa::fwd_mla takes", error=NotImplementedError)
         _use_no_prefill()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype

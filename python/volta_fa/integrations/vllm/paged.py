@@ -412,10 +412,3 @@ def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
     except (AttributeError, ValueError, NotImplementedError):  # AttributeError: a build without fwd_mla
         return False
     return out.shape[-1] == kv_lora_rank
-
-
-def check_latents(head_size: int, kv_lora_rank: int) -> None:
-    """Raises NotImplementedError for sizes that the operators do not support."""
-    if not takes_latents(head_size, kv_lora_rank):
-        got = f"{head_size} with kv_lora_rank {kv_lora_rank}"
-        raise bad_argument("head_size", got, "sizes that volta_fa::fwd_mla takes", error=NotImplementedError)
