@@ -4,8 +4,6 @@ All of them call `unsloth.utils.attention_dispatch.run_attention`, which calls `
 what `switch` puts in its place. The configuration that the models pass holds the arguments of flash-attn's functions, whether flash-attn is
 installed or not. The replacement calls volta_fa's functions of these names with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

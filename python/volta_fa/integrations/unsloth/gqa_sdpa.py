@@ -3,8 +3,6 @@
 unsloth_zoo's layers for these models compute in float32 on GPUs without bfloat16, with masks in memory. Here causal masks and windows are
 recognized by their values, and need no memory."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Attention of gpt-oss in unsloth's training: a replacement for unsloth_zoo's `flex_attention_with_sink`, which `switch`
 installs. unsloth_zoo calls compiled FlexAttention and scales its result by the sinks. `volta_fa::fwd` has sinks itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
