@@ -200,8 +200,9 @@ class VoltaMLAImpl(MLAAttentionImpl):
         """
         require_none("None", output_scale=output_scale)
         assert attn_metadata.prefill is not None
-        arguments = kv_c_and_k_pe_cache, attn_metadata.prefill, self.expansion, self.scale, self.kv_cache_dtype, k_scale
-        output.copy_(attend_to_expanded(q, kv_c_normed, k_pe, *arguments).view_as(output))
+        cached = paged.split_latents(kv_c_and_k_pe_cache, self.kv_cache_dtype, k_scale)
+        out = attend_to_expanded(q, (kv_c_normed, k_pe), cached, attn_metadata.prefill, self.expansion, self.scale)
+        output.copy_(out.view_as(output))
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: VoltaMLAMetadata, layer: Any
@@ -215,12 +216,9 @@ class VoltaMLAImpl(MLAAttentionImpl):
         """
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        scale = None if layer is None else layer._k_scale
         assert attn_metadata.decode is not None
-        out = paged.attend_to_latents(
-            q, kv_c_and_k_pe_cache, self.kv_lora_rank, self.scale, attn_metadata.decode, self.kv_cache_dtype, scale
-        )
-        return out, None
+        cached = paged.split_latents(kv_c_and_k_pe_cache, self.kv_cache_dtype, None if layer is None else layer._k_scale)
+        return paged.attend_to_latents(q, *cached, self.kv_lora_rank, self.scale, attn_metadata.decode), None
 
     def do_kv_cache_update(
         self,
