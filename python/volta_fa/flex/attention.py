@@ -76,8 +76,8 @@ def _run(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, block_mask: Any, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Runs the operators. Eager score functions hold their tensors themselves, so nothing is captured: ()."""
-    scores, score_mod = recognize(score_mod, (), query.dtype, query.device)
-    return attend(query, key, value, score_mod, (), scores, block_mask_of(block_mask, query, key), scale)
+    recognized = recognize(score_mod, (), query.dtype, query.device)
+    return attend(query, key, value, *recognized, block_mask_of(block_mask, query, key), scale)
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def traced(
         check_arguments(query, key, value, block_mask, enable_gqa)
         if score_mod is not None or (return_aux is not None and return_aux.max_scores):
             raise NotImplementedError("volta_fa.flex_attention: block_mask: got volta_fa.BlockMask, expected torch's in compiled code")
-        out, lse = attend(query, key, value, score_mod=None, captured=(), scores=Scores(), mask=block_mask, scale=scale)
+        out, lse = attend(query, key, value, Scores(), score_mod=None, mask=block_mask, scale=scale)
         return results(out, lse, return_lse, return_aux)
     if score_mod is None:
         score_mod = _identity
@@ -104,9 +104,9 @@ def _kernel(
             check_operands(query, key, value)
             # symbolic ints become constants, because vmap takes none for the score function's scalars
             captured = tuple(map(_constant, score_mod_other_buffers))
-            scores, recognized = recognize(score_mod, captured, query.dtype, query.device)
+            recognized = recognize(score_mod, captured, query.dtype, query.device)
             mask = None if _finds_shapes(query) else pack_mask(block_mask, mask_mod_other_buffers, query, key)
-            out, lse = attend(query, key, value, recognized, captured, scores, mask, scale)
+            out, lse = attend(query, key, value, *recognized, mask, scale)
             # to base 2 too, and in later releases with the maxima, which are not asked for
             return (out, lse / math.log(2.0), lse.new_empty(0))[: _results_of_torch()]
         except Unrecognized as unrecognized:
