@@ -156,8 +156,8 @@ def _rule(
 
 
 def _padding(tokens: Tensor, seqlen_q: int, kv_length: int, is_unlimited: bool) -> Tensor | dict[str, Any]:
-    """Returns padding as arguments of `MaskRule`, none if there is no padding; or the whole mask, if it is the range of one query's keys or
-    one row for all queries, bool (batch, 1, 1, kv_length). Raises NeedsTensor otherwise.
+    """Returns padding as arguments of `MaskRule`: {} for none. Returns a tensor if it is the whole mask: the range of one query's keys, or
+    bool (batch, 1, 1, kv_length), one row for all queries. Raises NeedsTensor otherwise.
     `tokens`: (batch, seqlen_k) bool, False for padding. `is_unlimited`: whether nothing else hides keys."""
     run_starts = _run_starts(tokens)
     token_starts = run_starts & tokens  # where runs of tokens begin

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..devices import Devices, max_headdim
 
-#: Returns the enabled devices; None: off. Loaded models and other programs' wrappers keep the replacing functions, which ask at each call.
+#: Returns the enabled devices; None: off. Replacements ask at each call, because loaded models and other programs' wrappers keep them.
 Enabled = Callable[[], Devices | None]
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -16,8 +16,8 @@ _PARAMETERS = ("self_attn", "query", "key", "value", "attention_mask", "scale", 
 
 def replacements(enabled: Enabled) -> list[releases.Replacement]:
     """Returns a function that takes the place of unsloth_zoo's: of query, key and value (batch, nheads, seqlen, headdim), with a result
-    (batch, seqlen, nheads, headdim). None where unsloth_zoo has no function, because this PyTorch or machine has no FlexAttention: gpt-oss
-    then runs eager attention of transformers. Raises ImportError, with the versions, if unsloth_zoo has changed what it replaces."""
+    (batch, seqlen, nheads, headdim). Returns [] where unsloth_zoo has no function, because this PyTorch or machine has no FlexAttention:
+    gpt-oss runs eager attention of transformers then. Raises ImportError, with the versions, if unsloth_zoo has changed its function."""
     module = releases.module(MODULE)
     if releases.find(module, _NAME) is None and not releases.find(module, "HAS_FLEX_ATTENTION"):
         return []
