@@ -50,7 +50,7 @@ class VoltaMetadata(paged.Batch, AttentionMetadata):
     slot_mapping: Tensor | None = None
 
 
-def answer(value: bool) -> Any:
+def answer(value: object) -> Any:
     """Returns a class method without arguments that returns `value`: the form of vLLM's questions about a backend."""
     return classmethod(lambda cls: value)
 
@@ -196,20 +196,13 @@ class VoltaBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar[list[Any]] = paged.cache_dtypes(beside_codes=hasattr(AttentionBackend, "customize_spec"))
     forward_includes_kv_cache_update = False  # vLLM calls `do_kv_cache_update` before `forward`
 
-    @staticmethod
-    def get_name() -> str:
-        """Returns the registered name."""
-        return "CUSTOM"
+    get_name = answer("CUSTOM")  # the registered name
+    get_builder_cls = answer(VoltaMetadataBuilder)
 
     @staticmethod
     def get_impl_cls() -> type[VoltaAttentionImpl]:
         """Returns the class of a layer's attention."""
         return VoltaAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[VoltaMetadataBuilder]:
-        """Returns the class that builds a step's metadata."""
-        return VoltaMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -273,10 +266,7 @@ class VoltaBackend(AttentionBackend):
 class VoltaV100Backend(VoltaBackend):
     """The same backend under the name of 1Cat-vLLM's (a fork of vLLM) for V100s, by which that program decides about features."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Returns the registered name."""
-        return "FLASH_ATTN_V100"
+    get_name = answer("FLASH_ATTN_V100")
 
 
 class VoltaAttentionImpl(AttentionImpl):

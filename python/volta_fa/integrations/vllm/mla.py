@@ -99,6 +99,7 @@ class VoltaMLABackend(VoltaBackend):
     """Tells vLLM what the backend supports, before it builds a model."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [name for name in VoltaBackend.supported_kv_cache_dtypes if name != paged.INT8K_INT4V]
+    get_builder_cls = answer(VoltaMLAMetadataBuilder)
     is_mla = answer(True)
     supports_mm_prefix = answer(False)  # neither form of latent attention has spans, runs of image tokens that see each other
     supports_sink = answer(False)  # no model has latents and sinks
@@ -108,11 +109,6 @@ class VoltaMLABackend(VoltaBackend):
     def get_impl_cls() -> type[VoltaMLAImpl]:
         """Returns the class of a layer's attention."""
         return VoltaMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[VoltaMLAMetadataBuilder]:
-        """Returns the class that builds a step's metadata."""
-        return VoltaMLAMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(
@@ -265,10 +261,7 @@ def __getattr__(name: str) -> Any:
     class NoPrefill(MLAPrefillBackend):
         """Supports all models, and computes nothing."""
 
-        @staticmethod
-        def get_name() -> str:
-            """Returns the registered name."""
-            return "CUSTOM"
+        get_name = answer("CUSTOM")
 
         @classmethod
         def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
