@@ -113,7 +113,7 @@ def _flash_attn_varlen_forward(
             out, softmax_lse = _paged(q, k, v, _effective(dropout_p), block_table, options, num_splits)
         return out, softmax_lse, q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
     if leftpad_k is not None:
-        k, v, seqused_k = _without_padding(k, v, cu_seqlens_k, leftpad_k, seqused_k)
+        k, v, seqused_k = _without_padding(k, v, options["cu_seqlens_k"], leftpad_k, seqused_k)
     return _forward(q, k, v, dropout_p, return_softmax, options | {"seqused_k": with_unit_stride(seqused_k)})
 
 
