@@ -179,13 +179,10 @@ def test_each_kernel_gets_problems_that_it_runs():
     """The planner takes the kernel under test for each problem of the check, and no other kernel that is applicable too."""
     need("sim")
     for variant in SIMULATED:
-        if variant["pass"] in cached.PASSES:
-            for problem in cached.problems(variant):
-                names = [kernel["name"] for kernel in cached.planned(SIMULATOR, problem, variant)]
-                assert variant["name"] in names, f"{variant['name']}: {problem}"
-        elif variant["pass"] not in kernels.WITHOUT_PROBLEM:
-            for problem in kernels.problems(variant):
-                assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
+        listed = correctness._problems(variant, quick=False)
+        assert listed or variant["pass"] in kernels.WITHOUT_PROBLEM
+        for problem in listed:
+            assert variant["name"] in correctness._planned(SIMULATOR, problem, variant), f"{variant['name']}: {problem}"
 
 
 def launched(variant, work) -> list[str]:
@@ -220,8 +217,7 @@ def test_kernels_of_a_bias_really_run():
 def test_problems_ask_for_all_that_a_kernel_covers():
     """The problems of a kernel use all its features. (Calls with batch_invariant refuse dropout.)"""
     for variant in SIMULATED:
-        if variant["pass"] not in kernels.WITHOUT_PROBLEM:
-            given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
+        if given := correctness._problems(variant, quick=False):
             asked = {need for problem in given for need in problem.features}
             refused = {"dropout"} if variant["batch_invariant"] else set()
             assert set(variant["features"]) - refused <= asked, variant["name"]
