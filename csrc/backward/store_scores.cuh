@@ -400,8 +400,7 @@ struct BackwardScores {
                      other.row_stride, sequence.seqlen_q() - first_row, columns, sign_flip);
         };
 
-        Scores c;
-        clear_tiles(c);
+        Scores c = {};
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
         Unit unit;
         store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kNegLseAt, rows, unit, blocks);

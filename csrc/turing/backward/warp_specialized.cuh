@@ -358,8 +358,7 @@ struct BackwardWarpSpecialized {
                                Layout::key_of_lane);
         }
 
-        Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
-        clear_tiles(gradient);
+        Accumulator gradient[kKeyTiles][S::kChunks] = {};  // dV or dK
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         const auto remat_heads_end = [&] {

@@ -284,13 +284,7 @@ struct ForwardColumnGroups {
         };
 
         SoftmaxRows<Layout, 1> softmax;
-        Output o;
-#pragma unroll
-        for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kWarpChunks; j++)
-#pragma unroll
-                for (int e = 0; e < ForwardLayout::kElements; e++) o[mt][j][e] = 0.f;
+        Output o = {};
         // The softmax's factor of scores. Those of generic kernels are in log2 units already.
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 

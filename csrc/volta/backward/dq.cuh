@@ -167,8 +167,7 @@ struct BackwardDq {
             }
         addends.scale(p.problem.scale_log2, 0.f);
 
-        Gradient<kQueryTiles, kBlocks> dq;
-        clear(dq);
+        Gradient<kQueryTiles, kBlocks> dq = {};
 
         tiles.store(tile_address);
         __syncthreads();

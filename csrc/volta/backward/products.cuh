@@ -50,16 +50,6 @@ struct Fragments {
 template <int M, int J>
 using Gradient = Accumulator[M][J][2];
 
-template <int M, int J>
-__device__ __forceinline__ void clear(Gradient<M, J>& c) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int j = 0; j < J; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) clear(c[m][j][i]);
-}
-
 // Adds the product over the rows of a step (at most 32), from score_operand() and column_operand() (fragments.cuh). The warp has
 // every BlockStep-th block of columns, and computes the first `blocks` of them. Compact: half of the code, four rows at a time.
 template <class S, int BlockStep, bool Compact = kHasScoreFeatures, int M, int J>

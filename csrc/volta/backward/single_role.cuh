@@ -83,9 +83,7 @@ struct BackwardSingleRole {
         const int stats_lane = lane_stats_offset(lane), dq_lane = Dq::output_offset(lane, warp);
         // ALiBi's distance of the lane's first score in a step at query 0
         const int distance = Joint::first_distance(sequence, lane, first_key + warp_key);
-        Gradient<2, kBlocks> dk, dv;
-        clear(dk);
-        clear(dv);
+        Gradient<2, kBlocks> dk = {}, dv = {};
 
         // Query heads that share this block's KV head. Kernels with a score feature have no register for it across the loop:
         // nheads is hidden at each call, so each divides again.

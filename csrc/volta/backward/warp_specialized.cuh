@@ -234,8 +234,7 @@ struct BackwardWarpSpecialized {
         const int stats_lane = lane_stats_offset(lane) + score_query0 * RowStats::kRowFloats;
         const int dq_lane = Dq::output_offset(lane, warp);
 
-        Gradient<2, kBlocks> gradient;  // dV or dK
-        clear(gradient);
+        Gradient<2, kBlocks> gradient = {};  // dV or dK
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1

@@ -65,12 +65,7 @@ struct DecodeLayout {
     // fp16 numbers of a chunk times 16, because unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
-        Accumulator c[RowTiles], split[RowTiles];
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) {
-            clear(c[mt]);
-            if constexpr (Keys::kTwoScales) clear(split[mt]);
-        }
+        Accumulator c[RowTiles] = {}, split[RowTiles] = {};
 #pragma unroll
         for (int j = 0; j < Queries::kChunks; j++) {
             const uint4 k = keys.chunk(j);

@@ -323,9 +323,7 @@ public:
                 }
                 __syncthreads();
                 {  // phase 1: scores
-                    Accumulator c[kRowPairs][2];
-#pragma unroll
-                    for (auto& x : c) clear(x[0]), clear(x[1]);
+                    Accumulator c[kRowPairs][2] = {};
 #pragma unroll
                     for (int g = 0; g < kOperands; g++) {
                         const int offset = g == kColumnOperands ? to_rotary : 2 * operand_column(g);

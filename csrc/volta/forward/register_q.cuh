@@ -186,10 +186,7 @@ struct ForwardRegisterQ {
         SoftmaxState<kRowTiles> softmax;
         features.init_row_max(softmax, p, mask, q_base, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);
         Accumulator o[kRowTiles][kOutputTiles];
-#pragma unroll
-        for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
+        clear_tiles(o);
 
         KeyChunks first[2], tile;
 #pragma unroll

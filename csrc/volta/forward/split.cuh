@@ -60,9 +60,7 @@ struct Split {
         // cores truncate sums, so those would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[1], u32 tile, int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
-            Accumulator small, large;
-            clear(small);
-            clear(large);
+            Accumulator small = {}, large = {};
 #pragma unroll
             for (int c = 0; c < kHalf; c++) {
                 if (c % 2 == 0) __syncwarp();  // ptxas would load ahead into all registers
@@ -134,12 +132,7 @@ struct Split {
         const int to_other = (lane.qn ? -8 : 8) * pitch;
 #pragma unroll
         for (int j = 0; j < Headdim / 32; j++) {
-            Accumulator small[2], large[2];
-#pragma unroll
-            for (int t = 0; t < 2; t++) {
-                clear(small[t]);
-                clear(large[t]);
-            }
+            Accumulator small[2] = {}, large[2] = {};
 #pragma unroll
             for (int w = 0; w < 2; w++)
 #pragma unroll
@@ -190,9 +183,7 @@ struct Split {
         const int to_other = (lane.qn ? -8 : 8) * pitch;
 #pragma unroll
         for (int j = 0; j < Headdim / 32; j++) {
-            Accumulator sums[Sums];
-#pragma unroll
-            for (int i = 0; i < Sums; i++) clear(sums[i]);
+            Accumulator sums[Sums] = {};
 #pragma unroll
             for (int w = 0; w < 2; w++)
 #pragma unroll
