@@ -35,19 +35,14 @@ struct DenseGrid {
     template <int Rows, int Step>
     using Bits = NoMaskBits;
     template <int BlockRows>
-    struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
-        __device__ __forceinline__ Block(const Problem& p, const DenseGrid&)
-            : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>(p) {}
-    };
+    using Block = DenseBlock<ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>, BlockRows>;
 };
 
 // One block per row tile of Heads heads (HeadGroupBlock, forward/block.cuh).
 template <int Heads>
 struct HeadGroupGrid : DenseGrid {
     template <int BlockRows>
-    struct Block : HeadGroupBlock<BlockRows, Heads> {
-        __device__ __forceinline__ Block(const Problem& p, const HeadGroupGrid&) : HeadGroupBlock<BlockRows, Heads>(p) {}
-    };
+    using Block = DenseBlock<HeadGroupBlock<BlockRows, Heads>, BlockRows / Heads>;
 };
 
 }  // namespace turing
