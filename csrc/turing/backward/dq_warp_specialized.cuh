@@ -192,9 +192,9 @@ struct BackwardDqWarpSpecialized {
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
                 const int row = remat_warp_row() + 16 * m + Layout::first_query(remat_lane()) + Layout::row_slot(r);
-                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const long long head_row = rounded_row(p, sequence, blockIdx.z, blockIdx.y);
                 const float* from = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
-                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                const bool exists = row < rounded_rows(p, sequence);
                 const float neg_lse = exists ? from[RowStats::kNegLseAt] : negative_infinity();
                 const float neg_delta = exists ? from[RowStats::kNegDeltaAt] : 0.f;
                 stats[m][r] =

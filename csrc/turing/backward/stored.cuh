@@ -14,8 +14,6 @@ namespace turing {
 // sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, kStagedTerms (32) in a
 // step: columns of TermColumns, rows of TermRows and OtherTermRows, shapes of tiles in shared memory (backward/staged_tiles.cuh).
 struct StoredFamily {
-    using RowStats = turing::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
-
     // ---- scores -----------------------------------------------------------------------------------
     // A tile is two accumulators, one after the other. Rows are keys and columns are queries, both in the order of KeysLayout<1>:
     // column 2 * quad + i of accumulator j is query 4 * quad + 2 * j + i. tile_row() gives shared memory's rows that order.

@@ -150,9 +150,9 @@ struct BackwardDq {
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
                 const int row = first_row + score_row + score_own(lane, m, Layout::element(r, 0));
-                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const long long head_row = rounded_row(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
-                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                const bool exists = row < rounded_rows(p, sequence);
                 addends.of_row[m][r] = exists ? stats[RowStats::kNegLseAt] : negative_infinity();
                 neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }

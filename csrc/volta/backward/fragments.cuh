@@ -14,9 +14,9 @@
 #pragma once
 
 #include "backward/packed_tile.cuh"
+#include "backward/scratch.cuh"
 #include "backward/score_coord.cuh"
 #include "tile.cuh"
-#include "volta/backward/row_stats.cuh"
 #include "volta/backward/shape.cuh"
 #include "volta/mma.cuh"
 
@@ -113,8 +113,8 @@ __device__ __forceinline__ PackedTile load_packed(u32 address, int m, int n) {
 
 // ---- initial accumulators -------------------------------------------------------------------------
 
-// RowStats (row_stats.cuh) has groups of four queries, each value twice, kCopyDistance floats apart: two 16-byte loads fill an
-// accumulator, whose elements are two keys of each query.
+// RowStats (backward/scratch.cuh) has groups of four queries, each value twice, kCopyDistance floats apart: two 16-byte loads fill
+// an accumulator, whose elements are two keys of each query.
 
 // Returns whether float v of a group's statistic is the value of element v's query, for all v.
 __device__ constexpr bool statistics_fill_an_accumulator() {

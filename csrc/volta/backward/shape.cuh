@@ -21,7 +21,7 @@
 //                     kScores (P^T and dS^T, or dS); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           a tile of 16 own rows of the warp; of 16 step rows; a lane's element (0 to 7) of a 16x16 tile
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
-//                     (row_stats.cuh)
+//                     (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
 //   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS of a 16x16 tile, in words of two elements, whose sign bits are 0x8000

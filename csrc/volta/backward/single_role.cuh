@@ -88,7 +88,7 @@ struct BackwardSingleRole {
                 end = grid.template clip<S::kStep>(p, head, first, range.end);
                 if (first >= end) continue;
             }
-            const long long head_row = rounded_row<RowStats>(p, sequence, grid.batch(p), head);
+            const long long head_row = rounded_row(p, sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 

@@ -21,12 +21,10 @@ namespace volta {
 // number `part` of kLoadParts. Terms are a step's 32 values of the summed index k: columns of TermColumns tiles, rows of TermRows
 // (operand A) and OtherTermRows (B) tiles (backward/staged_tiles.cuh).
 struct StoredFamily {
-    using RowStats = volta::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
-
     // ---- S^T = K Q^T and dP^T = V dO^T ------------------------------------------------------------
     using Layout = KeysLayout;
     // Floats of statistics for each query: those of the lane begin first_query() * kLaneStatistics floats after the tile's. A
-    // lane's four queries are a group (row_stats.cuh).
+    // lane's four queries are a group (RowStats).
     static constexpr int kLaneStatistics = RowStats::kRowFloats;
     static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
         volta::load_rows(x, stats);

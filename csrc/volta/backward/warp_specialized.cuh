@@ -247,7 +247,7 @@ struct BackwardWarpSpecialized {
             };
             // Returns the rows of Q and dO that loads may touch.
             const auto rows = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
-            const long long head_row = rounded_row<RowStats>(p, sequence, grid.batch(p), head);
+            const long long head_row = rounded_row(p, sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats +
                                             (role ? RowStats::kNegDeltaAt : RowStats::kNegLseAt) + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
@@ -256,7 +256,7 @@ struct BackwardWarpSpecialized {
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
             tiles.load(p.q, p.dout, rows() - (Blocks::kListed ? queries.first() : first));
             if (kFused) {
-                write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
+                write_row_statistics<S::kHeaddim, S::kThreads>(p, sequence, head);
                 __syncthreads();
             }
             ExponentAddends<KeysLayout, kScoreQueryTiles> addends;
