@@ -93,11 +93,6 @@ struct DecodeLayout {
         }
     }
 
-    // Multiplies output rows by `own`, the factors of the lane's score_row in each row tile.
-    template <int Loads>
-    __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
-        each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
-    }
     // Replaces each output x by f(x, `own` of its row, whether x is in the last four of a lane's eight columns). In the last
     // four, int4 values have 16 times the factor (mainloop.cuh). A lane has outputs of two rows: its score_row and that of
     // lane ^ 4. e & 2 tells which.
