@@ -8,6 +8,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "unrolled.cuh"
 #include "volta_fa_params.h"  // generated from src/params: Operand (read) and Output (written), strides in elements
 
 constexpr int kChunk = 8;  // fp16 elements of a chunk
