@@ -123,10 +123,7 @@ struct BackwardScores {
         __device__ __forceinline__ void take_gradients(const Scores& dp, const ScoreOptions& options, const float* stats,
                                                        int rows) {
             if (!Split) return;
-#pragma unroll
-            for (int m = 0; m < kTiles; m++)
-#pragma unroll
-                for (int n = 0; n < kTiles; n++) take(dp_, dp[m][n]);
+            unrolled<kTiles, kTiles>([&](int m, int n) { take(dp_, dp[m][n]); });
             if (uses_dropout(options)) {
                 // bounds |dP * dropout_scale - delta|, where dp_ bounds |dP - delta|
                 float delta = 0.f;
@@ -183,10 +180,7 @@ struct BackwardScores {
 #pragma unroll
         for (int n = 0; n < kTiles; n++) {
             const OfRows neg_delta(stats, n, rows, 0.f);
-#pragma unroll
-            for (int m = 0; m < kTiles; m++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) c[m][n][v] = neg_delta.of(v);
+            unrolled<kTiles, 8>([&](int m, int v) { c[m][n][v] = neg_delta.of(v); });
         }
     }
 
@@ -236,13 +230,10 @@ struct BackwardScores {
             }
             addends.scale(p.problem.scale_log2, kShift);
             exponentials(s, p.problem.scale_log2, addends);
-#pragma unroll
-            for (int m = 0; m < kTiles; m++)
-#pragma unroll
-                for (int n = 0; n < kTiles; n++) {
-                    unit.take_probabilities(s[m][n]);
-                    to_p.store(m, n, pack_probabilities(s[m][n]));
-                }
+            unrolled<kTiles, kTiles>([&](int m, int n) {
+                unit.take_probabilities(s[m][n]);
+                to_p.store(m, n, pack_probabilities(s[m][n]));
+            });
             return;
         }
         const ScoreOptions& options = p.score_options;
