@@ -122,10 +122,7 @@ struct BackwardSingleRole {
                 if (kHasScoreFeatures) {
                     Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left,
                                distance);
-#pragma unroll
-                    for (int m = 0; m < 2; m++)
-#pragma unroll
-                        for (int n = 0; n < 2; n++) ds[m][n] = Joint::gradients(dp[m][n]);
+                    unrolled<2, 2>([&](int m, int n) { ds[m][n] = Joint::gradients(dp[m][n]); });
                 } else {
                     if (masked) {
                         // Rare: everything is computed again, so that none of it holds a register in the loop.
@@ -137,17 +134,14 @@ struct BackwardSingleRole {
                     load_rows(addends.of_row, stats + RowStats::kNegLseAt + row * RowStats::kRowFloats);
                     addends.scale(p.problem.scale_log2, kExponentShift);
                     exponentials(s, p.problem.scale_log2, addends);
+                    unrolled<2, 2>([&](int m, int n) {
+                        // s is P * 2^-100 (kExponentShift): packing multiplies by 2^112, because it shifts fp32 bits to
+                        // fp16 (softmax.cuh), and leaves P * 2^12. kExponentUnit (2^100) restores P.
+                        store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
 #pragma unroll
-                    for (int m = 0; m < 2; m++)
-#pragma unroll
-                        for (int n = 0; n < 2; n++) {
-                            // s is P * 2^-100 (kExponentShift): packing multiplies by 2^112, because it shifts fp32 bits to
-                            // fp16 (softmax.cuh), and leaves P * 2^12. kExponentUnit (2^100) restores P.
-                            store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
-#pragma unroll
-                            for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
-                            ds[m][n] = pack_tile(dp[m][n]);
-                        }
+                        for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
+                        ds[m][n] = pack_tile(dp[m][n]);
+                    });
                 }
                 __syncwarp();
 
@@ -155,10 +149,7 @@ struct BackwardSingleRole {
                 tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
                 accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
                 __syncwarp();
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-#pragma unroll
-                    for (int n = 0; n < 2; n++) store_packed(packed, m, n, ds[m][n], keys_left);
+                unrolled<2, 2>([&](int m, int n) { store_packed(packed, m, n, ds[m][n], keys_left); });
                 __syncwarp();
                 accumulate<S, 1>(dk, packed_addresses.first(), query_addresses.first());
                 __syncthreads();  // dS is complete, Q and dO are free

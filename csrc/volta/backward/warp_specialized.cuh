@@ -310,12 +310,8 @@ struct BackwardWarpSpecialized {
                                             stats + row * RowStats::kRowFloats, packed, keys_left);
                 } else {
                     // s is dP - delta here. It is divided by kProbabilityUnit, 2^12, the factor of P (probabilities.cuh).
-#pragma unroll
-                    for (int m = 0; m < kScoreKeyTiles; m++)
-#pragma unroll
-                        for (int n = 0; n < kScoreQueryTiles; n++)
-#pragma unroll
-                            for (int v = 0; v < 8; v++) s[m][n][v] *= 1.f / kProbabilityUnit;
+                    unrolled<kScoreKeyTiles, kScoreQueryTiles, 8>(
+                        [&](int m, int n, int v) { s[m][n][v] *= 1.f / kProbabilityUnit; });
                     named_sync(kProbabilitiesReady + key_group, 64 * kGroupWarps);
 #pragma unroll
                     for (int m = 0; m < kScoreKeyTiles; m++)
