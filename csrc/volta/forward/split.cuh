@@ -133,25 +133,19 @@ struct Split {
 #pragma unroll
         for (int j = 0; j < Headdim / 32; j++) {
             Accumulator small[2] = {}, large[2] = {};
-#pragma unroll
-            for (int w = 0; w < 2; w++)
-#pragma unroll
-                for (int u = 0; u < 2; u++) {
-                    __syncwarp();
-                    const u32 at = v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes;
-                    const uint4 v_high = load_shared(at), v_low = load_shared(at + Headdim / kChunk * kChunkBytes);
-                    const RowPair &high = p.high.part[0][w][u], &low = p.low.part[0][w][u];
-                    mma_row_row(small[0], low.lo, low.hi, v_high.x, v_high.y);
-                    mma_row_row(small[1], low.lo, low.hi, v_high.z, v_high.w);
-                    mma_row_row(large[0], high.lo, high.hi, v_high.x, v_high.y);
-                    mma_row_row(large[1], high.lo, high.hi, v_high.z, v_high.w);
-                    mma_row_row(small[0], high.lo, high.hi, v_low.x, v_low.y);
-                    mma_row_row(small[1], high.lo, high.hi, v_low.z, v_low.w);
-                }
-#pragma unroll
-            for (int t = 0; t < 2; t++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) o[0][2 * j + t][v] += large[t][v] + small[t][v];
+            unrolled<2, 2>([&](int w, int u) {
+                __syncwarp();
+                const u32 at = v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes;
+                const uint4 v_high = load_shared(at), v_low = load_shared(at + Headdim / kChunk * kChunkBytes);
+                const RowPair &high = p.high.part[0][w][u], &low = p.low.part[0][w][u];
+                mma_row_row(small[0], low.lo, low.hi, v_high.x, v_high.y);
+                mma_row_row(small[1], low.lo, low.hi, v_high.z, v_high.w);
+                mma_row_row(large[0], high.lo, high.hi, v_high.x, v_high.y);
+                mma_row_row(large[1], high.lo, high.hi, v_high.z, v_high.w);
+                mma_row_row(small[0], high.lo, high.hi, v_low.x, v_low.y);
+                mma_row_row(small[1], high.lo, high.hi, v_low.z, v_low.w);
+            });
+            unrolled<2, 8>([&](int t, int v) { o[0][2 * j + t][v] += large[t][v] + small[t][v]; });
         }
     }
 
@@ -184,17 +178,11 @@ struct Split {
 #pragma unroll
         for (int j = 0; j < Headdim / 32; j++) {
             Accumulator sums[Sums] = {};
-#pragma unroll
-            for (int w = 0; w < 2; w++)
-#pragma unroll
-                for (int u = 0; u < 2; u++) {
-                    __syncwarp();
-                    add(sums, w, u, load_shared(v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes));
-                }
-#pragma unroll
-            for (int t = 0; t < 2; t++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) o[0][2 * j + t][v] += Sums > 2 ? sums[t][v] + sums[Sums - 2 + t][v] : sums[t][v];
+            unrolled<2, 2>([&](int w, int u) {
+                __syncwarp();
+                add(sums, w, u, load_shared(v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes));
+            });
+            unrolled<2, 8>([&](int t, int v) { o[0][2 * j + t][v] += Sums > 2 ? sums[t][v] + sums[Sums - 2 + t][v] : sums[t][v]; });
         }
     }
 
