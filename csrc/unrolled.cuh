@@ -1,4 +1,4 @@
-// Nests of unrolled loops over a lane's registers: tiles, rows, elements. Registers have no index at run time, so such loops must be
+// Nests of unrolled loops over a lane's registers: tiles, rows, elements. Registers have no index at run time: such loops must be
 // unrolled.
 #pragma once
 
