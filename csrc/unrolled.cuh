@@ -1,5 +1,5 @@
 // Nests of unrolled loops over a lane's registers: tiles, rows, elements. Registers have no index at run time: such loops must be
-// unrolled.
+// unrolled. Where a nest is written out instead, ptxas schedules its kernel otherwise with a call (tools/compare_kernels.py).
 #pragma once
 
 // Calls f(i, j) for each i < I and j < J, j fastest; likewise with three and four bounds.

@@ -246,8 +246,11 @@ public:
                 const RowInfo* rows = row_info + first_row + Layout::score_row(lane);
                 const int first_token = token + Layout::score_token(lane);
                 if (has_score_mod) {
-                    unrolled<kStepTiles, RowTiles>(
-                        [&](int tile, int mt) { apply_score_mod(p, rows[8 * mt], first_token + kTileTokens * tile, x[tile][mt]); });
+#pragma unroll
+                    for (int tile = 0; tile < kStepTiles; tile++)
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++)
+                            apply_score_mod(p, rows[8 * mt], first_token + kTileTokens * tile, x[tile][mt]);
                 }
                 if (token < full_first || token + kStepTokens > full_end) {
 #pragma unroll
@@ -300,10 +303,12 @@ public:
                     }
                     rescale(lane, o, factor);
                 }
-                unrolled<kStepTiles, RowTiles>([&](int tile, int mt) {
-                    x[tile][mt] = make_float2(softmax[mt].probability(x[tile][mt].x, scale_log2),
-                                              softmax[mt].probability(x[tile][mt].y, scale_log2));
-                });
+#pragma unroll
+                for (int tile = 0; tile < kStepTiles; tile++)
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++)
+                        x[tile][mt] = make_float2(softmax[mt].probability(x[tile][mt].x, scale_log2),
+                                                  softmax[mt].probability(x[tile][mt].y, scale_log2));
                 if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, row_moved, x, softmax, probability_scale, o);
                 // O += P V
 #pragma unroll
@@ -455,7 +460,10 @@ private:
             }
             rescale(lane, o, factor);
         }
-        unrolled<kStepTiles, RowTiles>([&](int tile, int mt) { p[tile][mt] = product[tile][mt]; });
+#pragma unroll
+        for (int tile = 0; tile < kStepTiles; tile++)
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) p[tile][mt] = product[tile][mt];
     }
 
     // Turns the accumulated output into that of dequantized values: adds zero points, whose sum has the factor kPackingShift

@@ -33,7 +33,12 @@ struct Scores {
     // Calls f(element, row tile, key tile, element number) for each.
     template <class F>
     __device__ __forceinline__ void each(F f) {
-        unrolled<RowTiles, KeyTiles, Layout::kElements>([&](int mt, int nt, int v) { f(tile[mt][nt][v], mt, nt, v); });
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++) f(tile[mt][nt][v], mt, nt, v);
     }
 
     __device__ __forceinline__ void clear() {

@@ -150,7 +150,8 @@ struct BackwardDq {
                 neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }
 
-        Accumulator dq[kRowTiles][S::kChunks] = {};
+        Accumulator dq[kRowTiles][S::kChunks];
+        clear_tiles(dq);
 
         StepTileLoader<S> tiles;
         auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
@@ -173,7 +174,9 @@ struct BackwardDq {
             __syncthreads();  // this step's tiles are stored, the other slot is free
             tiles.store(shared + slot_after(keys, key, 1) * S::kSlotBytes);
             const u32 tile = shared + slot_after(keys, key, 0) * S::kSlotBytes;
-            Scores s = {}, dp = {};
+            Scores s, dp;
+            clear_tiles(s);
+            clear_tiles(dp);
             {
                 // the lane's address of K as operand B of Q K^T; V as that of dO V^T lies kStepTile after it
                 const u32 step = keys_by_chunks<S>(tile, remat_thread() % 32);

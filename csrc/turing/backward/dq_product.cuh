@@ -59,10 +59,13 @@ struct DqProduct {
             for (int pair = 0; pair < Pairs; pair++) {
                 u32 b[4];
                 load_matrices_transposed(b, pair_after<S>(b_address, kColumnWarps * (j + pair)) + key * S::kRowBytes);
-                unrolled<2, 2>([&](int k, int i) {
-                    const OperandA queries = {a[2 * k], a[2 * k + 1]};
-                    mma(c[pair][i], queries, b[2 * i + k]);
-                });
+#pragma unroll
+                for (int k = 0; k < 2; k++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const OperandA queries = {a[2 * k], a[2 * k + 1]};
+                        mma(c[pair][i], queries, b[2 * i + k]);
+                    }
             }
         }
     }
@@ -74,9 +77,11 @@ struct DqProduct {
 #pragma unroll
         for (int pair = 0; pair < Pairs; pair++) {
             float* to = accum + 2 * kColumnWarps * (j + pair) * DqAccumulator::kTileFloats;
-            unrolled<2, 4>([&](int i, int v) {
-                add_global(to + i * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats, c[pair][i][v]);
-            });
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int v = 0; v < 4; v++)
+                    add_global(to + i * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats, c[pair][i][v]);
         }
     }
 

@@ -411,7 +411,10 @@ struct BackwardWarpSpecialized {
 #pragma unroll
                     for (int c = 0; c < kOwnPairs; c++) {
                         OperandA a[kKeyTiles][2];
-                        unrolled<kKeyTiles, 4>([&](int m, int i) { a[m][i / 2][i % 2] = own[m][2 * c + i / 2][i % 2]; });
+#pragma unroll
+                        for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                            for (int i = 0; i < 4; i++) a[m][i / 2][i % 2] = own[m][2 * c + i / 2][i % 2];
                         multiply_pair<S>(s, a, pair_after<S>(step, c));
                     }
                     const u32 others = shared_fragments(shared);
@@ -444,10 +447,15 @@ struct BackwardWarpSpecialized {
                     exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, bits, slopes_of(exchange, score_slot));
                     // P with sign bits, which tell the partner what fp16 rounded down, or what drops
                     PackedScores sent;
-                    unrolled<kColumnTiles, kKeyTiles, 2>([&](int n, int m, int h) {
-                        const float x = exp2_approx(s[n][m][2 * h]), y = exp2_approx(s[n][m][2 * h + 1]);
-                        packed[n][m][h] = pack_shifted_and_signs(x, y, sent[n][m][h]);
-                    });
+#pragma unroll
+                    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                        for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++) {
+                                const float x = exp2_approx(s[n][m][2 * h]), y = exp2_approx(s[n][m][2 * h + 1]);
+                                packed[n][m][h] = pack_shifted_and_signs(x, y, sent[n][m][h]);
+                            }
                     if (uses_dropout(p.score_options)) drop(packed, sent, p, head, remat_warp_key(), row);
                     send(exchange, sent);
                     load_next(!kHasScoreFeatures);
@@ -463,9 +471,13 @@ struct BackwardWarpSpecialized {
                         const u32 own = remat_warp_row() + remat_thread() % 32 / 4;
                         const u32 to = shared + S::kScores + score_slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
                                        remat_thread() % 4 * 4;
-                        unrolled<kColumnTiles, kKeyTiles, 2>([&](int n, int m, int h) {
-                            store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[n][m][h]);
-                        });
+#pragma unroll
+                        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                                for (int h = 0; h < 2; h++)
+                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[n][m][h]);
                     }
                 }
                 if constexpr (Blocks::kListed) {

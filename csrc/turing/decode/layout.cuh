@@ -84,8 +84,12 @@ struct DecodeLayout {
         for (int mt = 0; mt < RowTiles; mt++) {
             // Rows are n of the output: 2 * quad and the next. The lanes of these groups have their scores.
             const float of_row[2] = {__shfl_sync(~0u, own[mt], 8 * l.quad), __shfl_sync(~0u, own[mt], 8 * l.quad + 4)};
-            unrolled<Loads, 4, 4>(
-                [&](int j, int i, int e) { o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[e & 1], i >= 2); });
+#pragma unroll
+            for (int j = 0; j < Loads; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[e & 1], i >= 2);
         }
     }
 
@@ -109,9 +113,16 @@ struct DecodeLayout {
     // Calls f(row, column, x, y) for outputs x and y of each two neighboring columns.
     template <int Loads, class F>
     __device__ __forceinline__ static void each_pair(const Lane& l, const Output<Loads>& o, F f) {
-        unrolled<RowTiles, Loads, 4, 2>([&](int mt, int j, int i, int row) {
-            f(8 * mt + 2 * l.quad + row, 64 * j + 8 * l.group + 2 * i, o.tile[mt][j][i][row], o.tile[mt][j][i][2 + row]);
-        });
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < Loads; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int row = 0; row < 2; row++)
+                        f(8 * mt + 2 * l.quad + row, 64 * j + 8 * l.group + 2 * i, o.tile[mt][j][i][row],
+                          o.tile[mt][j][i][2 + row]);
     }
 };
 

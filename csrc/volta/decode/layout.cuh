@@ -77,7 +77,10 @@ struct DecodeLayout {
             }
         }
         if constexpr (Keys::kTwoScales) {
-            unrolled<RowTiles, 8>([&](int mt, int i) { c[mt][i] = fmaf(split[mt][i], 1.f / 16.f, c[mt][i]); });
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) c[mt][i] = fmaf(split[mt][i], 1.f / 16.f, c[mt][i]);
         }
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -99,8 +102,12 @@ struct DecodeLayout {
         for (int mt = 0; mt < RowTiles; mt++) {
             const float other = __shfl_xor_sync(~0u, own[mt], 4);
             const float of_row[2] = {l.lane & 4 ? other : own[mt], l.lane & 4 ? own[mt] : other};
-            unrolled<Loads, 2, 8>(
-                [&](int j, int i, int e) { o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[(e >> 1) & 1], i == 1); });
+#pragma unroll
+            for (int j = 0; j < Loads; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int e = 0; e < 8; e++) o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[(e >> 1) & 1], i == 1);
         }
     }
 
@@ -112,28 +119,38 @@ struct DecodeLayout {
         // The first of the lanes that hold the packed probabilities of the lane's row of operand A, row t of the tile. By
         // score_row, bit 1 of a row is bit 2 of the lane. The loop takes them in token order: 2 * i and 2 * i + 1 (score_token).
         const int source = (l.lane & 17) | ((l.lane & 2) << 1);
-        unrolled<RowTiles, 4>([&](int mt, int i) { a[mt][i] = __shfl_sync(~0u, packed[mt], source + 2 * (i & 1) + 8 * (i >> 1)); });
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[mt][i] = __shfl_sync(~0u, packed[mt], source + 2 * (i & 1) + 8 * (i >> 1));
 #pragma unroll
         for (int j = 0; j < Loads; j++) {
             const uint4 v[2] = {values.chunk(j, 0), values.chunk(j, 1)};
-            unrolled<RowTiles, 2>([&](int mt, int h) {
-                mma_row_row(o.tile[mt][j][0], a[mt][2 * h], a[mt][2 * h + 1], v[h].x, v[h].y);
-                mma_row_row(o.tile[mt][j][1], a[mt][2 * h], a[mt][2 * h + 1], v[h].z, v[h].w);
-            });
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    mma_row_row(o.tile[mt][j][0], a[mt][2 * h], a[mt][2 * h + 1], v[h].x, v[h].y);
+                    mma_row_row(o.tile[mt][j][1], a[mt][2 * h], a[mt][2 * h + 1], v[h].z, v[h].w);
+                }
         }
     }
 
     // Calls f(row, column, x, y) for outputs x and y of two neighboring columns.
     template <int Loads, class F>
     __device__ __forceinline__ static void each_pair(const Lane& l, const Output<Loads>& o, F f) {
-        unrolled<RowTiles, Loads, 2>([&](int mt, int j, int i) {
 #pragma unroll
-            for (int e = 0; e < 8; e += 2) {
-                const int n = (l.t & 2) + (e & 4);  // 4 to 7 belong to columns 8 to 15 of the quad-pair
-                f(8 * mt + (l.t & 1) + (e & 2) + 4 * l.half, 64 * j + 16 * quad_pair(l) + 2 * (n & 4) + 4 * i + (n & 3),
-                  o.tile[mt][j][i][e], o.tile[mt][j][i][e + 1]);
-            }
-        });
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < Loads; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int e = 0; e < 8; e += 2) {
+                        const int n = (l.t & 2) + (e & 4);  // 4 to 7 belong to columns 8 to 15 of the quad-pair
+                        f(8 * mt + (l.t & 1) + (e & 2) + 4 * l.half, 64 * j + 16 * quad_pair(l) + 2 * (n & 4) + 4 * i + (n & 3),
+                          o.tile[mt][j][i][e], o.tile[mt][j][i][e + 1]);
+                    }
     }
 };
 
