@@ -7,17 +7,10 @@
 // half of dQ's columns. P goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
 // csrc/entry.cu calls run().
 //
-//   S (Shape)         sizes (shape.cuh): kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row, kSlotBytes of
-//                     a slot (K, and kStepTile after it V)
+// shape.cuh has the names (S, keys_by_rows(), multiply_pair(), RowStats, ...). And here:
+//
 //   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
-//   keys_by_rows(), keys_by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x
-//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dQ (products.cuh)
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
 //   keys              iterator over listed steps: first() is the step's first key, after(n) that of the step n later
-//   remat_*()         reads special registers again, to hold no register in between (ptx.cuh)
-//   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
-//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
-//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -199,17 +192,16 @@ struct BackwardDqWarpSpecialized {
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
                 const int row = remat_warp_row() + 16 * m + Layout::first_query(remat_lane()) + Layout::row_slot(r);
-                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const long long head_row = rounded_row(p, sequence, blockIdx.z, blockIdx.y);
                 const float* from = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
-                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                const bool exists = row < rounded_rows(p, sequence);
                 const float neg_lse = exists ? from[RowStats::kNegLseAt] : negative_infinity();
                 const float neg_delta = exists ? from[RowStats::kNegDeltaAt] : 0.f;
                 stats[m][r] =
                     is_first_role() ? fmaf(neg_lse, p.problem.scale_log2, kProbabilityBits) : neg_delta * (1.f / kProbabilityUnit);
             }
 
-        Accumulator dq[kRowTiles][2 * kOwnPairs];
-        clear_tiles(dq);
+        Accumulator dq[kRowTiles][2 * kOwnPairs] = {};
 
         StepTileLoader<S> tiles;
         auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
@@ -238,8 +230,7 @@ struct BackwardDqWarpSpecialized {
             const int key = Blocks::kListed ? keys.first() : next;
             __syncthreads();  // this step's tiles and the last step's dS are stored
             add_dq(last_slot);
-            Scores s;  // S or dP
-            clear_tiles(s);
+            Scores s = {};  // S or dP
             {
                 const u32 step = keys_by_chunks<S>(this_slot + (is_first_role() ? 0 : S::kStepTile), remat_thread() % 32);
 #pragma unroll

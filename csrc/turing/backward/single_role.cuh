@@ -13,24 +13,10 @@
 //   3. P^T and dS^T, packed in registers; dS^T to shared memory too
 //   4. dV, dK
 //
-//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
-//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes
-//                     each, dO kStepTile after Q), kScores (slots of dS^T); kStepTile, kScoreTile: bytes of a tile
+// shape.cuh has the names (S, by_rows(), VisitedQueries, HeadRows, ...). And here:
+//
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
-//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
-//   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
-//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
-//   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
-//                     rows(): rows that loads may read
-//   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
-//                     the head's rows in scratch memory
-//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
-//                     -delta / 2^12 (step_loads.cuh)
 //   InitialScores     what S^T begins with, terms of ALiBi or of a bias (one_feature.cuh)
-//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
-//   kVarlen, kHas..., kGeneric  what this kernel is compiled for (features.cuh); kGeneric: parameters choose the score features
-//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
-//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -74,9 +60,7 @@ struct BackwardSingleRole {
         load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + 32 * warp,
                            sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 
-        Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
-        clear_tiles(dk);
-        clear_tiles(dv);
+        Accumulator dk[2][S::kChunks] = {}, dv[2][S::kChunks] = {};
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         if (kFused) write_all_statistics<S>(p, sequence);
@@ -124,14 +108,13 @@ struct BackwardSingleRole {
                 tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (kWithDq) compute_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
-                Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
+                Accumulator s[kColumnTiles][2], dp[kColumnTiles][2] = {};
                 if (kHasAlibi)
                     initial.alibi(s, p, rows.head, row, remat_block_x() * S::kRows + remat_thread() / 32 * 32);
                 else if (kHasBias)
                     initial.bias(s, p);
                 else
                     clear_tiles(s);
-                clear_tiles(dp);
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     // the lane's addresses of K as operand A, and of Q as operand B; dO lies kStepTile after Q

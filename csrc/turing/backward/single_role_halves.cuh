@@ -7,23 +7,9 @@
 // dS of 32 queries would take too many registers. So each half of a step, 16 queries, goes from dP through dV and dK alone. Shared
 // memory has K, and one tile of Q, dO and dS: 32 KB, so two blocks fit an SM. One tile of each costs a second barrier per step.
 //
-//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
-//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (Q, and dO kStepTile after it),
-//                     kScores (dS^T); kStepTile, kScoreTile: bytes of a tile
+// shape.cuh has the names (S, by_rows(), VisitedQueries, HeadRows, ...). And here:
+//
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
-//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
-//   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
-//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
-//   VisitedQueries    first() to `end`: query rows that see the block's keys; `unmasked`: steps that need no mask; rows():
-//                     rows that loads may read
-//   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
-//                     the head's rows in scratch memory
-//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
-//                     -delta / 2^12 (step_loads.cuh)
-//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
-//   kVarlen           this kernel reads sequence lengths from memory (features.cuh)
-//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
-//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -64,9 +50,7 @@ struct BackwardSingleRoleHalves {
         load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + 32 * warp,
                            sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 
-        Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
-        clear_tiles(dk);
-        clear_tiles(dv);
+        Accumulator dk[2][S::kChunks] = {}, dv[2][S::kChunks] = {};
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
 #pragma unroll 1
@@ -96,8 +80,7 @@ struct BackwardSingleRoleHalves {
                 tiles.store(shared + S::kStepTiles);
                 add_dq(max(row - S::kStep, first));
                 __syncthreads();  // this step's tiles are stored, and dS is free
-                Accumulator s[kColumnTiles][2];
-                clear_tiles(s);
+                Accumulator s[kColumnTiles][2] = {};
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     // the lane's addresses of K as operand A, and of Q as operand B
@@ -129,8 +112,7 @@ struct BackwardSingleRoleHalves {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const u32 tile = shared + S::kStepTiles + half * 16 * S::kRowBytes;
-                    Accumulator dp[kHalfTiles][2];
-                    clear_tiles(dp);
+                    Accumulator dp[kHalfTiles][2] = {};
                     {
                         const u32 step = by_chunks<S>(tile + S::kStepTile, remat_thread() % 32);
 #pragma unroll

@@ -15,23 +15,9 @@
 //      step (staggered)
 // With one slot of tiles, and without staggering, dQ += dS K of the step itself follows, with a second barrier.
 //
-//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
-//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes
-//                     each, dO kStepTile after Q), kScores (slots of dS^T, kScoreTile each), kPartner (P^T between warps)
+// shape.cuh has the names (S, by_rows(), VisitedQueries, HeadRows, ...). And here:
+//
 //   m, n, h, v, c     16 keys of the warp; 8 queries; one of a lane's two keys in tile m; its element of all m; a pair of chunks
-//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
-//   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
-//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
-//   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
-//                     rows(): rows that loads may read
-//   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
-//                     the head's rows in scratch memory
-//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
-//                     -delta / 2^12 (step_loads.cuh)
-//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
-//   kVarlen, kHas..., kRequires...  what this kernel is compiled for (features.cuh); without kRequires..., parameters choose
-//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
-//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -157,16 +143,13 @@ struct BackwardWarpSpecialized {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 neg_lse = stats.neg_lse_of(n, lane);
-#pragma unroll
-                for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
-                        const float x_state = function.state(x), y_state = function.state(y);
-                        derivatives[n][m][h] = to_half2(ScoreFunction::derivative(x_state), ScoreFunction::derivative(y_state));
-                        x = function.score(x_state, function.constant() + neg_lse.x);
-                        y = function.score(y_state, function.constant() + neg_lse.y);
-                    }
+                unrolled<kKeyTiles, 2>([&](int m, int h) {
+                    float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
+                    const float x_state = function.state(x), y_state = function.state(y);
+                    derivatives[n][m][h] = to_half2(ScoreFunction::derivative(x_state), ScoreFunction::derivative(y_state));
+                    x = function.score(x_state, function.constant() + neg_lse.x);
+                    y = function.score(y_state, function.constant() + neg_lse.y);
+                });
             }
             send(slopes, derivatives);
         } else if (kHasScoreFeatures && !kInitial) {
@@ -217,14 +200,11 @@ struct BackwardWarpSpecialized {
             for (int n = 0; n < kColumnTiles; n++) {
                 TileDropoutMask kept;
                 kept.draw(Layout(), p, philox, row + 8 * n, key);
-#pragma unroll
-                for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const u32 halves = kept.kept[2 * m + h];
-                        sent[n][m][h] = x[n][m][h] | ~halves & 0x80008000;
-                        x[n][m][h] &= halves;
-                    }
+                unrolled<kKeyTiles, 2>([&](int m, int h) {
+                    const u32 halves = kept.kept[2 * m + h];
+                    sent[n][m][h] = x[n][m][h] | ~halves & 0x80008000;
+                    x[n][m][h] &= halves;
+                });
             }
             return;
         }
@@ -233,18 +213,13 @@ struct BackwardWarpSpecialized {
         for (int n = 0; n < kColumnTiles; n++)
             kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))
                     << 4 * n;
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const int v = 4 * m + 2 * h;
-                    const u32 signs =
-                        (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
-                    sent[n][m][h] = x[n][m][h] | signs;
-                    x[n][m][h] &= ~sign_masks(signs);
-                }
+        unrolled<kColumnTiles, kKeyTiles, 2>([&](int n, int m, int h) {
+            const int v = 4 * m + 2 * h;
+            const u32 signs =
+                (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
+            sent[n][m][h] = x[n][m][h] | signs;
+            x[n][m][h] &= ~sign_masks(signs);
+        });
     }
 
     // Computes dS^T in x, from the partner's P^T in x, and dP^T.
@@ -255,29 +230,21 @@ struct BackwardWarpSpecialized {
         // P's sign bit tells the direction of its rounding, which corrects dS (residual_signs.cuh), or, with dropout, what drops.
         const bool has_residuals = !uses_dropout(options);
         if (uses_dropout(p.score_options)) {
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-                for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
-                        first = x[n][m][h] & 0x8000 ? 0.f : first * options.dropout_scale;
-                        second = x[n][m][h] & 0x80000000 ? 0.f : second * options.dropout_scale;
-                    }
+            unrolled<kColumnTiles, kKeyTiles, 2>([&](int n, int m, int h) {
+                float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
+                first = x[n][m][h] & 0x8000 ? 0.f : first * options.dropout_scale;
+                second = x[n][m][h] & 0x80000000 ? 0.f : second * options.dropout_scale;
+            });
         }
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++) {
             const float2 neg_delta = stats.neg_delta_of(n, lane);
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const float2 probability = to_float2(x[n][m][h]);
-                    float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
-                    first = score_gradient(from_residual_sign(probability.x, has_residuals), first, neg_delta.x);
-                    second = score_gradient(from_residual_sign(probability.y, has_residuals), second, neg_delta.y);
-                }
+            unrolled<kKeyTiles, 2>([&](int m, int h) {
+                const float2 probability = to_float2(x[n][m][h]);
+                float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
+                first = score_gradient(from_residual_sign(probability.x, has_residuals), first, neg_delta.x);
+                second = score_gradient(from_residual_sign(probability.y, has_residuals), second, neg_delta.y);
+            });
         }
         if (has_bias_gradient(p)) {
             // Rolled, for code size: works on the first tile, then moves all down, the first to the end.
@@ -295,22 +262,13 @@ struct BackwardWarpSpecialized {
         if (uses_score_function(options)) {
             receive(slopes, x);
             __syncwarp();  // dS takes the place of the derivatives
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-                for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const float2 slope = to_float2(x[n][m][h]);
-                        dp[n][m][2 * h] *= slope.x, dp[n][m][2 * h + 1] *= slope.y;
-                    }
+            unrolled<kColumnTiles, kKeyTiles, 2>([&](int n, int m, int h) {
+                const float2 slope = to_float2(x[n][m][h]);
+                dp[n][m][2 * h] *= slope.x, dp[n][m][2 * h + 1] *= slope.y;
+            });
         }
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]);
+        unrolled<kColumnTiles, kKeyTiles, 2>(
+            [&](int n, int m, int h) { x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]); });
     }
 
     // Loads the shared chunks of V (kSharedPairs), in the order of KeysLayout, padded with zeros.
@@ -358,8 +316,7 @@ struct BackwardWarpSpecialized {
                                Layout::key_of_lane);
         }
 
-        Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
-        clear_tiles(gradient);
+        Accumulator gradient[kKeyTiles][S::kChunks] = {};  // dV or dK
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         const auto remat_heads_end = [&] {

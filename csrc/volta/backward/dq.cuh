@@ -9,17 +9,8 @@
 // kernel with queries in the place of keys. A group of kGroupWarps warps shares 32 queries. Each warp computes some 16x16 tiles of
 // S and dP, stores dS to shared memory, and computes some columns of dQ from all of the group's dS. csrc/entry.cu calls run().
 //
-//   S (Shape)         sizes (shape.cuh): kRows own rows (queries), kStep step rows (keys), kChunks chunks of eight columns,
-//                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V),
-//                     kScores (dS); kOwnTile, kStepTile, kScoreTile: bytes of a tile
-//   m, n, v           tile of 16 queries of the warp; tile of 16 keys; a lane's element (0 to 7) of a 16x16 tile
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
-//   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
-//   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
-//   remat_*()         reads special registers again (ptx.cuh)
-//   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
-//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
-//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
+// shape.cuh has the names: S, m, n, v, RowStats and others. Own rows are queries, step rows keys. `keys` iterates over the block's
+// steps: first() is the step's first key, after(n) that of the step n later.
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -159,16 +150,15 @@ struct BackwardDq {
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
                 const int row = first_row + score_row + score_own(lane, m, Layout::element(r, 0));
-                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const long long head_row = rounded_row(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
-                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                const bool exists = row < rounded_rows(p, sequence);
                 addends.of_row[m][r] = exists ? stats[RowStats::kNegLseAt] : negative_infinity();
                 neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }
         addends.scale(p.problem.scale_log2, 0.f);
 
-        Gradient<kQueryTiles, kBlocks> dq;
-        clear(dq);
+        Gradient<kQueryTiles, kBlocks> dq = {};
 
         tiles.store(tile_address);
         __syncthreads();
@@ -179,15 +169,10 @@ struct BackwardDq {
             Bits bits;
             bits.load(blocks, keys, first_row + score_row, score_key, sequence.seqlen_k());
             Accumulator s[kScoreQueryTiles][kScoreKeyTiles], dp[kScoreQueryTiles][kScoreKeyTiles];
-#pragma unroll
-            for (int m = 0; m < kScoreQueryTiles; m++)
-#pragma unroll
-                for (int n = 0; n < kScoreKeyTiles; n++)
-#pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        s[m][n][v] = 0.f;
-                        dp[m][n][v] = neg_delta[m][Layout::row_of(v)];
-                    }
+            unrolled<kScoreQueryTiles, kScoreKeyTiles, 8>([&](int m, int n, int v) {
+                s[m][n][v] = 0.f;
+                dp[m][n][v] = neg_delta[m][Layout::row_of(v)];
+            });
 #pragma unroll kScoreUnroll
             for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
                 using Operands = Fragments<S, kScoreQueryTiles, kScoreKeyTiles>;
@@ -210,14 +195,11 @@ struct BackwardDq {
                     for (int m = 0; m < kScoreQueryTiles; m++) bits.hide(s[m], m);
                 exponentials(s, p.problem.scale_log2, addends);
                 if (kScoresInV) __syncthreads();  // V is no longer needed
+                unrolled<kScoreQueryTiles, kScoreKeyTiles>([&](int m, int n) {
 #pragma unroll
-                for (int m = 0; m < kScoreQueryTiles; m++)
-#pragma unroll
-                    for (int n = 0; n < kScoreKeyTiles; n++) {
-#pragma unroll
-                        for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v];
-                        store_packed(packed, m, n, pack_tile(dp[m][n]));
-                    }
+                    for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v];
+                    store_packed(packed, m, n, pack_tile(dp[m][n]));
+                });
             }
             // Loads of the next tile, which in a list need not be adjacent, are in flight from here on. Past the last key: none.
             if constexpr (Blocks::kListed) {
