@@ -7,10 +7,17 @@
 // and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in registers. Accumulators of S have the
 // layout of operand A, so dS needs no shared memory, which has two tiles of K and of V. csrc/entry.cu calls run().
 //
-// shape.cuh has the names (S, keys_by_rows(), multiply_pair(), RowStats, ...). And here:
-//
+//   S (Shape)         sizes (shape.cuh): kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row, kSlotBytes of
+//                     a slot (K, and kStepTile after it V)
 //   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
+//   keys_by_rows(), keys_by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x
+//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dQ (products.cuh)
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
 //   keys              iterator over listed steps: first() is the step's first key, after(n) that of the step n later
+//   remat_*()         reads special registers again, to hold no register in between (ptx.cuh)
+//   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/dense_blocks.cuh"

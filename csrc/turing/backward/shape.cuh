@@ -8,29 +8,6 @@
 // scale is |softmax_scale|, delta rowsum(dO * O). Registers hold dK, dV, the operands P^T and dS^T, and operands of V or of K.
 // Shared memory holds K (for dQ, and for warps that have no registers for its operands), tiles of Q and dO, and dS^T (for dQ). In
 // warp_specialized.cuh it also holds P^T in flight between warps, and the chunks of V that do not fit registers.
-//
-// Names in the kernels of this folder:
-//
-//   S (Shape)         sizes: kRows own rows (keys), kStep step rows (queries, in dq kernels keys), kChunks chunks of eight columns,
-//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, in dq kernels of K
-//                     and V, kSlotBytes each, the second kStepTile after the first), kScores (slots of dS^T), kPartner (P^T
-//                     between warps); kStepTile, kScoreTile: bytes of a tile
-//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix, keys_by_rows() and keys_by_chunks() those of keys in dq kernels;
-//                     pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
-//   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
-//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV, dK or dQ (products.cuh)
-//   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
-//                     rows(): rows that loads may read
-//   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
-//                     the head's rows in scratch memory
-//   StepStats         -lse/scale and -delta of a step's queries; scale(): -lse in log2 units plus a shift, and -delta / 2^12
-//                     (step_loads.cuh)
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
-//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
-//   kVarlen, kHas..., kRequires..., kGeneric  what the kernel is compiled for (features.cuh); where it has score features and
-//                     requires none (kGeneric), parameters choose among them
-//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
-//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/probabilities.cuh"

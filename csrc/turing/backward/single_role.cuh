@@ -13,10 +13,24 @@
 //   3. P^T and dS^T, packed in registers; dS^T to shared memory too
 //   4. dV, dK
 //
-// shape.cuh has the names (S, by_rows(), VisitedQueries, HeadRows, ...). And here:
-//
+//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
+//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes
+//                     each, dO kStepTile after Q), kScores (slots of dS^T); kStepTile, kScoreTile: bytes of a tile
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
+//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
+//   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
+//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
+//   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
+//                     rows(): rows that loads may read
+//   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
+//                     the head's rows in scratch memory
+//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
+//                     -delta / 2^12 (step_loads.cuh)
 //   InitialScores     what S^T begins with, terms of ALiBi or of a bias (one_feature.cuh)
+//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
+//   kVarlen, kHas..., kGeneric  what this kernel is compiled for (features.cuh); kGeneric: parameters choose the score features
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/probabilities.cuh"

@@ -7,9 +7,23 @@
 // dS of 32 queries would take too many registers. So each half of a step, 16 queries, goes from dP through dV and dK alone. Shared
 // memory has K, and one tile of Q, dO and dS: 32 KB, so two blocks fit an SM. One tile of each costs a second barrier per step.
 //
-// shape.cuh has the names (S, by_rows(), VisitedQueries, HeadRows, ...). And here:
-//
+//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
+//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (Q, and dO kStepTile after it),
+//                     kScores (dS^T); kStepTile, kScoreTile: bytes of a tile
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
+//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
+//   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
+//   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
+//   VisitedQueries    first() to `end`: query rows that see the block's keys; `unmasked`: steps that need no mask; rows():
+//                     rows that loads may read
+//   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
+//                     the head's rows in scratch memory
+//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
+//                     -delta / 2^12 (step_loads.cuh)
+//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
+//   kVarlen           this kernel reads sequence lengths from memory (features.cuh)
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/probabilities.cuh"

@@ -9,8 +9,17 @@
 // kernel with queries in the place of keys. A group of kGroupWarps warps shares 32 queries. Each warp computes some 16x16 tiles of
 // S and dP, stores dS to shared memory, and computes some columns of dQ from all of the group's dS. csrc/entry.cu calls run().
 //
-// shape.cuh has the names: S, m, n, v, RowStats and others. Own rows are queries, step rows keys. `keys` iterates over the block's
-// steps: first() is the step's first key, after(n) that of the step n later.
+//   S (Shape)         sizes (shape.cuh): kRows own rows (queries), kStep step rows (keys), kChunks chunks of eight columns,
+//                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V),
+//                     kScores (dS); kOwnTile, kStepTile, kScoreTile: bytes of a tile
+//   m, n, v           tile of 16 queries of the warp; tile of 16 keys; a lane's element (0 to 7) of a 16x16 tile
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
+//   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
+//   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
+//   remat_*()         reads special registers again (ptx.cuh)
+//   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "backward/dense_blocks.cuh"

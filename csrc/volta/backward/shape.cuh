@@ -13,24 +13,6 @@
 // dQ is added up by atomics, or stored by a block that has all keys, or left to dq.cuh, whose blocks own queries and visit keys.
 // There own rows are Q and dO, and each step brings K and V. "Own" and "step" below are these two sides; S and Dp name the product
 // that an operand belongs to.
-//
-// Names in the kernels of this folder:
-//
-//   S (Shape)         sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row; offsets in
-//                     shared memory: kOwnS and kOwnDp (K and V, in dq.cuh Q and dO), kStepS and kStepDp (Q and dO, or K and V),
-//                     kScores (P^T and dS^T, or dS); kOwnTile, kStepTile, kScoreTile: bytes of a tile
-//   m, n, v           a tile of 16 own rows of the warp; of 16 step rows; a lane's element (0 to 7) of a 16x16 tile
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
-//                     (backward/scratch.cuh)
-//   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
-//                     rows that loads may read (backward/iteration_range.cuh)
-//   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS of a 16x16 tile, in words of two elements, whose sign bits are 0x8000
-//                     and 0x80000000 (backward/packed_tile.cuh)
-//   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
-//   remat_*()         computes a value again at its use; keep_in_register(x) computes x once (ptx.cuh)
-//   kVarlen, kHas..., kGeneric  what the kernel is compiled for; kGeneric: parameters choose among score features (features.cuh)
-//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
-//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
 #include "tile.cuh"

@@ -15,7 +15,20 @@
 //   3. loads of the next tiles begin; dV    3. the same; dK
 //   4. block barrier; stores the next tiles; dQ; block barrier
 //
-// shape.cuh has the names: S, m, n, v, RowStats, Queries and others. The two tiles of scores are P^T and dS^T.
+//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
+//                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO),
+//                     kScores (P^T and dS^T); kOwnTile, kStepTile, kScoreTile: bytes of a tile
+//   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
+//                     kRowFloats a query (row_stats.cuh)
+//   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
+//                     rows that loads may read (backward/iteration_range.cuh)
+//   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
+//   remat_*()         computes a value again at its use; keep_in_register(x) computes x once (ptx.cuh)
+//   kHas..., kGeneric score features that this kernel is compiled for; kGeneric: parameters choose among them (features.cuh)
+//   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
+//   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
+//   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS in words of two elements, whose sign bits are 0x8000 and 0x80000000
 #pragma once
 
 #include "backward/dense_blocks.cuh"
