@@ -154,7 +154,8 @@ def test_vllm_accepts_the_cache_dtype_of_the_plugin(monkeypatch):
     for table in ("KV_CACHE_DTYPES", "_KV_CACHE_DTYPE_HANDLERS"):
         kept = [name for name in getattr(of_caches, table) if name != MIXED]
         monkeypatch.setattr(of_caches, table, kept if table == "KV_CACHE_DTYPES" else {})
-    refused(ValueError, "Invalid kv_cache_dtype: 'int8k_int4v'", CacheConfig, cache_dtype=MIXED)
+    with pytest.raises(ValueError, match="Invalid kv_cache_dtype: 'int8k_int4v'"):  # of pydantic, which has several lines
+        CacheConfig(cache_dtype=MIXED)
     for _ in range(2):
         volta_fa.vllm.register()
     assert of_caches.KV_CACHE_DTYPES.count(MIXED) == 1 and is_quantized_kv_cache(MIXED)
