@@ -103,7 +103,7 @@ def test_kvcache_leftpad(backend):
     slopes = slopes_of(backend, 2)
     for options in ({"causal": True}, {"window_size": (3, 0)}):
         out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=10, cache_leftpad=leftpad, alibi_slopes=slopes, **options)
-        close(backend, out, next(cached(q, k_cache, v_cache, [10, 10], leftpad=[4, 0], slopes=slopes, **options)))
+        close(backend, out, next(cached(q, k_cache, v_cache, [10, 10], leftpad=[4, 0], alibi_slopes=slopes, **options)))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

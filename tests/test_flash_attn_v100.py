@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed, refused
+from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, packed, packed_leaves, refused
 from volta_fa.integrations.flash_attn import interface, turing, v100
 from volta_fa.integrations.stand_in import provide_flash_attn_v100
 from volta_fa.integrations.vllm import paged
@@ -80,11 +80,9 @@ def test_compiled_functions_take_heads_first(backend):
 
 @BACKENDS
 def test_lengths_of_any_integer_dtype(backend):
-    lengths_q, lengths_k = LENGTHS
-    q, k, v = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 16)
-    lengths = [cu(lengths, backend.device).long() for lengths in LENGTHS]
-    out = v100.flash_attn_varlen_func(q, k, v, *lengths, max(lengths_q), max(lengths_k), causal=True)
-    close(backend, out, packed(q, k, v, lengths_q, lengths_k, causal=True)[0])
+    (q, k, v), (cu_q, cu_k, *longest) = packed_leaves(backend)
+    out = v100.flash_attn_varlen_func(q, k, v, cu_q.long(), cu_k.long(), *longest, causal=True)
+    close(backend, out, packed(q, k, v, *LENGTHS, causal=True)[0])
 
 
 # ---- flash_attn_v100 of 1Cat-vLLM ------------------------------------------------------------------------------
@@ -190,17 +188,16 @@ def test_turing(backend, lengths, causal):
 @BACKENDS
 def test_turing_varlen(backend, causal):
     lengths_q, lengths_k = LENGTHS
-    q, k, v = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 16)
-    dout, leaves = backend.randn(*q.shape), [t.detach().requires_grad_() for t in (q, k, v)]
-    expected, *_ = packed(*leaves, lengths_q, lengths_k, causal=causal)
-    lengths = cu(lengths_q, backend.device), cu(lengths_k, backend.device), max(lengths_q), max(lengths_k), causal
+    (q, k, v), lengths = packed_leaves(backend)
+    dout, lengths = backend.randn(*q.shape), (*lengths, causal)
+    expected, *_ = packed(q, k, v, lengths_q, lengths_k, causal=causal)
     out, lse = turing.varlen_fwd(q, k, v, *lengths)
     close(backend, out, expected)
     assert lse.shape == (len(lengths_q), 4, max(lengths_q))
     for own, *parts in zip(lse, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)):
         close_lse(own[:, : len(parts[0])], attention(*(t[None] for t in parts), causal=causal)[1][0])
         assert not own[:, len(parts[0]) :].any()
-    want = torch.autograd.grad(expected, leaves, dout.to(expected.dtype))
+    want = torch.autograd.grad(expected, (q, k, v), dout.to(expected.dtype))
     for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *lengths), want):
         close(backend, found, right, LSE_ROUNDING)
     refused(ValueError, "lse: got shape", turing.varlen_bwd, q, k, v, out, lse[..., 1:], dout, *lengths)
