@@ -55,27 +55,39 @@ def test_arguments_of_2023_and_of_2026(backend):
 
 
 @BACKENDS
-def test_compiled_functions_take_heads_first(backend):
+def test_heads_first(backend):
+    """The compiled functions, and 1Cat-vLLM's for dense tensors, with and without tensors for their results."""
     q, k, v, dout = backend.randn(2, 9, 4, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 9, 4, 16)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    expected, expected_lse, *_ = attention(*leaves, softmax_scale=0.3, causal=True)
-    right = [expected, *torch.autograd.grad(expected, leaves, dout.to(expected.dtype))]
+    scale = {"softmax_scale": 0.3, "causal": True}
+    right, right_lse, *_ = attention(*leaves, **scale)
     # alibi_slopes None, then dropout_p, softmax_scale, causal, window (-1: no bound), softcap; of fwd return_softmax and generator, of bwd
     # deterministic and generator
     options = 0.0, 0.3, True, -1, -1, 0.0, False, None
     first = heads_first(q, k, v)
-    into = torch.full_like(first[0], torch.nan)
-    for out in (None, into):
-        result, lse, _, rng_state = v100.fwd(*first, out, None, *options)
-        assert result.is_contiguous() and (out is None or result is out)
-        close(backend, result.transpose(1, 2), right[0])
-        close_lse(lse, expected_lse)
+
+    def is_right(out, lse):
+        close(backend, out.transpose(1, 2), right)
+        close_lse(lse, right_lse)
+
+    for into in (None, torch.full_like(first[0], torch.nan)):
+        of_1cat, lse, _ = v100.flash_attn_bhmd_func(*first, dropout_p=0.0, return_attn_probs=True, out=into, **scale)
+        is_right(of_1cat, lse)
+        out, lse, _, rng_state = v100.fwd(*first, into, None, *options)
+        is_right(out, lse)
+        assert out.is_contiguous() and of_1cat.is_contiguous() and (into is None or of_1cat is out is into)
     for given in ([None] * 3, [torch.full_like(t, torch.nan) for t in first]):
-        *gradients, softmax_d = v100.bwd(*heads_first(dout), *first, result, lse, *given, None, *options, rng_state)
+        *gradients, softmax_d = v100.bwd(*heads_first(dout), *first, out, lse, *given, None, *options, rng_state)
         assert softmax_d.shape == lse.shape
-        for found, expected, target in zip(gradients, right[1:], given):
+        for found, want, target in zip(gradients, torch.autograd.grad(right, leaves, dout.to(right.dtype), retain_graph=True), given):
             assert target is None or found is target
-            close(backend, found.transpose(1, 2), expected, LSE_ROUNDING)
+            close(backend, found.transpose(1, 2), want, LSE_ROUNDING)
+    close_lse(v100.flash_attn_lse(q, k, v, **scale), right_lse)
+    is_right(v100.flash_attn_bhmd_func(*first, **scale), lse)
+    # out, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, return_softmax
+    out, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
+    is_right(out, lse)
+    assert none == [None, None]
 
 
 @BACKENDS
@@ -132,26 +144,6 @@ def test_paged_functions(backend, kv_cache_dtype, window):
     refused(ValueError, message, decode, *arguments, kv_cache_dtype="int8_per_token_head")
     message = r"out: got shape \(2, 4, 15\) of dtype .* expected shape \(2, 4, 16\)"
     refused(ValueError, message, decode, *arguments, out=into[..., 1:], **options)
-
-
-@BACKENDS
-def test_dense_functions_of_1cat(backend):
-    q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16)
-    expected, expected_lse, *_ = attention(q, k, v, softmax_scale=0.3, causal=True)
-    first = heads_first(q, k, v)
-    into = torch.full_like(first[0], torch.nan)
-    for out in (None, into):
-        result, lse, _ = v100.flash_attn_bhmd_func(*first, dropout_p=0.0, softmax_scale=0.3, causal=True, return_attn_probs=True, out=out)
-        assert result.is_contiguous() and (out is None or result is out)
-        close(backend, result.transpose(1, 2), expected)
-        close_lse(lse, expected_lse)
-    close(backend, v100.flash_attn_bhmd_func(*first, softmax_scale=0.3, causal=True).transpose(1, 2), expected)
-    close_lse(v100.flash_attn_lse(q, k, v, softmax_scale=0.3, causal=True), expected_lse)
-    # out, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, return_softmax
-    result, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
-    close(backend, result.transpose(1, 2), expected)
-    close_lse(lse, expected_lse)
-    assert none == [None, None]
 
 
 def test_the_stand_in_has_all_three_packages(monkeypatch):
