@@ -15,9 +15,8 @@ import math
 import pytest
 import torch
 
-from cached import Cached
+from cached import Cached, check, run
 from conftest import GPUS, INFO, agreed, assert_same_bits, on, on_cases
-from test_kvcache import check, run
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
@@ -312,7 +311,7 @@ def test_rotation_is_rounded_once(backend, interleaved, rotary_dtype):
     lengths = ((3, 9, 3), (3, 0, 3), (3, 61, 3))
     case = Cached(lengths, headdim=96, headdim_v=40, rotary=rotary, rotary_dim=32, rotary_dtype=rotary_dtype, layout="hnd")
     problem = case.problem(backend)
-    _, _, k_cache, v_cache = run(backend, problem)
+    _, _, k_cache, v_cache, _ = run(backend, problem)
     cos, sin = (problem.options[name].float() for name in ("rotary_cos", "rotary_sin"))
     for b, (_, cached, new) in enumerate(lengths):
         k, v = (problem.sequence(t, problem.cu_new, b) for t in problem.new)

@@ -30,7 +30,7 @@ from torch.library import opcheck
 
 import reference
 import volta_fa
-from cached import Cached, check_reads_no_value, check_sequences, keys_and_values
+from cached import Cached, check, check_cache, check_reads_no_value, check_sequences, keys_and_values, run, store
 from conftest import GPUS, INFO, agreed, assert_same_bits, captured, judge, on, on_cases
 from test_decode_kernels import launched  # names of a call's kernels
 
@@ -147,62 +147,6 @@ def test_invalid_arguments_of_quantize_and_dequantize_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def run(backend, problem):
-    """Returns out, softmax_lse, the caches and the options after the call. Two runs (simulator: in two warp orders) must agree bitwise."""
-    results = []
-    for _ in backend._runs(problem.q):
-        caches, options = problem.copy_of_cache(), problem.fresh()
-        out, lse = fwd_kvcache(problem.q, *caches, *problem.new, **options)
-        results.append((out, lse, *caches, options))
-    agreed([[options[name] for name in WRITTEN if name in options] for *_, options in results], *WRITTEN)
-    return agreed(results)
-
-
-def check(backend, case):
-    """Compares results with attention in fp64 over the dequantized tokens, and the cache with what appending must write."""
-    problem = case.problem(backend)
-    out, lse, *caches, options = run(backend, problem)
-    check_cache(problem, *caches, options)
-    problem.options = options
-    check_sequences(backend, problem, out, lse, *caches, gathers(backend, case))
-
-
-def gathers(backend, case) -> bool:
-    """Returns whether the call dequantizes tokens to q's dtype: many query rows without a tree, rows not aligned to 16 bytes, bf16."""
-    rows = max(n for n, _, _ in case.lengths) * case.nheads // case.nheads_k
-    columns = {"k": case.headdim, "v": case.headdim_v or case.headdim}
-    bytes_of_rows = [d // (2 if case.kv_dtype_of(which) == "int4" else 1) for which, d in columns.items()]
-    has_kernel = (rows <= 64 or case.tree) and backend.dtype == torch.float16 and all(n % 16 == 0 for n in bytes_of_rows)
-    return backend.kernels and not has_kernel
-
-
-def store(which, cache, options, place, made):
-    """Writes quantized tokens of K or V (`which`) into a cache, and their scales and zero points into those options that have them."""
-    cache.view(torch.uint8)[place] = made.data.view(torch.uint8)
-    for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
-        if name in options:
-            options[name][place] = t
-
-
-def check_cache(problem, k_cache, v_cache, options):
-    """Checks that appended tokens are bitwise quantize_kv's (but not rotated keys, which round), and that all else is unchanged."""
-    c = problem.case
-    for which, before, after, i in (("k", problem.k_cache, k_cache, 0), ("v", problem.v_cache, v_cache, 1)):
-        if c.rotary and which == "k":
-            continue
-        expected = before.view(torch.uint8).clone()
-        scales = {name: problem.options[name].clone() for name in WRITTEN if name[0] == which and name in problem.options}
-        for b, (_, cached, new) in enumerate(c.lengths if problem.new else ()):
-            place = tuple(t[cached : cached + new].to(after.device) for t in problem.places[b])
-            scale = None if has_scales(c.kv_dtype) else options.get(f"{which}_descale")
-            scale = scale[b] if scale is not None and scale.dim() == 2 else scale
-            values = problem.appended(b)[i].to(problem.q.dtype)
-            store(which, expected, scales, place, volta_fa.quantize_kv(values, c.kv_dtype_of(which), scale=scale))
-        assert_same_bits(which, after, expected)
-        for name, t in scales.items():
-            assert_same_bits(name, options[name], t)
 
 
 CASES = [

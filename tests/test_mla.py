@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from cached import Cached, check_sequences
+from cached import Cached, check, check_sequences, mla_options
 from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_kvcache import UNCHECKED, ints, spoiled
 from test_validation import refused
@@ -20,7 +20,6 @@ from volta_fa import flash_mla
 
 fwd_mla = torch.ops.volta_fa.fwd_mla
 HEADDIM, HEADDIM_V = 576, 512
-OPTIONS = ("cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "block_table", "cache_batch_idx", "softmax_scale", "is_causal", "num_splits")
 QUANTIZED = ("int8", "fp8_e5m2", "fp8_e4m3")
 
 
@@ -29,30 +28,18 @@ def latents(lengths, nheads=16, page=64, **options) -> Cached:
     tokens of a page, 0 for a dense cache; `batch_idx` gives cache_batch_idx; `all_cached` gives no cache_seqlens; `layout="wide"` is a
     slice of a larger tensor; `spread` is the standard deviation of q and the latents."""
     # the third length, 0: no tokens to append
-    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads=nheads, nheads_k=1, page=page, **options)
+    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads, nheads_k=1, page=page, latents=True, **options)
 
 
 def draw(backend, case):
     """Returns the problem, whose k_cache has the latents, and the options of fwd_mla. The cache is NaN where it holds no token."""
     problem = case.problem(backend)
-    problem.v_cache = problem.k_cache[..., :HEADDIM_V]
-    options = {name: problem.options[name] for name in OPTIONS if name in problem.options}
-    for name in ("scale", "descale"):
-        if f"k_{name}" in problem.options:
-            # check_sequences dequantizes values by their own scales, which are those of the latents
-            options[f"latent_{name}"] = problem.options[f"v_{name}"] = problem.options[f"k_{name}"]
-    return problem, options
+    return problem, mla_options(problem)
 
 
 def run(backend, problem, options):
     """Returns out and softmax_lse. Kernels run twice (simulator: in both warp orders), bitwise identically."""
     return agreed([fwd_mla(problem.q, problem.k_cache, **options) for _ in backend._runs(problem.q, problem.k_cache)])
-
-
-def check(backend, case):
-    problem, options = draw(backend, case)
-    out, lse = run(backend, problem, options)
-    check_sequences(backend, problem, out, lse, problem.k_cache, problem.v_cache)
 
 
 # ---- what it computes ------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cached import Cached
-from conftest import INFO, Case, agreed, check, on
-from test_kvcache import check as check_cached
+from cached import check as check_cached
+from conftest import INFO, Case, agreed, check_case, on
 
 #: Kernels: of the forward pass, of a prefill over a KV cache, of the backward pass.
 FORWARD, PREFILL, BACKWARD = ([v for v in INFO["variants"] if v["pass"] == f"{of}StreamK"] for of in ("Forward", "Prefill", "Backward"))
@@ -47,16 +47,14 @@ def test_every_forward_kernel_is_right(backend, force, variant, name):
         device = -1 if backend.machine == "sim" else torch.cuda.current_device()  # -1: the simulated GPU
         sizes = case.batch, case.nheads, case.seqlen_q, case.seqlen_k, case.headdim
         assert plan(*sizes, device=device, features=",".join(features))["forward"]["name"] == variant["name"]
-    (q, k, v, _), options = case.problem(backend)
-    check(backend, q, k, v, **options)
+    check_case(backend, case, dout=None)
 
 
 @on("sim")
 def test_a_planned_grid_is_right(backend, monkeypatch):
     """165 tiles on a V100's 160 resident blocks (80 SMs, two blocks each): one full wave, and a wave of splits."""
     assert plan(1, 165, 100, 411, 64)["forward"]["pass"] == "ForwardStreamK"
-    (q, k, v, _), options = Case(seqlen_q=100, seqlen_k=411, batch=1, nheads=165, nheads_k=33).problem(backend)
-    check(backend, q, k, v, **options)
+    check_case(backend, Case(seqlen_q=100, seqlen_k=411, batch=1, nheads=165, nheads_k=33), dout=None)
 
 
 #: (batch, nheads, seqlen_q, seqlen_k, headdim, is_causal), and whether the usual grid's last wave leaves enough resident blocks idle.
@@ -114,8 +112,7 @@ def test_every_backward_kernel_is_right(backend, force, variant, name):
         main = plan(*sizes, nheads_k=case.nheads_k)["backward"]["main"]
         # two key blocks, of two splits or of five each
         assert main["name"] == variant["name"] and main["grid"][1] == {"grouped": 4, "more splits": 10}[name]
-    (q, k, v, dout), options = case.problem(backend)
-    check(backend, q, k, v, dout, **options)
+    check_case(backend, case)
 
 
 @on("sim")

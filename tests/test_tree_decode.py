@@ -10,10 +10,8 @@ import dataclasses
 import pytest
 import torch
 
-from cached import Cached, check_opcheck, check_reads_no_value
+from cached import Cached, check, check_opcheck, check_reads_no_value, run
 from conftest import BF16_KERNELS, agreed, on, on_cases
-from test_kvcache import check, run
-from test_kvcache_quantized import check as check_quantized
 from test_validation import refused
 from volta_fa.check.cache_cases import random_tree, tree_words
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES
@@ -84,7 +82,7 @@ SHARED = [even(8, 2500, 30, nheads=8, headdim=128), even(16, 3000, nheads=4, hea
     slow=((["cpu-fp64", "cpu-bf16"], LAYOUTS + WINDOWS + COPIED + QUANTIZED),),
 )
 def test_against_fp64(backend, case):
-    (check_quantized if case.kv_dtype else check)(backend, case)
+    check(backend, case)
 
 
 @on("sim")
