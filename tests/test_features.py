@@ -119,6 +119,7 @@ def lengths():
     yield changed(PACKED, is_causal=True)
     yield changed(PACKED, window_left=9, window_right=4, spare=50)
     yield changed(PACKED, lengths=((0, 0), (0, 0), (3, 4)), sinks="fp32")
+    yield changed(PACKED, lengths=((3, 0), (2, 0)), sinks="fp32", bias="hqk:fp32", spare=1)  # no key at all: nothing to launch
     yield changed(PACKED, lengths=((300, 5), (2, 260)), is_causal=True, nheads_k=2)
     yield changed(PACKED, lengths=((1, 90), (1, 3), (1, 0), (1, 64)), sinks="own")
     yield changed(PACKED, lengths=((90, 1), (70, 0), (3, 1)), is_causal=True)
@@ -131,7 +132,18 @@ def lengths():
     yield Case(200, 230, 64, nheads=1, used=(65, 190), dropout_p=0.3)
 
 
-SINGLES, PAIRS, SIZES, BIASES, VARLEN = (list(dict.fromkeys(f())) for f in (singles, pairs, sizes, biases, lengths))
+def deterministic():
+    """All gradients are bitwise identical, run to run and in both warp orders (`Backend.backward` compares)."""
+    yield changed(BASE, bias="k:fp32", sinks="fp32", is_causal=True, deterministic=True)
+    yield changed(BASE, bias="hqk:own", dropout_p=0.2, alibi="h", deterministic=True)
+    yield changed(BASE, bias="-:fp32", softcap=3.0, headdim=128, deterministic=True)
+    yield changed(PACKED, bias="hqk:fp32", sinks="own", is_causal=True, deterministic=True)
+    yield changed(PACKED, used=(30, 0, 65, 5, 0, 0, 1, 130), dropout_p=0.2, deterministic=True)
+
+
+SINGLES, PAIRS, SIZES, BIASES, VARLEN, DETERMINISTIC = (
+    list(dict.fromkeys(f())) for f in (singles, pairs, sizes, biases, lengths, deterministic)
+)
 
 
 #: Queries, keys and slopes of ALiBi by name.
@@ -159,6 +171,7 @@ def test_unusual_biases_of_alibi(backend, name, headdim):
     (["cpu-fp32", "cpu-fp64", "cpu-fp16", *KERNELS], [*SINGLES, *VARLEN, *BIASES]),
     (["cpu-fp32", *KERNELS], [*PAIRS, *SIZES]),
     (["cpu-bf16", *BF16_KERNELS], [*SINGLES[::4], *VARLEN[::4], *BIASES[::6], Case(60, 70, 128, is_causal=True)]),
+    (KERNELS, DETERMINISTIC),
 )
 def test_problem(backend, case):
     check_case(backend, case)
@@ -272,12 +285,6 @@ def test_a_sink_of_minus_infinity(backend, is_causal):
     assert (lse[:, 0] == math.inf).all() and (lse[:, 1] == 0.5).all()
 
 
-@on(*ALL)
-def test_no_key_at_all(backend):
-    """Every sequence without keys: nothing to launch, and a sink still has its row."""
-    check_case(backend, Case(headdim=64, nheads=2, lengths=((3, 0), (2, 0)), sinks="fp32", bias="hqk:fp32", spare=1))
-
-
 @on("cpu-fp32", *KERNELS)
 def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
     """Neighbors of a sequence, NaN in all their rows, change no bit of its results."""
@@ -341,21 +348,6 @@ def test_more_heads_than_casts_take(backend):
     q = backend.randn(1, 1, 22_000, 8)
     with pytest.raises(ValueError, match=r"q, k and v: got 22000 heads of q and 22000 of k in BFloat16, expected at most 65535 heads"):
         torch.ops.volta_fa.fwd(q, q, q)
-
-
-DETERMINISTIC = [
-    changed(BASE, bias="k:fp32", sinks="fp32", is_causal=True),
-    changed(BASE, bias="hqk:own", dropout_p=0.2, alibi="h"),
-    changed(BASE, bias="-:fp32", softcap=3.0, headdim=128),
-    changed(PACKED, bias="hqk:fp32", sinks="own", is_causal=True),
-    changed(PACKED, used=(30, 0, 65, 5, 0, 0, 1, 130), dropout_p=0.2),
-]
-
-
-@on_cases((KERNELS, DETERMINISTIC))
-def test_deterministic(backend, case):
-    """All gradients are bitwise identical, run to run and in both warp orders (`Backend.backward` compares)."""
-    check_case(backend, case, deterministic=True)
 
 
 # ---- bf16, scaled and converted around the kernels ------------------------------------------------------------------

@@ -104,12 +104,6 @@ def test_stored(backend, case, gpu, forward_on_cpu):
     check_case(backend, case)
 
 
-@on("sim", "cuda")
-def test_stored_gradient_of_lse(backend, gpu, forward_on_cpu):
-    """A gradient of softmax_lse (`dlse`) adds to dq and dk."""
-    check_case(backend, Case(40, 50, 264, batch=1), dlse=backend.randn(1, 2, 40).float())
-
-
 @pytest.mark.parametrize("gpu", ["v100", pytest.param("t4", marks=pytest.mark.slow)], indirect=True)
 @on("sim", "cuda")
 def test_some_heads_and_keys_of_each_launch(backend, gpu, forward_on_cpu):

@@ -117,6 +117,7 @@ CASES = [
     Case(headdim=64, nheads=2, nheads_k=1, lengths=((17, 33), (1, 1), (113, 70), (0, 5), (5, 0), (0, 0), (64, 64))),
     Case(headdim=128, nheads=2, lengths=((40, 60), (33, 20)), is_causal=True, sinks="own"),
     changed(deterministic=True, headdim=128),
+    Case(40, 50, 264, batch=1),
 ]
 
 

@@ -111,8 +111,6 @@ def eager_gradients(dout, q, k, v, out, softmax_lse, is_causal):
 @pytest.mark.parametrize("headdim,masked,options", CASES, ids=str)
 @on(*KERNELS)
 def test_mean_errors_of_gradients(backend, gpu, headdim, masked, options):
-    import volta_fa  # here, because the tests above run with any library (VOLTA_FA_TEST_LIBRARY)
-
     n = 256
     q, k, v, dout = (backend.randn(1, n, 4, headdim) for _ in range(4))
     exact = reference.forward(q, k, v, is_causal=masked)
