@@ -1,10 +1,11 @@
 """Checks of `torch.ops.volta_fa.fwd_kvcache`, attention with a KV cache, for test_kvcache*.py, test_decode_kernels.py and others.
 
-`Cached` (volta_fa.check.cache_cases.CacheCase) describes a problem: lengths of each sequence, and the layout of the cache.
-`CacheInputs` are its tensors: q, k_cache, v_cache, `new` (k and v to append, or none), and the operator's options. `check` runs a problem
-and compares results and caches; `judge` (conftest.py) compares results with attention in fp64 over the tokens of each sequence, by `parts`:
-exact values with allowed errors. A test passes its `backend` (conftest.py): device and dtype. `backend.simulate()` runs kernels on CPU
-tensors, in the simulator."""
+`Cached` (volta_fa.check.cache_cases.CacheCase, which explains its fields) describes a problem: lengths of each sequence, (queries, cached
+tokens, appended tokens), and the layout of the cache. By default headdim is 64, nheads 2 on one KV head, pages have 16 tokens, and queries
+are causal. `case.problem(backend)` draws `CacheInputs`: q, k_cache, v_cache, `new` (k and v to append, or none), the operator's `options`,
+and `places`: for each sequence the page (or entry) and row of each token. What no token occupies in a cache is NaN, so that a read of it
+shows. `check` runs a problem and compares results and caches; `judge` (conftest.py) compares results with attention in fp64 over the tokens
+of each sequence, by `parts`: exact values with allowed errors. conftest.py explains backends."""
 
 import torch
 from torch import Tensor

@@ -6,6 +6,9 @@
 - `cuda`: the kernels on the GPU of this machine, fp16 (on GPUs without matching machine code: PTX);
 - `sim-bf16`, `cuda-bf16`, `sim-fp32`, `cuda-fp32`: the same, on tensors of these dtypes.
 
+`backend` draws tensors in its dtype on its device; after `backend.simulate()` the simulator, if it is the backend, runs all calls. The
+fixture `gpu` runs a test for a simulated V100 and a T4, `force` makes the planner take kernels.
+
 `check` compares an attention call and its gradients with the fp64 reference, `check_case` those of a Case; `judge` and `within` compare
 single results.
 

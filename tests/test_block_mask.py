@@ -4,8 +4,7 @@ A mask divides scores into blocks of 128 queries by 64 keys. `block_lists` (batc
 block: [0] and [1] the numbers of partial and of full blocks, [2] the first partial block's tile in `block_bits`, [3] the row block that is
 launched at this place, and from [4] on the key blocks, partial ones first. Absent blocks are hidden. A tile has a bit for each score of a
 partial block. `block_lists_t` and `block_bits_t` are the transposed mask, for dk and dv. `block_masks` (volta_fa.check) packs masks.
-A test runs once per backend in `on(...)`: `cpu-DTYPE`, the simulator (`sim`), or a GPU (`cuda`); `gpu` runs it for a V100 and a T4.
-`backend.simulate()` makes the simulator run later calls. `check` compares a call and its gradients with fp64."""
+conftest.py explains backends, `gpu` and `check`."""
 
 import dataclasses
 import math

@@ -1,12 +1,8 @@
 """The kernels of `fwd_kvcache`: decode, append and prefill. test_kvcache.py tests what holds for every path of the operator.
 
-A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's queries times the query heads of a KV head. Blocks split the
-keys of a tile, and the last block combines partial results. From many rows on, a prefill kernel runs. Append writes new keys and values.
-`check` compares with fp64; `run` makes two runs (in the simulator, in two warp orders) that must agree bitwise (`agreed`). A test runs per
-backend in `on(...)`: simulator (`sim`), GPU (`cuda`), CPU; `-bf16` names the dtype. `Cached(lengths, ...)` is a problem: (queries, cached
-tokens, appended tokens) of each sequence. By default headdim is 64, nheads 2 on one KV head, `page` 16 tokens (0: no pages), and queries
-are causal. Slopes of ALiBi are per head ("h") or sequence and head ("bh"), `sinks` in q's dtype ("own"). Of the drawn tensors, `places` are
-the page and row of each token by sequence. `force` makes the planner take a kernel."""
+A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's queries times the query heads of a KV head. Blocks split the keys
+of a tile, and the last block combines partial results. From many rows on, a prefill kernel runs. Append writes new keys and values.
+cached.py explains a problem (`Cached`), `check` and `run`. `force` makes the planner take a kernel."""
 
 import dataclasses
 import json

@@ -1,11 +1,8 @@
 """Dropout of `fwd` and `bwd`, gradients against finite differences (gradcheck), and random combinations of all options.
 
 Dropout's mask follows from `rng_state` (seed, offset) and a score's position alone (`_dropout_mask`), so backward repeats forward's.
-`backend.simulate()` makes the simulator run later calls. `on(...)` lists the backends of a test: CPU (`cpu-DTYPE`), simulator (`sim`), GPU
-(`cuda`). `repeat` runs a `Case` on a backend against the fp64 reference, and prints a command that repeats a failure. Fields of a Case:
-seqlen_q, seqlen_k, headdim, headdim_v (default: headdim); batch and nheads are 2 by default; `lengths` is (queries, keys) of packed
-sequences, `spare` max_seqlen beyond the longest, `used` seqused_k. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype
-("own": q's); `sinks` names a dtype, `alibi` the dimensions of the slopes. BASE is a small Case."""
+`repeat` runs a `Case` (volta_fa/check/cases.py) on a backend (conftest.py) against the fp64 reference, and prints a command that repeats a
+failure."""
 
 import math
 import os

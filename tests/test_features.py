@@ -1,11 +1,8 @@
 """Features of `fwd` and `bwd`, forward and gradients, against the fp64 reference on every backend.
 
-They are packed sequences (`lengths` of a Case: (queries, keys) of each; `spare`: by how much max_seqlen exceeds the longest), seqused_k
-(`used`), softcap, ALiBi (`alibi` names the dimensions of the slopes), bias, sinks (one more logit per head, without a value; `sinks` names
-their dtype, "own" is q's) and dropout, also in pairs. `Case(seqlen_q, seqlen_k, headdim, headdim_v)` has by default batch 2, 2 heads and
-headdim_v = headdim. `spread`: standard deviation of q, k and v. `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the
-kernels' machine code in the simulator (`sim`), GPU (`cuda`). Kernels run twice, in memory filled with NaN, with bitwise identical results:
-`forward` returns the first run's out and softmax_lse, `backward` the gradients of each run. `check` compares runs and the reference."""
+They are packed sequences, seqused_k (`used`), softcap, ALiBi, bias, sinks (one more logit per head, without a value) and dropout, also in
+pairs. conftest.py explains backends and `check`, which runs kernels twice, in memory filled with NaN, with bitwise identical results.
+volta_fa/check/cases.py explains the fields of a Case."""
 
 import dataclasses
 import itertools

@@ -1,11 +1,8 @@
-"""`volta_fa::fwd` and `bwd` without further features, against the fp64 reference, on every backend: CPU (`cpu-DTYPE`), the kernels'
-machine code in the simulator (`sim`), and GPU (`cuda`).
+"""`volta_fa::fwd` and `bwd` without further features, against the fp64 reference, on every backend (conftest.py explains them).
 
 The largest error of a result is at most twice (gradients: three times) that of PyTorch's eager attention in the same dtype, both against
 fp64, as in flash-attn's tests (`volta_fa.check.tolerance.Budget`). `check` (conftest.py) applies this rule, and compares two runs bitwise.
-`Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem of random tensors, by default of batch 2, 2 heads and headdim_v = headdim;
-`spread` is the standard deviation of q, k and v. KERNELS are `sim` and `cuda`, ALL these and the CPU's dtypes. `on_cases` takes pairs of
-backends and their cases. `force` makes the planner take kernels; `_plan` describes the kernels of a call."""
+volta_fa/check/cases.py explains the fields of a Case. `force` makes the planner take kernels; `_plan` describes the kernels of a call."""
 
 import json
 import math

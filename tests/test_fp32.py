@@ -2,11 +2,10 @@
 
 By default precision is full: kernels take each number as a sum of two fp16 numbers ("split"). With torch.set_float32_matmul_precision
 "high" or "medium", kernels take scaled fp16 numbers with fp32 results. Errors are compared with those of PyTorch's fp32 attention by single
-operations ("eager"), or in reduced precision with eager attention of operands rounded to TF32 (11 bits with the implicit one).
-`check` does so for out, `check_gradients` for gradients. `reference.groups` splits a problem into groups of entries of one length, whose
-methods `inputs`, `queries`, `keys` and `lse` take their part of tensors. `kept_by` makes dropout's mask from the call's state.
-`Case(seqlen_q, seqlen_k, headdim, headdim_v)` has by default batch 2, 2 heads and headdim_v = headdim. The fixture `gpu` runs a test for
-the simulated V100 and T4, `_plan` describes a call's kernels. test_stream_k.py has more kernels of fp32."""
+operations ("eager"), or in reduced precision with eager attention of operands rounded to TF32 (11 bits with the implicit one). `check` does
+so for out, `check_gradients` for gradients. `reference.groups` splits a problem into groups of entries of one length, whose methods
+`inputs`, `queries`, `keys` and `lse` take their part of tensors. `kept_by` makes dropout's mask from the call's state.
+volta_fa/check/cases.py explains the fields of a Case. test_stream_k.py has more kernels of fp32."""
 
 import itertools
 import json
@@ -26,8 +25,6 @@ FACTOR = 4
 #: Allowed error in reduced precision, as a multiple of eager attention's of operands rounded to TF32.
 REDUCED_FACTOR = 2
 
-# Fields of a Case: `lengths` is (queries, keys) of packed sequences, `spare` max_seqlen beyond the longest, `used` seqused_k. `bias` names
-# its dimensions that are not 1 (b, h, q, k), then its dtype ("own": q's). `alibi` names the dimensions of the slopes, `sinks` a dtype.
 CASES = [
     Case(70, 90, 64),
     Case(1, 33, 64),
@@ -49,7 +46,7 @@ CASES = [
     Case(70, 50, 192, headdim_v=128, dropout_p=0.4, alibi="bh"),
     Case(0, 0, 256, batch=2, nheads=2, nheads_k=1, lengths=((40, 61), (17, 0), (1, 33)), is_causal=True, spare=5),
 ]
-#: Problems with block masks (blocks of 128 queries by 64 keys); `blocks` names the mask's dimensions that are not 1.
+#: Problems with block masks (blocks of 128 queries by 64 keys).
 BLOCK_MASK_CASES = [
     Case(150, 330, 64, batch=1, nheads=4, nheads_k=2, blocks="h"),
     Case(130, 200, 128, batch=1, nheads=2, blocks="-", is_causal=True),

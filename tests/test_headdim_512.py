@@ -1,14 +1,8 @@
 """Headdims from 257 to 512: forward kernels of both families and block sizes, and the backward pass that stores P and dS in memory.
 
 That backward pass ("stored") also runs on Volta above headdim 192. One kernel writes the probabilities P and their gradients dS of a
-launch's key tiles, another computes dq, dk and dv from them. `on(...)` and `on_cases(...)` list backends: CPU, simulator, GPU (`cuda`).
-Budgets are the allowed errors. The fixture `gpu` runs a test for the simulated V100 and T4, `forward_on_cpu` leaves the forward pass to the
-CPU.
-
-Fields of a Case: the first are seqlen_q, seqlen_k, headdim and headdim_v (default: headdim); batch and nheads are 2 by default. `lengths`
-is (queries, keys) of packed sequences, `spare` how much max_seqlen exceeds the longest, `used` seqused_k. `spread` is the standard
-deviation of q, k and v. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype (default: q's). `sinks` names a dtype
-("own": q's), `alibi` the dimensions of the slopes."""
+launch's key tiles, another computes dq, dk and dv from them. Budgets are the allowed errors. conftest.py explains backends and `gpu`,
+volta_fa/check/cases.py the fields of a Case. `forward_on_cpu` leaves the forward pass to the CPU."""
 
 import pytest
 import torch

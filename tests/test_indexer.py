@@ -1,9 +1,8 @@
 """`volta_fa::indexer_logits` and volta_fa.indexer: the indexer of DeepSeek sparse attention, whose logits select each query's tokens.
 
 logit[query, key] = sum over heads of weight[query, head] * relu(q[query, head] . k[key]) * scale[key]. Keys are fp8 codes (e4m3) of 128
-columns with one fp32 scale, in one tensor, or in pages where all codes of a page precede its scales ("block-major": 132 bytes per token).
-A query sees the keys from k_start to k_end. `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`).
-`backend.simulate()` makes the simulator run later calls; the fixture `gpu` runs a test for the simulated V100 and T4."""
+columns with one fp32 scale, in one tensor, or in pages where all codes of a page precede its scales ("block-major": 132 bytes per token). A
+query sees the keys from k_start to k_end. conftest.py explains backends and `gpu`."""
 
 import dataclasses
 import math

@@ -1,11 +1,8 @@
 """`kv_indices` of `fwd_kvcache` and `fwd_mla`: each query attends to blocks of tokens that a list selects, against fp64.
 
 A list has `topk` numbers of blocks of `kv_block` tokens, unsorted, perhaps repeated; a -1 ends it. There is one list per query, or one per
-query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them.
-`Cached(lengths, ...)` is a problem with a cache: lengths are (queries, cached tokens, appended tokens) of each sequence. By default
-headdim is 64, nheads 2 on one KV head, pages have 16 tokens (page=0: no pages), and queries are causal. `run` calls
-fwd_kvcache, or fwd_mla for problems that `latents` (of test_mla.py) makes, whose cache holds latents.
-`on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `backend.simulate()` makes the simulator run later calls."""
+query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them. cached.py
+explains a problem with a cache (`Cached`) and `run`; `latents` makes problems of fwd_mla, whose cache holds latents."""
 
 import dataclasses
 import random

@@ -1,11 +1,7 @@
 """`volta_fa::fwd_kvcache`: attention over a KV cache, dense or in pages, to which the call may append k and v in place.
 
-`on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), GPU (`cuda`).
-`backend.simulate()` makes the simulator run later calls.
-`Cached` is a problem, by default of headdim 64, 2 heads on one KV head, pages of 16 tokens, and causal. `case.problem(backend)` draws its
-tensors: q, k_cache, v_cache, `new` (k and v to append) and `options`; `places` are the page (entry) and row of each token by sequence.
-`check` compares results and the cache with fp64; what no token occupies in a cache is NaN, so that a read of it shows.
-test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
+cached.py explains a problem (`Cached`), its tensors and `check`, which compares results and the cache with fp64. test_kvcache_quantized.py
+tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
 import functools
 import math
@@ -21,10 +17,7 @@ from volta_fa.check.cache_cases import NO_PAGE  # page numbers that no cache has
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
-# lengths: (queries, cached tokens, appended tokens) of each sequence. page: tokens of a page, 0 for a dense cache. own_new: packed k and v
-# have cu_seqlens_k_new. all_cached: the call has no cache_seqlens. batch_idx: the call has cache_batch_idx. Layouts: nhd and hnd order
-# tokens and heads, kv interleaves K and V in one tensor, and wide has strides larger than a page. alibi: dimensions of the slopes. sinks:
-# their dtype ("own": q's). rotary: how columns are paired.
+# (queries, cached tokens, appended tokens) of each sequence
 ONE = tuple((1, n, 0) for n in (0, 1, 15, 16, 17, 40))
 APPEND = tuple((1, n, 1) for n in (0, 1, 15, 16, 17, 40))
 CHUNKS = ((5, 0, 5), (1, 31, 1), (3, 14, 3), (0, 7, 0), (33, 16, 33), (8, 60, 8))

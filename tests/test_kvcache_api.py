@@ -2,11 +2,7 @@
 
 Cascade attention reads pages of a prefix that all sequences share. An anchored window shows a query the first `anchor_tokens` keys, the
 `window_left` keys before its own, and its own. torch.nn.attention.activate_flash_attention_impl("VOLTA"), from torch 2.10 on, makes
-PyTorch's flash attention operators run volta_fa: PyTorch's registry of implementations.
-
-`on(...)` lists the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). It draws tensors, and
-`backend.simulate()` makes the following calls run in the simulator if it is `sim`. `Cached(lengths, ...).problem(backend)` draws a call's
-q, new k and v, and cache, by default causal, with pages of 16 tokens. `refused` checks that a call raises an error, and its message."""
+PyTorch's flash attention operators run volta_fa: PyTorch's registry of implementations. cached.py explains problems with a cache."""
 
 from __future__ import annotations
 

@@ -1,22 +1,11 @@
 """Tests of quantized KV caches: their formats, attention over them (`fwd_kvcache`), appending to them, and rejected arguments.
 
-Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int4 also a zero point), fp8 has at most one scale per
-sequence and KV head (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode
-kernels read the codes in place; calls with many queries first dequantize tokens to q's dtype.
+Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int4 also a zero point), fp8 has at most one scale per sequence
+and KV head (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode kernels
+read the codes in place; calls with many queries first dequantize tokens to q's dtype.
 
-`Cached` is a problem: its first argument has (queries, cached tokens, appended tokens) of each sequence. By default headdim is 64, nheads 2
-on one KV head, and queries are causal. `page`: tokens of a page (default 16; 0: no pages). `layout`: order of the cache's dimensions; "kv":
-K and V share a tensor; "wide": gaps between rows. `descale`: fp8 scales are one ("one"), of each KV head ("h"), or of each sequence and KV
-head ("bh"). `sinks`: their dtype, "own" is q's. `alibi`: slopes of each head ("h"). `batch_idx`: cache_batch_idx. `leftpad`: padding tokens
-of each entry. `tree`: a tree mask. `own_new`: packed new tokens have cu_seqlens_k_new. `all_cached`: no cache_seqlens, so all tokens of the
-cache count. `spread`: standard deviation of q, k and v. `problem(backend)` draws its tensors q, new, k_cache and v_cache, the call's other
-arguments (`options`), and `places`: for each sequence the cache entry (page) and row of each token. WRITTEN names the options that
-appending writes.
-
-VOLTA_FA_CHECK_LENGTHS=0: the call reads no lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid
-ones.
-
-`on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
+cached.py explains a problem (`Cached`) and its tensors. WRITTEN names the options that appending writes. VOLTA_FA_CHECK_LENGTHS=0: the call
+reads no lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tests of softmax_lse, the log of a row's sum of exponentials: its error near 0, and the gradient of a loss that uses it (`dlse`).
 
-Other tests have relative tolerances, which mean little near 0. Here the absolute error may be 1e-6, as in FlashMLA's tests. `on(...)` lists
-the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). The fixture `gpu` simulates a V100, then a T4.
-`check` compares results and gradients with the fp64 reference."""
+Other tests have relative tolerances, which mean little near 0. Here the absolute error may be 1e-6, as in FlashMLA's tests. conftest.py
+explains backends, `gpu` and `check`, volta_fa/check/cases.py the fields of a Case."""
 
 import dataclasses
 import functools
@@ -97,9 +96,6 @@ def test_decode(backend, gpu, headdim, keys, late):
 
 # ---- dlse, the gradient of softmax_lse: what it adds to the gradients of q, k, v, a bias and sinks ----------------------
 
-# Case(seqlen_q, seqlen_k, headdim) has two batch entries and no features by default. `bias` names the dimensions that are not 1, then the
-# dtype ("own": q's); `sinks` names a dtype, `alibi` the dimensions of the slopes; `used` is seqused_k, with keys that count of each entry;
-# `lengths` has (queries, keys) of packed sequences.
 BASE = Case(67, 93, 64, nheads=4, nheads_k=2)
 changed = functools.partial(dataclasses.replace, BASE)
 CASES = [

@@ -1,8 +1,7 @@
 """Tests of `volta_fa::merge_attention_states`: attention over two parts of the keys, merged to attention over all keys.
 
 A state is out and softmax_lse of attention over some keys; without keys softmax_lse is +inf. `merge_attention_states_` adds a part to a
-state in place, which is fp32. Ring attention and cascade attention call both. `on(...)` lists the values of the fixture `backend`: CPU
-(`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `refused` checks that a call raises an error of one line with these words."""
+state in place, which is fp32. Ring attention and cascade attention call both. conftest.py explains backends."""
 
 import math
 

@@ -1,9 +1,7 @@
 """Tests of `volta_fa::fwd_mla`, multi-head latent attention, and of volta_fa.flash_mla, which has FlashMLA's functions.
 
-A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. `on(...)` and
-`on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `check` compares with fp64,
-and two runs bitwise. `refused` checks that a call raises an error of one line with these words and launches no kernel.
-test_sparse_mla.py tests queries that select tokens."""
+A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. cached.py explains
+problems and `check`. test_sparse_mla.py tests queries that select tokens."""
 
 import dataclasses
 import math
@@ -24,9 +22,7 @@ QUANTIZED = ("int8", "fp8_e5m2", "fp8_e4m3")
 
 
 def latents(lengths, nheads=16, page=64, **options) -> Cached:
-    """`lengths`: (queries, cached tokens) of each sequence. Options are fields of CacheCase (volta_fa.check.cache_cases): `page` is the
-    tokens of a page, 0 for a dense cache; `batch_idx` gives cache_batch_idx; `all_cached` gives no cache_seqlens; `layout="wide"` is a
-    slice of a larger tensor; `spread` is the standard deviation of q and the latents."""
+    """`lengths`: (queries, cached tokens) of each sequence. Options are fields of CacheCase."""
     # the third length, 0: no tokens to append
     return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads, nheads_k=1, page=page, latents=True, **options)
 

@@ -3,9 +3,8 @@
 A latent is one token's row: its key and (the first 512 columns) its value, for all heads. Caches are in the dtype of q or in FlashMLA's fp8
 formats, whose last 64 columns ("positions": the rotated ones) are bf16 or fp16. A call may read a second cache (`extra_cache`).
 
-`draw` makes a problem of a Case, `run` calls the operator, and `check` compares with `exact`, in fp64. `on(...)` and `on_cases(...)` list
-the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). It runs a call several times (`_runs`: the
-simulator in two warp orders), and `agreed` checks that the results are bitwise identical. `refused` checks an error's words."""
+`draw` makes a problem of a Case, `run` calls the operator several times with bitwise identical results, and `check` compares with `exact`,
+in fp64. conftest.py explains backends. `refused` checks an error's words."""
 
 import math
 from dataclasses import dataclass, field

@@ -2,8 +2,7 @@
 
 A usual grid has one block per tile (query rows; in the backward pass a key block). The GPU holds a limited number of resident blocks, a
 wave; the last wave of a grid may leave some idle. A stream-K grid splits the tiles of that wave among all resident blocks, and the last
-block of a tile combines its splits. The fixture `force` makes the planner choose a kernel on any problem. `on(...)` lists the values of the
-fixture `backend`: simulator (`sim`, in two warp orders) and GPU (`cuda`). `check` compares with fp64."""
+block of a tile combines its splits. The fixture `force` makes the planner choose a kernel on any problem."""
 
 import json
 

@@ -1,9 +1,7 @@
 """Tests of `tree_mask` of volta_fa::fwd_kvcache, for speculative decoding: the queries are draft tokens that form a tree.
 
-Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j. A problem
-has q, k_cache, v_cache, `new` (k and v to append, or none) and options, by default 2 query heads on 1 KV head of headdim 64. `run` calls
-the operator, `check` compares with fp64. `on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), the
-kernels in the simulator (`sim`), GPU (`cuda`). `refused` checks that a call raises an error of one line with these words."""
+Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j. cached.py
+explains a problem, its tensors, `run` and `check`."""
 
 import dataclasses
 
@@ -20,9 +18,7 @@ fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
 def trees(lengths, **options) -> Cached:
-    """lengths: (draft tokens, cached tokens, appended tokens) of each sequence. Options are fields of CacheCase
-    (volta_fa.check.cache_cases): page is the tokens of a page, 0 for a dense cache; batch_idx gives cache_batch_idx; layout orders the
-    cache in memory; spread is the standard deviation of q, k and v; descale "h" gives one scale per KV head."""
+    """lengths: (draft tokens, cached tokens, appended tokens) of each sequence. Options are fields of CacheCase."""
     return Cached(lengths, tree=True, **options)
 
 
