@@ -122,9 +122,15 @@ def check_sequences(backend, p: CacheInputs, out: Tensor, lse: Tensor, k_cache: 
 def check_opcheck(backend, p: CacheInputs, **options):
     """Runs torch.library.opcheck on the call. `options` are opcheck's."""
     backend.simulate()
-    # opcheck compares caches: NaN would differ from itself
-    caches = (p.k_cache.nan_to_num_(0.0), p.v_cache.nan_to_num_(0.0))
-    opcheck(fwd_kvcache.append if p.new else fwd_kvcache.default, (p.q, *caches, *p.new), p.options, **options)
+    # opcheck compares caches and scales: NaN would differ from itself
+    for t in (p.k_cache, p.v_cache):
+        t.view(torch.uint8).zero_() if p.case.kv_dtype else t.nan_to_num_(0.0)
+    for name in p.options.keys() & {*WRITTEN}:
+        p.options[name].nan_to_num_(0.0)
+    if p.case.latents:
+        opcheck(fwd_mla.default, (p.q, p.k_cache), mla_options(p), **options)
+    else:
+        opcheck(fwd_kvcache.append if p.new else fwd_kvcache.default, (p.q, p.k_cache, p.v_cache, *p.new), p.options, **options)
 
 
 def check_reads_no_value(backend, p: CacheInputs, *calls: str):

@@ -204,12 +204,6 @@ def test_random_combinations(name):
     run()
 
 
-def test_factors_of_dropout_are_fp64():
-    """A regression test: a reference that rounded dropout's factor to fp32 had a wrong gradient of sinks in this problem."""
-    lengths = ((38, 47), (18, 17))
-    repeat("cpu-fp64", Case(headdim=32, nheads=3, nheads_k=1, is_causal=True, dropout_p=0.17, alibi="bh", sinks="own", lengths=lengths))
-
-
 @pytest.mark.cuda
 @examples(300)
 @hypothesis.given(

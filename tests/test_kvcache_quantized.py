@@ -15,11 +15,10 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import reference
 import volta_fa
-from cached import Cached, check, check_cache, check_reads_no_value, check_sequences, keys_and_values, run, store
+from cached import Cached, check, check_cache, check_opcheck, check_reads_no_value, check_sequences, keys_and_values, run, store
 from conftest import GPUS, INFO, agreed, assert_same_bits, captured, judge, on, on_cases
 from test_decode_kernels import launched  # names of a call's kernels
 
@@ -471,15 +470,10 @@ def test_graph_of_decode_steps(backend, kv_dtype):
 @on("cpu-fp32")
 def test_opcheck(backend, kv_dtype, new):
     problem = Cached(((2, 9, new), (2, 17, new)), headdim=16, kv_dtype=kv_dtype).problem(backend)
-    caches = tuple(t.view(torch.uint8).zero_().view(t.dtype) for t in (problem.k_cache, problem.v_cache))
-    for name in WRITTEN:
-        if name in problem.options:
-            problem.options[name].nan_to_num_(0.0)
-    overload = fwd_kvcache.append if problem.new else fwd_kvcache.default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     if kv_dtype.startswith("fp8"):
         tests = tests[1:]  # it compares caches by an operation that float8 lacks
-    opcheck(overload, (problem.q, *caches, *problem.new), problem.options, test_utils=tests)
+    check_opcheck(backend, problem, test_utils=tests)
 
 
 @on("cpu-fp32")

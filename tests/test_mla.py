@@ -8,9 +8,8 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from cached import Cached, check, check_sequences, mla_options
+from cached import Cached, check, check_opcheck, check_sequences, mla_options
 from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_kvcache import UNCHECKED, ints, spoiled
 from test_validation import refused
@@ -190,13 +189,7 @@ CONTRACT = [
 @pytest.mark.parametrize("case", CONTRACT, ids=str)
 @on("cpu-fp32", "cpu-bf16", "sim", "cuda")
 def test_opcheck(backend, case):
-    backend.simulate()
-    problem, options = draw(backend, case)
-    # opcheck compares caches, and NaN differs from itself
-    if case.kv_dtype:
-        problem.k_cache = torch.ones_like(problem.k_cache.view(torch.uint8)).view(problem.k_cache.dtype)
-        options["latent_scale"] = options["latent_scale"].nan_to_num(0.0)
-    opcheck(fwd_mla.default, (problem.q, problem.k_cache if case.kv_dtype else problem.k_cache.nan_to_num(0.0)), options)
+    check_opcheck(backend, case.problem(backend))
 
 
 @on("cpu-fp32")

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import BF16_KERNELS, CPU, agreed, captured, on, on_cases, reads_no_value
-from conftest import KERNELS as FP16_KERNELS
+from conftest import ALL, BF16_KERNELS, KERNELS, agreed, captured, on, on_cases, reads_no_value
 from test_validation import refused
 from volta_fa import flash_mla
 
 sparse_mla = torch.ops.volta_fa.fwd_sparse_mla
-KERNELS = [*FP16_KERNELS, *BF16_KERNELS]
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def check(backend, case: Case, found: tuple[Tensor, Tensor, Tensor], problem: Pr
     assert found[0].dtype == problem.q.dtype
     rounding = {torch.float64: 2e-7, torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}[problem.q.dtype]
     # relative errors: kernels round queries, keys and probabilities to fp16, the CPU backend to fp32
-    of_scores, of_values = (1e-4, 2e-3) if backend.name in KERNELS else (3e-7, 3e-6)
+    of_scores, of_values = (1e-4, 2e-3) if backend.kernels else (3e-7, 3e-6)
     score_error = of_scores * (1 + products)  # of a score, so nearly the relative error of its probability; twice, with softmax_lse's
     tolerance = rounding * expected.abs() + (of_values + 2 * score_error).unsqueeze(-1) * magnitude.unsqueeze(-1)
     assert ((out - expected).abs() <= tolerance).all(), ((out - expected).abs() / tolerance).max()
@@ -206,7 +204,9 @@ MAGNITUDES = [
 ]
 
 
-@on_cases((CPU + KERNELS, CASES + FP16_POSITIONS), (KERNELS, SHARED), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES))
+@on_cases(
+    (ALL + BF16_KERNELS, CASES + FP16_POSITIONS), (KERNELS + BF16_KERNELS, SHARED), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES)
+)
 def test_against_fp64(backend, case):
     problem = draw(backend, case)
     check(backend, case, run(backend, case, problem), problem)
