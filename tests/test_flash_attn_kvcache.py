@@ -159,9 +159,9 @@ def test_kvcache_refuses_before_it_appends(backend, name):
 @on("cuda")
 def test_kvcache_lengths_are_checked_on_request(backend):
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "1")
-    q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
+    q, *caches = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16), backend.randn(2, 8, 2, 16)
     lengths = backend.ints([7, 8])
-    refused(ValueError, r"cache_seqlens: got 8 \(sequence 1\)", flash_attn_with_kvcache, q, cache, cache, q, q, cache_seqlens=lengths)
+    refused(ValueError, r"cache_seqlens: got 8 \(sequence 1\)", flash_attn_with_kvcache, q, *caches, q, q, cache_seqlens=lengths)
 
 
 @on("sim", "cuda")
