@@ -31,38 +31,20 @@ from . import report
 fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
 
 
-def _normal(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """standard normal"""
-
-
-def _biased_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """every 16th channel of K shares a bias of deviation 12"""
+def _bias_keys(k: Tensor) -> None:
     k[..., ::16] += 12 * torch.randn(k[..., ::16].shape[-1], generator=torch.Generator().manual_seed(7)).half()
 
 
-def _biased_both(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """the same, and a bias of 8 on every 32nd channel of Q"""
-    _biased_keys(q, k, v)  # biases channels 0, 16, 32, ... of K; Q's are 3, 35, 67, ...
-    q[..., 3::32] += 8
-
-
-def _wide_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """every 16th channel of K has 8 times the spread"""
-    k[..., ::16] *= 8
-
-
-def _sharp(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """logits of deviation 4"""
-    q *= 4
-
-
-def _outlier(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """one key with V = 2000"""
-    v[0, 100] = 2000
-
-
-#: Each changes standard normal q, k and v in place. Its docstring is its name in the table and the plot.
-INPUTS: tuple[Callable[[Tensor, Tensor, Tensor], None], ...] = (_normal, _biased_keys, _biased_both, _wide_keys, _sharp, _outlier)
+#: By their names in the table and the plot, changes of standard normal q, k and v in place. Biased channels of K are 0, 16, 32, ..., of Q
+#: 3, 35, 67, ...
+INPUTS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "standard normal": lambda q, k, v: None,
+    "every 16th channel of K shares a bias of deviation 12": lambda q, k, v: _bias_keys(k),
+    "the same, and a bias of 8 on every 32nd channel of Q": lambda q, k, v: (_bias_keys(k), q[..., 3::32].add_(8)),
+    "every 16th channel of K has 8 times the spread": lambda q, k, v: k[..., ::16].mul_(8),
+    "logits of deviation 4": lambda q, k, v: q.mul_(4),
+    "one key with V = 2000": lambda q, k, v: v[0, 100].fill_(2000),
+}
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,11 +64,11 @@ def errors(found: Tensor, expected: Tensor) -> tuple[float, float, float]:
     return cosine.item(), l1.item(), (difference.abs().max() / expected.abs().max()).item()
 
 
-def inputs(change: Callable[[Tensor, Tensor, Tensor], None], seqlen_q: int, seqlen_k: int, headdim: int) -> list[Tensor]:
-    """Returns fp16 q, k and v of one head, (1, seqlen, 1, headdim), after `change`. The seeds are fixed."""
+def inputs(name: str, seqlen_q: int, seqlen_k: int, headdim: int) -> list[Tensor]:
+    """Returns fp16 q, k and v of one head, (1, seqlen, 1, headdim), of a name in INPUTS. The seeds are fixed."""
     rows = (seqlen_q, seqlen_k, seqlen_k)
     q, k, v = (torch.randn(1, n, 1, headdim, generator=torch.Generator().manual_seed(i)).half() for i, n in enumerate(rows))
-    change(q, k, v)
+    INPUTS[name](q, k, v)
     return [q, k, v]
 
 
@@ -110,10 +92,10 @@ def plot(speeds: Path, to: Path) -> None:
     figure, axes = report.panels(
         1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (12, 4.2), sharey=True
     )
-    for axis, change in zip(axes.flat, (_normal, _wide_keys)):
-        axis.set(title=change.__doc__, xlabel="TFLOP/s, with all preparations", ylabel="relative L1 error", yscale="log", xlim=(0, 100))
+    for axis, kind in zip(axes.flat, ("standard normal", "every 16th channel of K has 8 times the spread")):
+        axis.set(title=kind, xlabel="TFLOP/s, with all preparations", ylabel="relative L1 error", yscale="log", xlim=(0, 100))
         for (_, headdim), speed in cases.items():
-            q, k, v = inputs(change, 256, seqlen, headdim)
+            q, k, v = inputs(kind, 256, seqlen, headdim)
             expected = fwd(q.double(), k.double(), v.double())[0]
             for name, marker, tflops, out in (
                 ("exact", "o", speed["fwd"], fwd(q, k, v)[0]),
@@ -189,13 +171,13 @@ def main(arguments: Sequence[str]) -> int:
 def fast_table(a: argparse.Namespace) -> None:
     """Prints a Markdown row for each of INPUTS; "fwd" and "eager" have relative L1 errors."""
     print("| inputs | fwd_fast: cosine | relative L1 | largest | with rotate: L1 | fwd: L1 | eager: L1 |\n| --- " + "| --- " * 6 + "|")
-    for change in report.track(INPUTS, "inputs"):
-        q, k, v = inputs(change, a.seqlen_q, a.seqlen_k, a.headdim)
+    for name in report.track(INPUTS, "inputs"):
+        q, k, v = inputs(name, a.seqlen_q, a.seqlen_k, a.headdim)
         expected = fwd(q.double(), k.double(), v.double())[0]
         cosine, l1, largest = errors(fwd_fast(q, k, v)[0], expected)
         others = (fwd_fast(q, k, v, rotate=True)[0], fwd(q, k, v)[0], eager(q, k, v))
         rest = " | ".join(f"{errors(out, expected)[1]:.4f}" for out in others)
-        print(f"| {change.__doc__} | {100 * cosine:.3f}% | {l1:.4f} | {largest:.3f} | {rest} |")
+        print(f"| {name} | {100 * cosine:.3f}% | {l1:.4f} | {largest:.3f} | {rest} |")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from volta_fa.check.kernels import SIMULATED_GPU_VARIABLE, simulate
+from volta_fa.check.kernels import simulate
 
 # for the benchmarks: empty tensors aligned as CUDA's allocator does, and the peak of what work allocates
 from volta_fa.demo.simulated import aligned as aligned
@@ -59,4 +59,4 @@ def launches(work: Work, gpu: str) -> list[dict]:
 
 
 def _reports(work: Work, mode: str, settings: str, gpu: str) -> list[dict]:
-    return simulate(work, mode, VOLTA_FA_SIM_SET=settings, **({SIMULATED_GPU_VARIABLE: gpu} if gpu else {}))
+    return simulate(work, mode, VOLTA_FA_SIM_SET=settings, **({"VOLTA_FA_SIM_GPU": gpu} if gpu else {}))

@@ -15,8 +15,9 @@ keys (`tail`). The command prints the first launch."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -33,20 +34,11 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel of the plan."""
+def plan(shape: Shape, limits: dict[str, int]) -> list[dict]:
+    """Returns the forward and the backward kernels, in launch order, for a device of these limits (as in LIMITS).
 
-    role: str  # "forward" or "backward, PASS"
-    variant: dict  # what `volta_fa::_plan` returns: name, tile, threads, registers, shared memory, occupancy and grid
-
-    def waves(self, sms: int) -> float:
-        x, y, z = self.variant["grid"]
-        return x * y * z / (sms * self.variant["blocks_per_sm"])
-
-
-def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
-    """Returns the forward and the backward kernels, in launch order, for a device of these limits (as in LIMITS)."""
+    A kernel has `role`, "forward" or "backward, PASS", and what `volta_fa::_plan` returns: name, tile, threads, registers, shared memory,
+    occupancy and grid."""
     s, op = shape, torch.ops.volta_fa._plan
     if s.nheads_k < 1 or s.nheads % s.nheads_k:
         raise CommandError(f"{shape}: --nheads-k {s.nheads_k} does not divide {s.nheads} heads")
@@ -55,20 +47,20 @@ def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise CommandError(f"{shape}: {str(error).splitlines()[0]}") from None
     backward = found["backward"]
-    parts = (Kernel(f"backward, {name}", backward[name]) for name in ("preprocess", "main", "postprocess") if backward[name])
-    return [Kernel("forward", found["forward"]), *parts]
+    parts = ({"role": f"backward, {name}", **backward[name]} for name in ("preprocess", "main", "postprocess") if backward[name])
+    return [{"role": "forward", **found["forward"]}, *parts]
 
 
-def grid(plans: dict[Shape, list[Kernel]], sms: int) -> Grid:
+def grid(plans: dict[Shape, list[dict]], sms: int) -> Grid:
     columns = ["B,H,M,N,D", "pass", "kernel", "tile", "threads", "registers", "shared, KB", "blocks per SM", "grid", "waves"]
     found = Grid("Kernels of the plan", columns)
     for shape, kernels in plans.items():
-        for i, kernel in enumerate(kernels):
-            v = kernel.variant
+        for i, v in enumerate(kernels):
             tile = f"{v['block_rows']} x {v['step']}" if v["step"] else str(v["block_rows"])
             resources = [str(v["threads"]), str(v["registers"]), significant(v["shared_bytes"] / 1024), str(v["blocks_per_sm"])]
-            blocks = [" x ".join(map(str, v["grid"])), significant(kernel.waves(sms), 2)]
-            found.rows.append([_label(shape) if i == 0 else "", kernel.role, v["name"], tile, *resources, *blocks])
+            waves = math.prod(v["grid"]) / (sms * v["blocks_per_sm"])
+            blocks = [" x ".join(map(str, v["grid"])), significant(waves, 2)]
+            found.rows.append([_label(shape) if i == 0 else "", v["role"], v["name"], tile, *resources, *blocks])
     return found
 
 
@@ -99,8 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     changes = {name: n for name in ("nheads_k", "headdim_v") if (n := getattr(options, name)) != 0}
     plans = {shape: plan(shape, limits) for shape in (replace(s, **changes) for s in shapes)}
     if options.json:
-        kernels = {shape: [{"role": k.role, **k.variant} for k in found] for shape, found in plans.items()}
-        print(json.dumps([{**asdict(shape), "kernels": found} for shape, found in kernels.items()], indent=1))
+        print(json.dumps([{**asdict(shape), "kernels": found} for shape, found in plans.items()], indent=1))
         return 0
     header = {"device": "sm_{major}{minor}, {sms} SMs, {shared_bytes} bytes of shared memory per block".format(**limits)}
     report.show(header, [grid(plans, limits["sms"])])

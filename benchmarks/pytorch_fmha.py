@@ -292,27 +292,21 @@ def long_grids(simulator: Path, folder: Path, _: Sequence[int]) -> list[Grid]:
     return [report.table("PyTorch's memory-efficient kernel, headdim 128", lengths, columns)]
 
 
-class Launched(NamedTuple):
-    """A row of the table of PyTorch's kernels on a Titan RTX: a launch, its TFLOP/s by the two models, and those measured by length."""
-
-    kernel: Kernel
-    heads: int
-    tokens: int
-    largest_error: float
-    speeds: list[float]
-    measured: list[float]
-
-
-class Ours(NamedTuple):
-    """A row of the table of our kernels on a Titan RTX, beside what was measured of others."""
-
-    result: Result
-    measured: Speeds
-
-
 def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[Grid]:
     """Returns the tables of PyTorch's kernels, and of ours, beside figures of a Titan RTX."""
-    sms, launched = GPUS["titanrtx"].sms, []
+    sms = GPUS["titanrtx"].sms
+    columns = [
+        "pass",
+        "kernel",
+        "heads",
+        "tokens",
+        "largest error",
+        "simulated TFLOP/s",
+        "perfect i-cache",
+        "measured",
+        "simulated / measured",
+    ]
+    theirs = Grid("PyTorch's memory-efficient kernels on a Titan RTX", columns)
     for kernel in report.track(kernels(75), "PyTorch's kernels"):
         # (tokens, heads) that fill the GPU; a step over keys, or over queries, costs the same at all lengths
         full = (2048, 128) if kernel.direction == volta.FORWARD else (1024, 2 * sms)
@@ -322,38 +316,20 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
         measured = [found.pytorch for found in TITAN_RTX[kernel.direction, kernel.headdim].values()]
         for tokens, heads in shapes:
             launch = job(kernel, heads, tokens, tokens, has_files=False)
-            speeds = [tflops(simulator, folder, "titanrtx", launch, *of) for of in ((), ("--set", "icache=false"))]
-            launched.append(Launched(kernel, heads, tokens, largest, speeds, measured))
-    theirs = {
-        "pass": lambda row: f"{row.kernel.direction} D={row.kernel.headdim}",
-        "kernel": lambda row: row.kernel.name.removeprefix("fmha_cutlass"),
-        "heads": lambda row: str(row.heads),
-        "tokens": lambda row: str(row.tokens),
-        "largest error": lambda row: f"{row.largest_error:.1e}",
-        "simulated TFLOP/s": lambda row: f"{row.speeds[0]:.1f}",
-        "perfect i-cache": lambda row: f"{row.speeds[1]:.1f}",
-        "measured": lambda row: f"{min(row.measured):.1f} to {max(row.measured):.1f}",
-        "simulated / measured": lambda row: f"{row.speeds[0] / mean(row.measured):.2f}",
-    }
-    results = []
-    for ((direction, headdim), measured), tokens in report.track(product(TITAN_RTX.items(), lengths), "our kernels"):
+            default, perfect = (tflops(simulator, folder, "titanrtx", launch, *of) for of in ((), ("--set", "icache=false")))
+            case = [f"{kernel.direction} D={kernel.headdim}", kernel.name.removeprefix("fmha_cutlass"), str(heads), str(tokens)]
+            speeds = [f"{default:.1f}", f"{perfect:.1f}", f"{min(measured):.1f} to {max(measured):.1f}", f"{default / mean(measured):.2f}"]
+            theirs.rows.append([*case, f"{largest:.1e}", *speeds])
+    columns = ["case", "ours, simulated", "perfect i-cache", "triton-turing", "FlashAttention port", "PyTorch", "ours / triton-turing"]
+    ours = Grid("Ours on a simulated Titan RTX beside measured kernels, TFLOP/s", columns)
+    for ((direction, headdim), by_length), tokens in report.track(product(TITAN_RTX.items(), lengths), "our kernels"):
         # The charts have 4 batches of 32 heads. From 4096 tokens on, one batch fills the GPU as well and simulates faster.
         case = volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim))
-        row = Row(f"{direction} D={headdim} N={tokens}", case, "titanrtx")
-        results.append(Ours(Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops), measured[tokens]))
-    ours = {
-        "case": lambda row: row.result.row.name,
-        "ours, simulated": lambda row: f"{row.result.tflops():.1f}",
-        "perfect i-cache": lambda row: f"{row.result.tflops(1):.1f}",
-        "triton-turing": lambda row: f"{row.measured.triton_turing:.1f}",
-        "FlashAttention port": lambda row: f"{row.measured.port:.1f}",
-        "PyTorch": lambda row: f"{row.measured.pytorch:.1f}",
-        "ours / triton-turing": lambda row: f"{row.result.tflops() / row.measured.triton_turing:.2f}",
-    }
-    return [
-        report.table("PyTorch's memory-efficient kernels on a Titan RTX", launched, theirs),
-        report.table("Ours on a simulated Titan RTX beside measured kernels, TFLOP/s", results, ours),
-    ]
+        row, found = Row(f"{direction} D={headdim} N={tokens}", case, "titanrtx"), by_length[tokens]
+        result = Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops)
+        speeds = (result.tflops(), result.tflops(1), found.triton_turing, found.port, found.pytorch)
+        ours.rows.append([row.name, *(f"{speed:.1f}" for speed in speeds), f"{result.tflops() / found.triton_turing:.2f}"])
+    return [theirs, ours]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,6 +22,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from volta_fa.check.kernels import environment
 from volta_fa.check.problems import float32_precision
@@ -389,37 +392,30 @@ figures are for the plain problem: its memory-efficient kernels and FlashAttenti
 (1, H, M, N), a mask (B, 1, M, N).
 """
 FEATURES = ("", "causal", "packed", "softcap", "alibi", "bias", "mask", BIAS_GRADIENT, "dropout", volta.DETERMINISTIC)
+#: PyTorch's kernels.
+BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 #: A row is left out if its bias or mask takes more.
 MOST_BYTES = 8 << 30
 
 
-class AtenCase(PassCase):
-    """PyTorch's kernels, as aten operators. kind: "efficient" or "flash"."""
+class PyTorchCase(PassCase):
+    """scaled_dot_product_attention on PyTorch's kernels. kind: a key of BACKENDS."""
 
     def calls(self, device: str) -> list[Work]:
         s = self.shape
         lengths = (s.seqlen_q, s.seqlen_k, s.seqlen_k, s.seqlen_q)
-        q, k, v, dout = (torch.randn(s.batch, s.nheads, n, s.headdim, device=device, dtype=torch.float16) for n in lengths)
-        op, causal = f"_scaled_dot_product_{self.kind}_attention", self.shape.causal
-        of_backward = getattr(torch.ops.aten, f"{op}_backward")
+        *leaves, dout = (torch.randn(s.batch, s.nheads, n, s.headdim, device=device, dtype=torch.float16) for n in lengths)
+        leaves = [t.requires_grad_() for t in leaves]
 
-        def forward() -> tuple:
-            # efficient: no bias, with log-sum-exp; both: no dropout
-            given = (None, True, 0.0, causal) if self.kind == "efficient" else (0.0, causal)
-            return getattr(torch.ops.aten, op)(q, k, v, *given)
-
-        def backward() -> tuple:
-            if self.kind == "efficient":  # gradients of q, k and v, not of a bias
-                return of_backward(dout, q, k, v, None, *found, 0.0, [True, True, True, False], causal)
-            out, lse, cum_q, cum_k, max_q, max_k, *rng = found[:8]
-            return of_backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, *rng)
+        def forward() -> Tensor:
+            with sdpa_kernel(BACKENDS[self.kind]):
+                return scaled_dot_product_attention(*leaves, is_causal=s.causal)
 
         try:
-            found = forward()
-            backward()
+            out = forward()
         except RuntimeError as error:
             raise NotImplementedError(str(error)) from error
-        return [forward if self.direction == FORWARD else backward]
+        return [forward if self.direction == FORWARD else lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)]
 
 
 def add_feature_options(parser: argparse.ArgumentParser) -> None:
@@ -438,9 +434,9 @@ def feature_rows(options: argparse.Namespace) -> list[Row]:
                 case = volta.Case(direction, replace(plain, causal=feature == "causal"), feature=feature if feature != "causal" else "")
                 if size.get(feature, 0) <= MOST_BYTES and (direction == BACKWARD or feature not in (BIAS_GRADIENT, volta.DETERMINISTIC)):
                     found.append(Row(f"{plain} {direction}, {feature or 'plain'}", case, gpu="", models=("",)))
-            for kernels in ("efficient", "flash"):
+            for kernels in BACKENDS:
                 for causal in (False, True):
-                    case = AtenCase(kernels, direction, replace(plain, causal=causal))
+                    case = PyTorchCase(kernels, direction, replace(plain, causal=causal))
                     found.append(Row(f"{plain} {direction}, PyTorch {kernels}{', causal' * causal}", case, gpu="", models=("",)))
     return found
 

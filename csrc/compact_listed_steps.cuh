@@ -1,12 +1,9 @@
 // CompactListedSteps: iterates over the key blocks that a block-sparse mask lists, in steps of Step columns, with few registers.
 // For turing's generic forward kernels (score features chosen by parameters) at headdims 128 and 256
 // (turing/forward/block_mask.cuh), and for the forward kernels of fp32 tensors (forward/split_block_mask.cuh). Columns are keys.
-//
-// A list of ints has, at kPartialBlocks and kFullBlocks, the numbers of these blocks, of kListedColumns (64) columns; at kFirstTile
-// that of the first partial block's bit tile (a bit for each score); from kEntries on the blocks' numbers, partial first.
 #pragma once
 
-#include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
+#include "block_lists.cuh"  // a list's layout in memory; kExists, kHasBits, kFlags: low bits of a first column
 
 // The steps of a list, for kernels without registers for ListedSteps, which keeps the counts and loads entries ahead of use. At
 // each block this class reads the header and the next entry, and waits for them.

@@ -2,12 +2,9 @@
 // turing's forward kernels without softcap, ALiBi, bias and dropout (turing/forward/block_mask.cuh). Columns are keys:
 //
 //   start(); while (exists()) { do step(); while (advance()); advance_block(); }
-//
-// A list has counts of partial and full blocks (kPartialBlocks, kFullBlocks) of kListedColumns (64) columns, the number of the
-// first partial block's bit tile (kFirstTile; a bit for each score), and from kEntries on the blocks' numbers, partial first.
 #pragma once
 
-#include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
+#include "block_lists.cuh"  // a list's layout in memory; kExists, kHasBits, kFlags: low bits of a first column
 
 // Iterates over a list in two nested loops: blocks, and the steps of a block. advance() only counts: advance_block() does the rest.
 // Entries are loaded two blocks ahead. Indexed: computes an entry's address from its number, else keeps a pointer. ptxas schedules

@@ -1,13 +1,9 @@
 // ListedSteps: iterates over the column blocks that a block-sparse mask lists, in steps of Step columns, the iterations of a main
 // loop. Columns are keys; in main backward kernels, whose blocks own keys, they are queries. For the backward kernels, volta's
 // forward kernels and turing's generic one (score features chosen by parameters) of headdim 64.
-//
-// A list of ints has, at kPartialBlocks and kFullBlocks, the numbers of these blocks, of kListedColumns (64) columns; at kFirstTile
-// that of the first partial block's bit tile (a bit for each score; the next blocks' tiles follow); from kEntries on the blocks'
-// numbers, partial first.
 #pragma once
 
-#include "block_lists.cuh"  // BlockLists, in memory; kExists, kHasBits, kFlags: low bits of a first column
+#include "block_lists.cuh"  // a list's layout in memory; kExists, kHasBits, kFlags: low bits of a first column
 
 // The blocks of a list, one after the other, and the counts of those left. Loads an entry one block before it decodes it: code that
 // decodes at once would wait for the load.

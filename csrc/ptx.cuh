@@ -32,29 +32,20 @@ public:
     __device__ __forceinline__ unsigned second() const { return (packed_ >> 16) * 2; }
 };
 
-// Reads threadIdx.x again, for code that runs rarely: what is derived from it is computed there, and holds no register elsewhere.
-__device__ __forceinline__ int remat_thread_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
-// Read blockIdx.x, y and z again. Most grids have a batch entry on the z axis, and row blocks and heads on x and y in either order.
-__device__ __forceinline__ int remat_block_x() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
-    return x;
-}
-__device__ __forceinline__ int remat_block_y() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(x));
-    return x;
-}
-__device__ __forceinline__ int remat_block_batch() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(x));
-    return x;
-}
+// Functions that read a special register again, for code that runs rarely: what is derived from it is computed there, and holds no
+// register elsewhere. remat_thread_index() is threadIdx.x, the others are blockIdx.x, y and z. Most grids have a batch entry on the
+// z axis, and row blocks and heads on x and y in either order.
+#define VOLTA_FA_REMAT(NAME, SPECIAL_REGISTER)                         \
+    __device__ __forceinline__ int NAME() {                            \
+        int x;                                                         \
+        asm volatile("mov.u32 %0, %%" SPECIAL_REGISTER ";" : "=r"(x)); \
+        return x;                                                      \
+    }
+VOLTA_FA_REMAT(remat_thread_index, "tid.x")
+VOLTA_FA_REMAT(remat_block_x, "ctaid.x")
+VOLTA_FA_REMAT(remat_block_y, "ctaid.y")
+VOLTA_FA_REMAT(remat_block_batch, "ctaid.z")
+#undef VOLTA_FA_REMAT
 
 // Copies a kernel's parameter from constant memory again, so that it holds no register between uses.
 __device__ __forceinline__ float remat_parameter(float x) {
@@ -166,31 +157,22 @@ __device__ __forceinline__ void prefetch_l2_if(bool exists, const void* sector) 
 }
 
 // Volatile loads of small values: code loads one again at each use, instead of holding a register. Numbers in names count 4-byte
-// words.
-__device__ __forceinline__ unsigned load_global1(const void* p) {
-    unsigned x;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
-    return x;
-}
-__device__ __forceinline__ int load_int(const int* p) {
-    int x;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(p));
-    return x;
-}
-__device__ __forceinline__ float load_float(const float* p) {
-    float x;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p));
-    return x;
-}
+// words. load_float_constant() and load_global2_constant() take the read-only path (.nc): ptxas moves these past barriers, next to
+// where they are used.
+#define VOLTA_FA_LOAD(NAME, TYPE, POINTER, CONSTRAINT, INSTRUCTION)                   \
+    __device__ __forceinline__ TYPE NAME(POINTER p) {                                 \
+        TYPE x;                                                                       \
+        asm volatile("ld.global." INSTRUCTION " %0, [%1];" : CONSTRAINT(x) : "l"(p)); \
+        return x;                                                                     \
+    }
+VOLTA_FA_LOAD(load_global1, unsigned, const void*, "=r", "u32")
+VOLTA_FA_LOAD(load_int, int, const int*, "=r", "s32")
+VOLTA_FA_LOAD(load_float, float, const float*, "=f", "f32")
+VOLTA_FA_LOAD(load_float_constant, float, const float*, "=f", "nc.f32")
+#undef VOLTA_FA_LOAD
 __device__ __forceinline__ uint2 load_global2(const void* p) {
     uint2 x;
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
-    return x;
-}
-// Loads by the read-only path: ptxas moves these past barriers, next to where they are used.
-__device__ __forceinline__ float load_float_constant(const float* p) {
-    float x;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
     return x;
 }
 __device__ __forceinline__ void load_global2_constant(uint2& x, const void* p) {

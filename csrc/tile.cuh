@@ -8,6 +8,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "unrolled.cuh"
 #include "volta_fa_params.h"  // generated from src/params: Operand (read) and Output (written), strides in elements
 
 constexpr int kChunk = 8;  // fp16 elements of a chunk
@@ -16,15 +17,12 @@ constexpr int kChunkBytes = 16;
 // Loads a chunk from global memory, by the read-only path.
 __device__ __forceinline__ uint4 load_global(const unsigned short* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
-// Sets a warp's M x N tiles of accumulators to 0; a lane has E elements of each.
-template <int M, int N, int E>
-__device__ __forceinline__ void clear_tiles(float (&c)[M][N][E]) {
+// Sets a lane's elements of a warp's tiles of accumulators to 0: arrays of any number of dimensions.
+__device__ __forceinline__ void clear_tiles(float& x) { x = 0.f; }
+template <class T, int N>
+__device__ __forceinline__ void clear_tiles(T (&tiles)[N]) {
 #pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int v = 0; v < E; v++) c[m][n][v] = 0.f;
+    for (int i = 0; i < N; i++) clear_tiles(tiles[i]);
 }
 
 __device__ __forceinline__ uint4 zero_chunk() { return make_uint4(0, 0, 0, 0); }

@@ -1,21 +1,99 @@
 """Checks of `torch.ops.volta_fa.fwd_kvcache`, attention with a KV cache, for test_kvcache*.py, test_decode_kernels.py and others.
 
-`Cached` (volta_fa.check.cache_cases.CacheCase) describes a problem: lengths of each sequence, and the layout of the cache.
-`CacheInputs` are its tensors: q, k_cache, v_cache, `new` (k and v to append, or none), and the operator's options. `judge` (conftest.py)
-compares results with attention in fp64 over the tokens of each sequence, by `parts`: exact values with allowed errors. A test passes its
-`backend` (conftest.py): device and dtype. `backend.simulate()` runs kernels on CPU tensors, in the simulator."""
+`Cached` (volta_fa.check.cache_cases.CacheCase, which explains its fields) describes a problem: lengths of each sequence, (queries, cached
+tokens, appended tokens), and the layout of the cache. By default headdim is 64, nheads 2 on one KV head, pages have 16 tokens, and queries
+are causal. `case.problem(backend)` draws `CacheInputs`: q, k_cache, v_cache, `new` (k and v to append, or none), the operator's `options`,
+and `places`: for each sequence the page (or entry) and row of each token. What no token occupies in a cache is NaN, so that a read of it
+shows. `check` runs a problem and compares results and caches; `judge` (conftest.py) compares results with attention in fp64 over the tokens
+of each sequence, by `parts`: exact values with allowed errors. conftest.py explains backends."""
 
 import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import check_form, judge, reads_no_value
+from conftest import agreed, assert_same_bits, check_form, judge, reads_no_value
+from volta_fa import quantize_kv
+from volta_fa.check.cache_cases import WRITTEN, CacheInputs, has_scales
 from volta_fa.check.cache_cases import CacheCase as Cached
-from volta_fa.check.cache_cases import CacheInputs
 
-__all__ = ["Cached", "check_opcheck", "check_reads_no_value", "check_sequence", "check_sequences", "keys_and_values"]
+fwd_kvcache, fwd_mla = torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
 
-fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
+
+def mla_options(p: CacheInputs) -> dict:
+    """Returns the options of fwd_mla, which names the scales of latents otherwise than the case does."""
+    names = {"k_scale": "latent_scale", "k_descale": "latent_descale"}
+    return {names.get(name, name): value for name, value in p.options.items()}
+
+
+def run(backend, p: CacheInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, dict]:
+    """Returns out, softmax_lse, the caches and the options after the call, which writes scales of appended tokens. Kernels run twice
+    (simulator: in both warp orders), bitwise identically."""
+    results = []
+    for _ in backend._runs(p.q, p.v_cache):
+        caches, options = p.copy_of_cache(), p.fresh()
+        if p.case.latents:
+            out, lse = fwd_mla(p.q, caches[0], **mla_options(p))
+        else:
+            out, lse = fwd_kvcache(p.q, *caches, *p.new, **options)
+        results.append((out, lse, *caches, options))
+    agreed([[options[name] for name in WRITTEN if name in options] for *_, options in results], *WRITTEN)
+    return agreed(results)
+
+
+def check(backend, case: Cached, change=lambda problem: None):
+    """Compares results with attention in fp64 over the (dequantized) tokens, and the cache with what appending must write. `change`: of the
+    problem's tensors."""
+    problem = case.problem(backend)
+    change(problem)
+    out, lse, *caches, options = run(backend, problem)
+    check_cache(problem, *caches, options)
+    problem.options = options
+    check_sequences(backend, problem, out, lse, *caches, gathers(backend, case))
+
+
+def gathers(backend, case: Cached) -> bool:
+    """Returns whether the call dequantizes tokens to q's dtype: many query rows without a tree, rows not aligned to 16 bytes, bf16."""
+    if not case.kv_dtype or case.latents:
+        return False
+    rows = max(n for n, _, _ in case.lengths) * case.nheads // case.nheads_k
+    columns = {"k": case.headdim, "v": case.columns_v}
+    bytes_of_rows = [d // (2 if case.kv_dtype_of(which) == "int4" else 1) for which, d in columns.items()]
+    has_kernel = (rows <= 64 or case.tree) and backend.dtype == torch.float16 and all(n % 16 == 0 for n in bytes_of_rows)
+    return backend.kernels and not has_kernel
+
+
+def store(which: str, cache: Tensor, options: dict, place, made):
+    """Writes quantized tokens of K or V (`which`) into a cache, and their scales and zero points into those options that have them."""
+    cache.view(torch.uint8)[place] = made.data.view(torch.uint8)
+    for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
+        if name in options:
+            options[name][place] = t
+
+
+def check_cache(p: CacheInputs, k_cache: Tensor, v_cache: Tensor, options: dict):
+    """Checks that appended tokens are in their places of the cache, and that no other byte of caches and scales has changed. Those of a
+    quantized cache are bitwise quantize_kv's, but not rotated keys, which round."""
+    c = p.case
+    for i, (which, before, after) in enumerate((("k", p.k_cache, k_cache), ("v", p.v_cache, v_cache))):
+        expected = before.clone()
+        scales = {name: p.options[name].clone() for name in WRITTEN if name[0] == which and name in p.options}
+        for b, (_, cached, new) in enumerate(c.lengths if p.new else ()):
+            place, values = p.tokens(b, cached, cached + new), p.appended(b)[i]  # k, rotated, and v in fp64
+            if c.kv_dtype and not (c.rotary and which == "k"):
+                scale = None if has_scales(c.kv_dtype) else options.get(f"{which}_descale")
+                scale = scale[b] if scale is not None and scale.dim() == 2 else scale
+                store(which, expected, scales, place, quantize_kv(values.to(p.q.dtype), c.kv_dtype_of(which), scale=scale))
+                continue
+            if not c.kv_dtype:
+                # one rounding, of a sum of two products in fp32
+                epsilon = max(torch.finfo(after.dtype).eps, torch.finfo(torch.float32).eps if after.dtype != torch.float64 else 0) * 2
+                torch.testing.assert_close(after[place].double(), values, rtol=epsilon, atol=epsilon)
+            expected.view(torch.uint8)[place] = after.view(torch.uint8)[place]
+            for name, t in scales.items():
+                t[place] = options[name][place]
+        assert_same_bits(f"{which}_cache", after, expected)
+        for name, t in scales.items():
+            assert_same_bits(name, options[name], t)
 
 
 def keys_and_values(p: CacheInputs, b: int, k_cache: Tensor, v_cache: Tensor) -> list[Tensor]:
@@ -44,9 +122,15 @@ def check_sequences(backend, p: CacheInputs, out: Tensor, lse: Tensor, k_cache: 
 def check_opcheck(backend, p: CacheInputs, **options):
     """Runs torch.library.opcheck on the call. `options` are opcheck's."""
     backend.simulate()
-    # opcheck compares caches: NaN would differ from itself
-    caches = (p.k_cache.nan_to_num_(0.0), p.v_cache.nan_to_num_(0.0))
-    opcheck(fwd_kvcache.append if p.new else fwd_kvcache.default, (p.q, *caches, *p.new), p.options, **options)
+    # opcheck compares caches and scales: NaN would differ from itself
+    for t in (p.k_cache, p.v_cache):
+        t.view(torch.uint8).zero_() if p.case.kv_dtype else t.nan_to_num_(0.0)
+    for name in p.options.keys() & {*WRITTEN}:
+        p.options[name].nan_to_num_(0.0)
+    if p.case.latents:
+        opcheck(fwd_mla.default, (p.q, p.k_cache), mla_options(p), **options)
+    else:
+        opcheck(fwd_kvcache.append if p.new else fwd_kvcache.default, (p.q, p.k_cache, p.v_cache, *p.new), p.options, **options)
 
 
 def check_reads_no_value(backend, p: CacheInputs, *calls: str):

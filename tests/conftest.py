@@ -6,7 +6,11 @@
 - `cuda`: the kernels on the GPU of this machine, fp16 (on GPUs without matching machine code: PTX);
 - `sim-bf16`, `cuda-bf16`, `sim-fp32`, `cuda-fp32`: the same, on tensors of these dtypes.
 
-`check` compares an attention call and its gradients with the fp64 reference; `judge` and `within` compare single results.
+`backend` draws tensors in its dtype on its device; after `backend.simulate()` the simulator, if it is the backend, runs all calls. The
+fixture `gpu` runs a test for a simulated V100 and a T4, `force` makes the planner take kernels.
+
+`check` compares an attention call and its gradients with the fp64 reference, `check_case` those of a Case; `judge` and `within` compare
+single results.
 
 Environment:
 - VOLTA_FA_TEST_LIBRARY: the library to test, instead of the one in python/volta_fa or the installed package's
@@ -237,6 +241,13 @@ class Backend:
                     assert_same_bits(name, a, b)
         return runs
 
+    def results(self, q, k, v, dout, **options) -> list[Tensor]:
+        """Returns out, softmax_lse and the gradients of a `deterministic` backward pass, which are bitwise repeatable."""
+        out, lse, rng_state = self.forward_and_state(q, k, v, **options)
+        if rng_state.numel():
+            options["rng_state"] = rng_state
+        return [out, lse, *self.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
+
     def simulate(self, how: str = "1"):
         """Simulates later calls, if the backend is the simulator, and clears its report. `how`, VOLTA_FA_SIMULATE's value: `1` runs
         kernels, `timing` also times and reports each launch, `launches` only reports kernels and grids."""
@@ -410,6 +421,12 @@ def check(backend: Backend, q, k, v, dout=None, deterministic=False, dlse=None, 
     return out, lse, *runs[-1]
 
 
+def check_case(backend: Backend, case: Case, **changes):
+    """Checks a Case as `check` does. `changes` replace its tensors and options: with dout=None the forward pass alone is checked."""
+    (q, k, v, dout), options = case.problem(backend)
+    return check(backend, q, k, v, **{"dout": dout, "deterministic": case.deterministic, **options, **changes})
+
+
 def check_form(q: Tensor, headdim_v: int, out: Tensor, lse: Tensor):
     """Checks shapes, dtypes and strides of what an op returns for q."""
     assert out.shape == (*q.shape[:-1], headdim_v) and out.dtype == q.dtype and out.is_contiguous()
@@ -423,8 +440,7 @@ def repeat(name: str, case: Case, deterministic: bool = False):
     with pytest.MonkeyPatch.context() as monkeypatch:
         backend = Backend(name, seed_of(repr(case)), monkeypatch)
         try:
-            tensors, options = case.problem(backend)
-            check(backend, *tensors, deterministic=deterministic, **options)
+            check_case(backend, case, deterministic=deterministic)
         except Exception:
             seed = os.environ.get("VOLTA_FA_TEST_SEED", "0")
             call = f"repeat({name!r}, {case!r}, {deterministic})"

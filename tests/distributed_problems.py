@@ -4,6 +4,8 @@
 with the fp64 reference instead. A result is a list: out, dq, dk, dv, and dsinks if there are sinks (NAMES).
 Zigzag, the default layout, gives rank r the chunks r and 2 * ranks - 1 - r of a sequence."""
 
+import dataclasses
+import math
 import os
 
 import torch
@@ -11,6 +13,9 @@ import torch.distributed as dist
 
 import reference
 from volta_fa.distributed import shard_sequence, unshard_sequence
+
+#: A problem, and what draws its tensors (volta_fa/check/cases.py).
+Case, CpuSource = reference.cases.Case, reference.cases.CpuSource
 
 #: With VOLTA_FA_TEST_NCCL=1 ranks communicate over NCCL and each has a GPU. Otherwise they are processes on the CPU, over gloo.
 NCCL = os.environ.get("VOLTA_FA_TEST_NCCL") == "1"
@@ -21,31 +26,28 @@ def unroll(ranges):
     return [i for begin, end in ranges for i in range(begin, end)]
 
 
-def inputs(dtype, device, *, seqlen=37, seqlen_k=None, nheads=4, nheads_k=2, headdim=16, headdim_v=None, batch=2, packed=False, seed=0):
-    """Returns q, k, v and dout of the whole problem, the same on all ranks. `packed`: no batch dimension."""
-    g = torch.Generator().manual_seed(seed)
-    shapes = [
-        (seqlen, nheads, headdim),
-        (seqlen_k or seqlen, nheads_k, headdim),
-        (seqlen_k or seqlen, nheads_k, headdim_v or headdim),
-        (seqlen, nheads, headdim_v or headdim),
-    ]
-    return [torch.randn(*(shape if packed else (batch, *shape)), generator=g).to(dtype).to(device) for shape in shapes]
+def sized(seqlen=37, seqlen_k=None, lengths=(), **fields):
+    """Returns a Case. `lengths`: of packed sequences."""
+    sizes = {"headdim": 16, "nheads": 4, "nheads_k": 2} | fields
+    return Case(seqlen, seqlen if seqlen_k is None else seqlen_k, lengths=tuple((n, n) for n in lengths), **sizes)
 
 
-def whole_of(q, k, v, dout, sinks=None, cu_seqlens=None, **options):
-    """Returns the result that the op computes in this process alone. `cu_seqlens`: a list, for packed sequences."""
+def inputs(dtype, device, **sizes):
+    """Returns q, k, v and dout of the whole problem, the same on all ranks. `sizes`: arguments of `sized`."""
+    return sized(**sizes).inputs(CpuSource(device, dtype, seed=0))
+
+
+def whole_of(q, k, v, dout, sinks=None, **options):
+    """Returns the result that the op computes in this process alone."""
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
-    if cu_seqlens is not None:
-        cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-        options |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0])
     out = torch.ops.volta_fa.fwd(*leaves[:3], sinks=leaves[3] if len(leaves) > 3 else None, **options)[0]
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlens=None, **options):
+def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", **options):
     """Returns the same, computed by `attend` (ring_attention, ...) on this rank's shards and gathered from all ranks. dsinks is summed."""
-    dim = 0 if cu_seqlens is not None else 1
+    cu_seqlens, *_ = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    dim = 1 if cu_seqlens is None else 0
     leaves = [shard_sequence(t, group, dim, layout).detach().clone().requires_grad_() for t in (q, k, v)]
     if sinks is not None:
         leaves.append(sinks.detach().clone().requires_grad_())
@@ -79,66 +81,51 @@ def compare(found, expected, what):
     assert len(found) == len(expected)
 
 
-#: Problems by name: options of the op, and arguments of `inputs`. `lengths`: packed sequences; `alibi`: slopes per head ("h") or per
-#: entry and head ("bh"); `sinks`: whether there are any.
+#: Problems by name.
 PROBLEMS = {
-    "plain": {},
-    "causal": dict(is_causal=True),
-    "window": dict(window_left=5, window_right=3),
-    "causal window": dict(is_causal=True, window_left=9),
-    "odd causal": dict(is_causal=True, seqlen=41),
-    "shorter than the chunks": dict(is_causal=True, seqlen=5),
-    "one position": dict(is_causal=True, seqlen=1),
-    "no position": dict(seqlen=0),
-    "cross": dict(seqlen=19, seqlen_k=30),
-    "cross causal": dict(seqlen=19, seqlen_k=30, is_causal=True),
-    "more queries than keys": dict(seqlen=30, seqlen_k=19, is_causal=True),
-    "softcap": dict(softcap=3.0, is_causal=True),
-    "scale": dict(softmax_scale=0.4, headdim_v=24),
-    "alibi": dict(alibi="h"),
-    "alibi causal": dict(alibi="bh", is_causal=True),
-    "alibi window": dict(alibi="h", window_left=6, window_right=4),
-    "alibi cross": dict(alibi="h", seqlen=19, seqlen_k=30),
-    "sinks": dict(sinks=True, is_causal=True),
-    "sinks alone": dict(sinks=True, seqlen=30, seqlen_k=19, is_causal=True),
-    "packed": dict(lengths=(7, 1, 12, 0, 17)),
-    "packed causal": dict(lengths=(7, 1, 12, 0, 17), is_causal=True),
-    "packed, one long": dict(lengths=(2, 60, 3), is_causal=True),
-    "packed, many short": dict(lengths=(3, 2, 4, 1, 5, 2, 2, 3, 4, 6, 1, 2), is_causal=True),
-    "packed window": dict(lengths=(20, 3, 18), window_left=4, window_right=1),
-    "packed alibi sinks": dict(lengths=(20, 3, 18), alibi="bh", sinks=True, is_causal=True),
+    "plain": sized(),
+    "causal": sized(is_causal=True),
+    "window": sized(window_left=5, window_right=3),
+    "causal window": sized(is_causal=True, window_left=9),
+    "odd causal": sized(is_causal=True, seqlen=41),
+    "shorter than the chunks": sized(is_causal=True, seqlen=5),
+    "one position": sized(is_causal=True, seqlen=1),
+    "no position": sized(seqlen=0),
+    "cross": sized(seqlen=19, seqlen_k=30),
+    "cross causal": sized(seqlen=19, seqlen_k=30, is_causal=True),
+    "more queries than keys": sized(seqlen=30, seqlen_k=19, is_causal=True),
+    "softcap": sized(softcap=3.0, is_causal=True),
+    "scale": sized(softmax_scale=0.4, headdim_v=24),
+    "alibi": sized(alibi="h"),
+    "alibi causal": sized(alibi="bh", is_causal=True),
+    "alibi window": sized(alibi="h", window_left=6, window_right=4),
+    "alibi cross": sized(alibi="h", seqlen=19, seqlen_k=30),
+    "sinks": sized(sinks="own", is_causal=True),
+    "sinks alone": sized(sinks="own", seqlen=30, seqlen_k=19, is_causal=True),
+    "packed": sized(lengths=(7, 1, 12, 0, 17)),
+    "packed causal": sized(lengths=(7, 1, 12, 0, 17), is_causal=True),
+    "packed, one long": sized(lengths=(2, 60, 3), is_causal=True),
+    "packed, many short": sized(lengths=(3, 2, 4, 1, 5, 2, 2, 3, 4, 6, 1, 2), is_causal=True),
+    "packed window": sized(lengths=(20, 3, 18), window_left=4, window_right=1),
+    "packed alibi sinks": sized(lengths=(20, 3, 18), alibi="bh", sinks="own", is_causal=True),
 }
 
 
 def problem(name, dtype, device, stretch=1):
     """Returns (q, k, v, dout) and the op's options of a problem, with all lengths and windows multiplied by `stretch`."""
-    options = {"seqlen": 37} | PROBLEMS[name]
-    for key in ("seqlen", "seqlen_k", "window_left", "window_right"):
-        options |= {key: options[key] * stretch} if key in options else {}
-    if "lengths" in options:
-        options["lengths"] = tuple(n * stretch for n in options["lengths"])
-    lengths, alibi, sinks = options.pop("lengths", None), options.pop("alibi", None), options.pop("sinks", False)
-    sizes = {key: options.pop(key) for key in ("seqlen", "seqlen_k", "headdim_v") if key in options}
-    if lengths is not None:
-        sizes |= dict(seqlen=sum(lengths), packed=True)
-        options["cu_seqlens"] = torch.tensor((0, *lengths)).cumsum(0).tolist()
-    tensors = inputs(dtype, device, **sizes)
-    nheads = tensors[0].shape[-2]
-    if alibi:
-        slopes = torch.tensor([0.5, 0.25, 0.11, 0.02], device=device)[:nheads]
-        entries = len(lengths) if lengths is not None else tensors[0].shape[0]
-        options["alibi_slopes"] = slopes if alibi == "h" else torch.stack([slopes * (i + 1) for i in range(entries)])
-    if sinks:
-        options["sinks"] = torch.tensor([0.3, -1.0, 2.0, -float("inf")], dtype=dtype, device=device)[:nheads]
+    case = PROBLEMS[name]
+    numbers = {n: getattr(case, n) for n in ("seqlen_q", "seqlen_k", "window_left", "window_right")}
+    longer = {n: number * stretch for n, number in numbers.items() if number > 0}
+    case = dataclasses.replace(case, **longer, lengths=tuple((q * stretch, k * stretch) for q, k in case.lengths))
+    tensors, options = case.problem(CpuSource(device, dtype, seed=0))
+    if case.sinks:
+        options["sinks"][-1] = -math.inf
     return tensors, options
 
 
-def judge(what, tensors, found, cu_seqlens=None, **options):
+def judge(what, tensors, found, **options):
     """Checks a result of the whole problem against the fp64 reference, within the budgets of `python -m volta_fa check`."""
     q, k, v, dout = tensors
-    if cu_seqlens is not None:
-        cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-        options |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu)
     exact, results = reference.exact(q, k, v, **options), dict(zip(NAMES, found))
     for part in [*exact.forward(), *exact.backward(dout, results["out"])]:
         for error in part.errors(results):

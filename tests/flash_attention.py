@@ -1,7 +1,7 @@
 """Expected results of flash-attn's functions in fp64, comparisons and inputs, for test_flash_attn_*.py.
 
 `backend` (conftest.py) has the device and dtype of a test, and draws its tensors. Masks align queries with the last keys.
-Options have flash-attn's names: `causal`, `window_size`, `softcap`; `slopes` are alibi_slopes."""
+Options have flash-attn's names: `causal`, `window_size`, `softcap`, `alibi_slopes`."""
 
 import inspect
 import math
@@ -17,13 +17,33 @@ BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
 LENGTHS = [5, 0, 17, 1, 8], [7, 3, 17, 0, 6]
 #: Tolerance of what is computed from softmax_lse, which is fp32 (rounding 6e-8) even if all else is fp64.
 LSE_ROUNDING = 1e-6
+#: Options of calls by name. `alibi_slopes`: whether each batch entry or sequence has its own (`drawn` draws them).
+CASES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"softmax_scale": 0.3},
+    "left": {"window_size": (3, -1)},
+    "right": {"window_size": (-1, 2)},
+    "window": {"window_size": (2, 1)},
+    "causal_window": {"causal": True, "window_size": (4, 4)},
+    "tensors": {"window_size": (torch.tensor(2), torch.tensor([-1]))},
+    "negative": {"window_size": (-7, 0)},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "alibi": {"alibi_slopes": False},
+    "alibi_causal": {"alibi_slopes": True, "causal": True},
+    "alibi_window": {"alibi_slopes": False, "window_size": (3, 2), "softcap": 2.0},
+    "alibi_window_of_entries": {"alibi_slopes": True, "window_size": (3, 2), "softcap": 2.0},
+    "dropout": {"dropout_p": 0.3},
+    "dropout_window": {"dropout_p": 0.3, "causal": True, "window_size": (11, -1)},
+    "dropout_alibi": {"dropout_p": 0.3, "alibi_slopes": False},
+}
 
 
-def attention(q, k, v, causal=False, window_size=(-1, -1), slopes=None, keep=None, **options):
+def attention(q, k, v, causal=False, window_size=(-1, -1), keep=None, **options):
     """Returns out, softmax_lse and probabilities (batch, nheads, seqlen_q, seqlen_k) of a batch in fp64, differentiable.
     `keep` has the probabilities' shape, False where dropout drops."""
     left, right = map(int, window_size)
-    found = reference.forward(q, k, v, is_causal=causal, window_left=left, window_right=right, alibi_slopes=slopes, kept=keep, **options)
+    found = reference.forward(q, k, v, is_causal=causal, window_left=left, window_right=right, kept=keep, **options)
     return found.out, found.softmax_lse, found.probabilities
 
 
@@ -50,9 +70,21 @@ def slopes_of(backend, *shape):
     return backend.randn(*shape).abs().float()
 
 
+def drawn(backend, options, entries=2):
+    """Returns options of CASES with slopes for 4 heads, or for each of these batch entries or sequences."""
+    return {n: slopes_of(backend, *(entries,) * value, 4) if n == "alibi_slopes" else value for n, value in options.items()}
+
+
 def leaf(backend, *shape):
     """Returns a random tensor that requires a gradient."""
     return backend.randn(*shape).requires_grad_()
+
+
+def packed_leaves(backend, headdim=16, headdim_v=16):
+    """Returns q, k and v of sequences of LENGTHS, and cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
+    total_q, total_k = map(sum, LENGTHS)
+    leaves = leaf(backend, total_q, 4, headdim), leaf(backend, total_k, 2, headdim), leaf(backend, total_k, 2, headdim_v)
+    return leaves, (*(cu(lengths, backend.device) for lengths in LENGTHS), *map(max, LENGTHS))
 
 
 def check_gradients(backend, found, expected, leaves):
@@ -65,13 +97,13 @@ def check_gradients(backend, found, expected, leaves):
         close(backend, g, w)
 
 
-def packed(q, k, v, lengths_q, lengths_k, slopes=None, keep=None, **options):
+def packed(q, k, v, lengths_q, lengths_k, alibi_slopes=None, keep=None, **options):
     """Returns `attention` of each packed sequence: out (total_q, nheads, headdim_v), softmax_lse (nheads, total_q), and a list of
     probabilities."""
     entries = [
         attention(
             *(t[None] for t in parts),
-            slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[b],
+            alibi_slopes=alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b],
             keep=None if keep is None else keep[b : b + 1, :, : lengths_q[b], : lengths_k[b]],
             **options,
         )

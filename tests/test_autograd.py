@@ -1,8 +1,6 @@
 """The ops `fwd` and `bwd` inside PyTorch: autograd, autocast, TorchScript, threads.
 
-A test runs once per backend in `on(...)`: the CPU backend (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), or a GPU
-(`cuda`). `backend.simulate()` makes calls on CPU tensors run in the simulator. `Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem,
-by default of batch 2, 2 heads and headdim_v = headdim. `case.inputs(backend)` draws q, k, v and dout."""
+conftest.py explains backends, volta_fa/check/cases.py a Case; `case.inputs(backend)` draws q, k, v and dout."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -198,8 +196,6 @@ def test_calls_from_many_threads(backend):
 
 # ---- torch.library.opcheck: schema, autograd registration, fake tensors, AOT dispatch ------------------------------------
 
-# Fields of a Case: `used` is seqused_k. `spare` is max_seqlen beyond the longest sequence. `bias` names its dimensions that are not 1
-# (b, h, q, k), then its dtype ("own": q's). `sinks` names a dtype, `alibi` the dimensions of the slopes.
 OPCHECKED = [
     Case(7, 9, 16, nheads=4, nheads_k=2),
     Case(9, 7, 16, 24, is_causal=True),

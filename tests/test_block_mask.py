@@ -4,21 +4,19 @@ A mask divides scores into blocks of 128 queries by 64 keys. `block_lists` (batc
 block: [0] and [1] the numbers of partial and of full blocks, [2] the first partial block's tile in `block_bits`, [3] the row block that is
 launched at this place, and from [4] on the key blocks, partial ones first. Absent blocks are hidden. A tile has a bit for each score of a
 partial block. `block_lists_t` and `block_bits_t` are the transposed mask, for dk and dv. `block_masks` (volta_fa.check) packs masks.
-A test runs once per backend in `on(...)`: `cpu-DTYPE`, the simulator (`sim`), or a GPU (`cuda`); `gpu` runs it for a V100 and a T4.
-`backend.simulate()` makes the simulator run later calls. `check` compares a call and its gradients with fp64."""
+conftest.py explains backends, `gpu` and `check`."""
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.library import opcheck
 
-from conftest import BF16_KERNELS, CPU, FP32_KERNELS, GPUS, KERNELS, Case, check, on, on_cases, run_python
-from flash_attention import refused  # checks that a call raises this error, with a message of one line
+from conftest import BF16_KERNELS, CPU, FP32_KERNELS, GPUS, KERNELS, Case, check, check_case, on, on_cases, run_python
 from reference import block_masks
+from test_validation import refused  # refused(call, exception, *words of its message)
 
 op = torch.ops.volta_fa
 
@@ -94,15 +92,13 @@ OF_EACH_DTYPE = CASES[1:4] + CASES[10:12] + CASES[17::2]
 
 @on_cases((["cpu-fp32", *KERNELS], CASES), (BACKENDS, OF_EACH_DTYPE), slow=((BACKENDS, CASES),))
 def test_attention_with_a_block_mask(backend, gpu, case):
-    inputs, options = case.problem(backend)
-    check(backend, *inputs, deterministic=case.deterministic, **options)
+    check_case(backend, case)
 
 
 @on(*BACKENDS)
 def test_gradient_of_softmax_lse(backend, gpu):
     """softmax_lse is differentiable, as in FlexAttention. Rows without visible keys get no gradient, whatever `dlse` is."""
-    inputs, options = Masked(BASE, 1, 4).problem(backend)
-    check(backend, *inputs, dlse=backend.randn(2, 4, 150).float(), **options)
+    check_case(backend, Masked(BASE, 1, 4), dlse=backend.randn(2, 4, 150).float())
 
 
 @on(*BACKENDS, *FP32_KERNELS)
@@ -156,8 +152,7 @@ def test_partial_blocks_then_full_ones_then_those_at_an_edge(backend, gpu, headd
     mask[..., 128:192] = False
     for first in (0, 192):  # columns of partial blocks
         mask[..., first : first + 64] = torch.rand(256, 64, generator=torch.Generator().manual_seed(backend.seed)) < 0.5
-    (q, k, v, _), options = case.problem(backend)
-    check(backend, q, k, v, None, **options | block_masks.options_of(mask, backend.device))
+    check_case(backend, case, dout=None, **block_masks.options_of(mask, backend.device))
 
 
 @on("cpu-fp32")
@@ -217,18 +212,13 @@ WRONG = {
 }
 
 
-def with_words(begin: str, words: list[str]) -> str:
-    """Returns the regular expression of a text that has `begin`, and after it all words in any order."""
-    return begin + "".join(f"(?=.*{re.escape(word)})" for word in words)
-
-
 @pytest.mark.parametrize("name", WRONG)
 @on("cpu-fp32", "sim")
 def test_wrong_arguments_are_refused(backend, name):
     argument, spoil, words = WRONG[name]
     backend.simulate()
     arguments = valid(backend)
-    refused(ValueError, with_words("volta_fa::fwd", words), op.fwd, **arguments | {argument: spoil(arguments)})
+    refused(lambda: op.fwd(**arguments | {argument: spoil(arguments)}), ValueError, "volta_fa::fwd", *words)
 
 
 def test_packed_sequences_are_refused():
@@ -238,7 +228,7 @@ def test_packed_sequences_are_refused():
     lists, bits = block_masks.pack(torch.ones(1, 1, 200, 200, dtype=torch.bool))
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 200, "max_seqlen_k": 200, "block_lists": lists, "block_bits": bits}
     message = "block_lists: got a tensor together with cu_seqlens_q, expected one of the two to be None"
-    refused(ValueError, message, op.fwd, q, q, q, **options)
+    refused(lambda: op.fwd(q, q, q, **options), ValueError, message)
 
 
 @on("cpu-fp32")
@@ -247,9 +237,9 @@ def test_gradients_need_transposed_lists(backend):
     lists_t, bits_t = arguments.pop("block_lists_t"), arguments.pop("block_bits_t")
     q = arguments["q"].requires_grad_()
     loss = op.fwd(**arguments)[0].sum()
-    refused(ValueError, "block_lists_t: got None, expected a tensor, since block_lists is given", loss.backward)
+    refused(loss.backward, ValueError, "block_lists_t: got None, expected a tensor, since block_lists is given")
     transposed_alone = {"q": q, "k": arguments["k"], "v": arguments["v"], "block_lists_t": lists_t, "block_bits_t": bits_t}
-    refused(ValueError, "block_lists_t: got a tensor, expected None, since block_lists is not given", op.fwd, **transposed_alone)
+    refused(lambda: op.fwd(**transposed_alone), ValueError, "block_lists_t: got a tensor, expected None, since block_lists is not given")
 
 
 #: Wrong numbers in a list of `valid`'s call: the argument, the place (batch entry, head, row block, index in the list), the number, and
@@ -277,7 +267,7 @@ def test_wrong_values_are_refused(backend, name):
     arguments = valid(backend)
     op.fwd(**arguments, check_lengths=True)
     arguments[argument][place] = value
-    refused(ValueError, with_words(f"volta_fa::fwd: {argument}: got", words), op.fwd, **arguments, check_lengths=True)
+    refused(lambda: op.fwd(**arguments, check_lengths=True), ValueError, f"volta_fa::fwd: {argument}: got", *words)
 
 
 #: Wrong values that kernels get unchecked. They must read nothing outside the tensors, which the simulator reports as an error.
@@ -366,4 +356,5 @@ def test_a_headdim_without_a_kernel_is_refused_with_the_gpu(backend, gpu):
     # blocks: the mask's dimensions that are not 1, of batch and heads; "-": none of them
     (q, k, v, _), options = Case(140, 150, 264, batch=1, nheads=1, blocks="-").problem(backend)
     sm = next(sm for sm, name in GPUS.items() if name == gpu)
-    refused(NotImplementedError, f"with block_mask for headdim 264 .* in this sm_{sm} GPU's [0-9]+ bytes", op.fwd, q, k, v, **options)
+    words = "with block_mask for headdim 264", f"in this sm_{sm} GPU's", "bytes"
+    refused(lambda: op.fwd(q, k, v, **options), NotImplementedError, *words)

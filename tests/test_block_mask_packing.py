@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reference import block_masks  # reads lists and bits in an implementation of its own
 from volta_fa import BlockMask
 from volta_fa.block_mask import elements, kept, packing
 from volta_fa.block_mask.source import source_of
@@ -106,23 +107,13 @@ def test_from_blocks(size):
     assert torch.equal(BlockMask.from_blocks(blocks[0, 0], size).dense()[0, 0, : lengths[0], : lengths[1]], expected[0, 0])
 
 
-def unpacked(lists, bits, rows, columns):
-    """Reads lists and bits as docs/reference/options.md describes them, entry by entry."""
-    found = torch.zeros(*lists.shape[:2], rows, columns, dtype=torch.bool)
-    for b, h, r in torch.cartesian_prod(*map(torch.arange, lists.shape[:3])).view(-1, 3).tolist():
-        partial, full, first, _, *entries = lists[b, h, r].tolist()
-        block = found[b, h, 128 * r : 128 * r + 128]
-        assert entries[:partial] == sorted(entries[:partial])
-        assert entries[partial : partial + full] == sorted(entries[partial : partial + full])
-        assert all(0 <= entry < -(-columns // 64) for entry in entries[: partial + full])
-        for number, entry in enumerate(entries[: partial + full]):
-            tile = torch.ones(128, 64, dtype=torch.bool)
-            if number < partial:
-                words = bits[first + number].view(128, 2)
-                tile = torch.stack([(words[:, key // 32] >> key % 32) & 1 for key in range(64)], 1).bool()
-                assert tile.any() and not tile.all()
-            block[:, 64 * entry : 64 * entry + 64] = tile[: block.shape[0], : block.shape[1] - 64 * entry]
-    return found
+def assert_valid(lists, bits, columns):
+    """Checks that blocks exist and ascend among the partial and among the full ones, and that tiles have some bits, but not all."""
+    for partial, full, first, _, *entries in lists.flatten(0, 2).tolist():
+        for blocks in (entries[:partial], entries[partial : partial + full]):
+            assert blocks == sorted(blocks) and all(0 <= block < -(-columns // 64) for block in blocks)
+        tiles = bits[first : first + partial]
+        assert tiles.any(-1).all() and (tiles != -1).any(-1).all()
 
 
 @pytest.mark.parametrize("name", ["strided heads", "prefix"])
@@ -135,9 +126,10 @@ def test_layout_of_lists_and_bits(name):
         expected = dense(MASKS[name], *lengths, 1, 2)
         options = mask.options()
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in options.values())
-        assert torch.equal(unpacked(options["block_lists"], options["block_bits"], *lengths), expected)
-        assert torch.equal(unpacked(options["block_lists_t"], options["block_bits_t"], *lengths[::-1]), expected.mT)
-        for lists in (options["block_lists"], options["block_lists_t"]):
+        for of_pass, seen in (("", expected), ("_t", expected.mT)):
+            lists, bits = options[f"block_lists{of_pass}"], options[f"block_bits{of_pass}"]
+            assert_valid(lists, bits, seen.shape[-1])
+            assert torch.equal(block_masks.expand(lists, bits, *seen.shape), seen)
             order, work = lists[..., 3], lists[..., :2].sum(-1)
             assert torch.equal(order.sort(-1).values, torch.arange(order.shape[-1], dtype=torch.int32).expand_as(order))
             assert (work.gather(-1, order.long()).diff(dim=-1) <= 0).all()  # longest first

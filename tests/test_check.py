@@ -7,6 +7,7 @@ cache; kernels of `kernels.WITHOUT_PROBLEM` (merging, sparse attention and other
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -19,9 +20,10 @@ import torch
 
 import volta_fa
 import volta_fa.check
+import volta_fa.demo
 from conftest import INFO, need
 from volta_fa import diagnostics, progress
-from volta_fa.check import cached, correctness, int8_scores, kernels, machine, performance, problems, report, tolerance
+from volta_fa.check import cached, correctness, int8_scores, kernels, machine, performance, problems, report, tolerance, versus
 from volta_fa.check.correctness import KernelResult, Worst
 from volta_fa.check.kernels import Target
 from volta_fa.check.performance import Speeds
@@ -103,23 +105,25 @@ MORE_KERNELS_OF_A_CACHE = ["volta_decode_64x[!3]*", "volta_decode_*_64x16", "vol
 
 
 @pytest.mark.parametrize(
-    "pattern", ["volta_decode_64x32", "volta_append*", *(pytest.param(p, marks=pytest.mark.slow) for p in MORE_KERNELS_OF_A_CACHE)]
+    "pattern",
+    [
+        "volta_decode_64x32",
+        "volta_append*",
+        "volta_dequantize",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in MORE_KERNELS_OF_A_CACHE),
+    ],
 )
 def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys, pattern):
-    """Each kernel that decodes from a KV cache or appends to it gets three problems, which it passes."""
+    """Each kernel that decodes from a KV cache or appends to it gets three problems, which it passes. The kernel that dequantizes one gets
+    four, and the report names the kernels that ran with it."""
     need("sim")
+    dequantizes = pattern == "volta_dequantize"
     status, data = check(tmp_path, "--device", "simulator", "--kernels", pattern)
     printed = capsys.readouterr().out
     assert status == 0, printed
-    assert data["right"] and all(v["passed"] and v["problems"] == 3 and v["worst"]["share"] > 0 for v in data["right"])
+    assert data["right"] and all(v["passed"] and v["problems"] == 3 + dequantizes and v["worst"]["share"] > 0 for v in data["right"])
+    assert not dequantizes or data["right"][0]["runs_with"]
     assert ("volta KV cache, append" in printed) == ("append" in pattern)
-
-
-def test_the_kernel_of_a_dequantized_cache_in_the_simulator(tmp_path):
-    """It gets four problems, and the report names the kernels that ran with it."""
-    need("sim")
-    status, data = check(tmp_path, "--device", "simulator", "--kernels", "volta_dequantize")
-    assert status == 0 and [v["problems"] for v in data["right"]] == [4] and data["right"][0]["runs_with"]
 
 
 @pytest.mark.cuda
@@ -132,20 +136,29 @@ def test_on_a_gpu(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "command, arguments, message",
     [
-        (["--device", "tpu"], "expected auto, cpu, simulator, cuda or cuda:N"),
-        (["--device", "cuda:x"], "expected auto, cpu, simulator, cuda or cuda:N"),
-        (["--device", "cuda:99"], "CUDA device"),
-        (["--device", "cpu", "--tune"], "needs a GPU"),
-        (["--device", "cpu", "--kernels", "volta_*"], "matches no kernel"),
-        (["--device", "cpu", "--output", __file__], "test_check.py: File exists"),
+        ("check", ["--device", "tpu"], "expected auto, cpu, simulator, cuda or cuda:N"),
+        ("check", ["--device", "cuda:x"], "expected auto, cpu, simulator, cuda or cuda:N"),
+        ("check", ["--device", "cuda:99"], "CUDA device"),
+        ("check", ["--device", "cpu", "--tune"], "needs a GPU"),
+        ("check", ["--device", "cpu", "--kernels", "volta_*"], "matches no kernel"),
+        ("check", ["--device", "cpu", "--output", __file__], "test_check.py: File exists"),
+        ("demo", ["--device", "tpu"], "expected auto, cpu, cuda or cuda:N"),
+        ("demo", ["--device", "meta"], "expected auto, cpu, cuda or cuda:N"),
+        ("demo", ["--device", "cuda:99"], "CUDA device"),
+        ("demo", ["--device", "cpu", "--output", __file__], f"volta_fa: --output {__file__}: File exists\n"),
+        ("versus-1cat", ["--device", "cpu", "--output", "."], "volta_fa: --output .: Is a directory\n"),
+        ("versus-1cat", ["--device", "cpu", "--output", f"{__file__}/a.json"], f"volta_fa: --output {__file__}/a.json: File exists\n"),
     ],
 )
-def test_says_what_is_wrong_with_arguments(arguments, message, capsys, tmp_path):
-    assert main(["check", "--output", str(tmp_path), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+def test_says_what_is_wrong_with_arguments(command, arguments, message, monkeypatch, capsys, tmp_path):
+    """Before the command does anything else."""
+    monkeypatch.setattr(volta_fa.demo, "run_demo", None)
+    monkeypatch.setattr(versus, "rows", None)
+    assert main([command, "--output", str(tmp_path), *arguments]) == 2
+    printed, error = capsys.readouterr()
+    assert not printed and message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
@@ -166,21 +179,16 @@ def test_each_kernel_gets_problems_that_it_runs():
     """The planner takes the kernel under test for each problem of the check, and no other kernel that is applicable too."""
     need("sim")
     for variant in SIMULATED:
-        if variant["pass"] in cached.PASSES:
-            for problem in cached.problems(variant):
-                names = [kernel["name"] for kernel in cached.planned(SIMULATOR, problem, variant)]
-                assert variant["name"] in names, f"{variant['name']}: {problem}"
-        elif variant["pass"] not in kernels.WITHOUT_PROBLEM:
-            for problem in kernels.problems(variant):
-                assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
+        listed = correctness._problems(variant, quick=False)
+        assert listed or variant["pass"] in kernels.WITHOUT_PROBLEM
+        for problem in listed:
+            assert variant["name"] in correctness._planned(SIMULATOR, problem, variant), f"{variant['name']}: {problem}"
 
 
 def launched(variant, work) -> list[str]:
     """Returns the names of the kernels that work() launches where `check` asks for this one."""
-    with SIMULATOR.running(variant), kernels.environment(VOLTA_FA_SIMULATE="timing"):
-        torch.ops.volta_fa._sim_report()  # returns the launches since the last report, and forgets them
-        work()
-        return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
+    with SIMULATOR.running(variant):
+        return [launch["kernel"] for launch in kernels.simulate(work)]
 
 
 @pytest.mark.slow
@@ -209,8 +217,7 @@ def test_kernels_of_a_bias_really_run():
 def test_problems_ask_for_all_that_a_kernel_covers():
     """The problems of a kernel use all its features. (Calls with batch_invariant refuse dropout.)"""
     for variant in SIMULATED:
-        if variant["pass"] not in kernels.WITHOUT_PROBLEM:
-            given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
+        if given := correctness._problems(variant, quick=False):
             asked = {need for problem in given for need in problem.features}
             refused = {"dropout"} if variant["batch_invariant"] else set()
             assert set(variant["features"]) - refused <= asked, variant["name"]
@@ -252,17 +259,21 @@ def test_a_kernel_that_the_plan_does_not_take_fails():
 # ---- right: what is found ----------------------------------------------------------------------------------------
 
 
+def spoil_results(monkeypatch, owner, name, change):
+    """Makes owner.name return change(its result) where its first argument, inputs or a tensor, is in fp16, as the reference's is not."""
+    right = getattr(owner, name)
+
+    def wrong(first, *arguments, **options):
+        found = right(first, *arguments, **options)
+        return change(found) if getattr(first, "q", first).dtype == torch.float16 else found
+
+    monkeypatch.setattr(owner, name, wrong)
+
+
 def corrupted(monkeypatch, change):
-    """Makes the op's forward pass wrong: its results become change(out, softmax_lse, rng_state, number of the call). The fp64 reference
-    does not use it."""
-    forward = problems.Inputs.forward
-    calls = []
-
-    def wrong(self, generator=None):
-        calls.append(self)
-        return change(*forward(self, generator), len(calls))
-
-    monkeypatch.setattr(problems.Inputs, "forward", wrong)
+    """Makes the op's forward pass wrong: its results become change(out, softmax_lse, rng_state, number of the call)."""
+    calls = itertools.count(1)
+    spoil_results(monkeypatch, problems.Inputs, "forward", lambda found: change(*found, next(calls)))
 
 
 def lose_element(out, lse, rng_state, call):
@@ -328,23 +339,15 @@ def append_wrongly(found):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda found: found["out"].mul_(1.02), "out: "),
-        (lambda found: found["softmax_lse"].add_(0.01), "softmax_lse: "),
+        (lambda found: found | {"out": found["out"] * 1.02}, "out: "),
+        (lambda found: found | {"softmax_lse": found["softmax_lse"] + 0.01}, "softmax_lse: "),
         (write_too_far, "k_cache: 1 elements changed"),
         (append_wrongly, "v_cache: largest error"),
     ],
     ids=["out", "softmax_lse", "write_too_far", "append_wrongly"],
 )
 def test_a_wrong_kernel_of_a_cache_is_named(change, message, monkeypatch):
-    run = cached.run
-
-    def wrong(self):
-        found = run(self)
-        if self.q.dtype == torch.float16:  # and not the reference
-            change(found)
-        return found
-
-    monkeypatch.setattr(cached, "run", wrong)
+    spoil_results(monkeypatch, cached, "run", lambda found: change(found) or found)
     result = check_kernel(CPU, cpu("Decode"))
     assert any(text.startswith(message) for text in result.failures), result.failures
     assert all("headdim40" in text and "seed " in text for text in result.failures)
@@ -412,15 +415,7 @@ def test_queries_without_a_key_have_exact_zeros(monkeypatch):
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv", "dattn_bias", "dsinks"])
 def test_a_wrong_gradient_is_named(name, monkeypatch):
-    gradients = problems.Inputs.gradients
-
-    def wrong(self, *arguments):
-        found = gradients(self, *arguments)
-        if name in found and self.q.dtype == torch.float16:
-            found[name] = found[name] * 1.05
-        return found
-
-    monkeypatch.setattr(problems.Inputs, "gradients", wrong)
+    spoil_results(monkeypatch, problems.Inputs, "gradients", lambda found: {n: t * 1.05 if n == name else t for n, t in found.items()})
     result = check_kernel(CPU, cpu("Backward"))
     assert result.failures and all(text.startswith(f"{name}: ") for text in result.failures)
     assert result.worst.result == name and result.worst.share > 1
@@ -444,13 +439,7 @@ def test_merging_is_checked(monkeypatch):
     need("sim")
     variant = next(v for v in SIMULATED if v["pass"] == "Merge")
     assert check_kernel(SIMULATOR, variant).passed
-    merge = torch.ops.volta_fa.merge_attention_states
-
-    def wrong(out_a, *rest):
-        out, lse = merge(out_a, *rest)
-        return (out if out_a.dtype == torch.float64 else out * 1.01), lse
-
-    monkeypatch.setattr(torch.ops.volta_fa, "merge_attention_states", wrong)
+    spoil_results(monkeypatch, torch.ops.volta_fa, "merge_attention_states", lambda found: (found[0] * 1.01, found[1]))
     assert not check_kernel(SIMULATOR, variant).passed
 
 

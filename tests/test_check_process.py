@@ -344,12 +344,12 @@ def test_preload_says_what_it_cannot_load():
 @pytest.mark.parametrize(
     "text", ["CUDA error: out of memory", "CUDA driver: loading x: CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED when"]
 )
-def test_lack_of_memory_has_many_names(text):
+def test_lack_of_memory_has_many_names(text, monkeypatch):
     """Errors of CUDA and its libraries that are not torch.cuda.OutOfMemoryError. Where the GPU's own figures lack memory, the report says
     so, and it is no fault."""
     assert kernels.lacks_memory(RuntimeError(text)) and not kernels.lacks_memory(RuntimeError("an illegal memory access"))
-    speeds = Speeds()
-    performance._attempt(speeds, "the card's figures", lambda: (_ for _ in ()).throw(RuntimeError(text)))
+    monkeypatch.setattr(performance, "card_figures", Mock(side_effect=RuntimeError(text)))
+    speeds = measure(seconds=-1)
     assert speeds.troubles == [] and speeds.missing == "the card's figures: out of memory"
 
 

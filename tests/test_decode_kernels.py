@@ -1,12 +1,8 @@
 """The kernels of `fwd_kvcache`: decode, append and prefill. test_kvcache.py tests what holds for every path of the operator.
 
-A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's queries times the query heads of a KV head. Blocks split the
-keys of a tile, and the last block combines partial results. From many rows on, a prefill kernel runs. Append writes new keys and values.
-`check` compares with fp64; `run` makes two runs (in the simulator, in two warp orders) that must agree bitwise (`agreed`). A test runs per
-backend in `on(...)`: simulator (`sim`), GPU (`cuda`), CPU; `-bf16` names the dtype. `Cached(lengths, ...)` is a problem: (queries, cached
-tokens, appended tokens) of each sequence. By default headdim is 64, nheads 2 on one KV head, `page` 16 tokens (0: no pages), and queries
-are causal. Slopes of ALiBi are per head ("h") or sequence and head ("bh"), `sinks` in q's dtype ("own"). Of the drawn tensors, `places` are
-the page and row of each token by sequence. `force` makes the planner take a kernel."""
+A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's queries times the query heads of a KV head. Blocks split the keys
+of a tile, and the last block combines partial results. From many rows on, a prefill kernel runs. Append writes new keys and values.
+cached.py explains a problem (`Cached`), `check` and `run`. `force` makes the planner take a kernel."""
 
 import dataclasses
 import json
@@ -15,9 +11,8 @@ import math
 import pytest
 import torch
 
-from cached import Cached
+from cached import Cached, check, run
 from conftest import GPUS, INFO, agreed, assert_same_bits, on, on_cases
-from test_kvcache import check, run
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
@@ -312,7 +307,7 @@ def test_rotation_is_rounded_once(backend, interleaved, rotary_dtype):
     lengths = ((3, 9, 3), (3, 0, 3), (3, 61, 3))
     case = Cached(lengths, headdim=96, headdim_v=40, rotary=rotary, rotary_dim=32, rotary_dtype=rotary_dtype, layout="hnd")
     problem = case.problem(backend)
-    _, _, k_cache, v_cache = run(backend, problem)
+    _, _, k_cache, v_cache, _ = run(backend, problem)
     cos, sin = (problem.options[name].float() for name in ("rotary_cos", "rotary_sin"))
     for b, (_, cached, new) in enumerate(lengths):
         k, v = (problem.sequence(t, problem.cu_new, b) for t in problem.new)

@@ -1,12 +1,8 @@
 """Dropout of `fwd` and `bwd`, gradients against finite differences (gradcheck), and random combinations of all options.
 
 Dropout's mask follows from `rng_state` (seed, offset) and a score's position alone (`_dropout_mask`), so backward repeats forward's.
-`backend.simulate()` makes the simulator run later calls. `on(...)` lists the backends of a test: CPU (`cpu-DTYPE`), simulator (`sim`), GPU
-(`cuda`). `repeat` runs a `Case` on a backend against the fp64 reference, and prints a command that repeats a failure. Fields of a Case:
-seqlen_q, seqlen_k, headdim, headdim_v (default: headdim); batch and nheads are 2 by default; `lengths` is (queries, keys) of packed
-sequences, `spare` max_seqlen beyond the longest, `used` seqused_k. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype
-("own": q's); `sinks` names a dtype, `alibi` the dimensions of the slopes. BASE is a small Case, `changed` returns a Case with other fields.
-"""
+`repeat` runs a `Case` (volta_fa/check/cases.py) on a backend (conftest.py) against the fp64 reference, and prints a command that repeats a
+failure."""
 
 import math
 import os
@@ -20,8 +16,8 @@ import torch
 from torch.library import opcheck
 
 import reference
-from conftest import ALL, REPOSITORY, Case, assert_same_bits, on, repeat
-from test_features import BASE, changed
+from conftest import ALL, REPOSITORY, Case, on, repeat
+from test_features import BASE
 
 op = torch.ops.volta_fa
 
@@ -123,21 +119,6 @@ def test_gradcheck(backend, case):
     assert torch.autograd.gradcheck(out, list(leaves.values()))
 
 
-@on(*ALL)
-def test_autograd(backend):
-    """The gradients that autograd returns are those of bwd."""
-    backend.simulate()
-    (q, k, v, dout), options = changed(BASE, bias="hqk:fp32", sinks="fp32", dropout_p=0.2).problem(backend)
-    bias, sinks = options.pop("attn_bias").requires_grad_(), options.pop("sinks").requires_grad_()
-    torch.manual_seed(1)
-    out, lse, rng_state = op.fwd(q, k, v, attn_bias=bias, sinks=sinks, **options)
-    dbias, dsinks = torch.autograd.grad(out, (bias, sinks), dout)
-    options |= {"rng_state": rng_state, "attn_bias": bias.detach(), "sinks": sinks.detach(), "attn_bias_requires_grad": True}
-    _, _, _, right_dbias, right_dsinks = op.bwd(dout, q, k, v, out.detach(), lse, **options)
-    torch.testing.assert_close(dbias, right_dbias, rtol=1e-3, atol=1e-3)
-    assert_same_bits("dsinks", dsinks, right_dsinks)
-
-
 #: Keys to one side of a window; -1: all.
 WINDOWS = (-1, -1, 0, 1, 7, 40)
 #: Dimensions of a bias that are not 1; "-": all are 1; empty: no bias. Repeated values come up more often.
@@ -221,12 +202,6 @@ def test_random_combinations(name):
         repeat(name, case, deterministic)
 
     run()
-
-
-def test_factors_of_dropout_are_fp64():
-    """A regression test: a reference that rounded dropout's factor to fp32 had a wrong gradient of sinks in this problem."""
-    lengths = ((38, 47), (18, 17))
-    repeat("cpu-fp64", Case(headdim=32, nheads=3, nheads_k=1, is_causal=True, dropout_p=0.17, alibi="bh", sinks="own", lengths=lengths))
 
 
 @pytest.mark.cuda

@@ -125,12 +125,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+#: Headdim and case, and lengths: blocks of several warps whose rows see other spans of keys, and warps without rows.
+LONGER = [(64, "causal"), (128, "window"), (256, "plain")]
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, headdim, case",
+    [*((70, 150, d, case) for case in CASES for d in (64, 128, 256)), *((200, 330, *x) for x in LONGER)],
+)
 @on("sim")
-def test_kernels(backend, simulate, headdim, options):
+def test_kernels(backend, simulate, seqlen_q, seqlen_k, headdim, case):
     """Kernels give what the model on the CPU gives, for each option."""
-    tensors = inputs(70, 150, headdim)
+    tensors, options = inputs(seqlen_q, seqlen_k, headdim), CASES[case]
     assert_near(simulate(*tensors, **options), fwd_fast(*tensors, **options))
 
 
@@ -176,14 +182,6 @@ def test_masks_of_any_layout(backend, simulate, headdim):
     mask = storage.flatten()[2 : 2 + 2 * 40 * 128].view(1, 2, 40, 128).view(torch.bool)
     for options in ({"attn_mask": mask}, {"attn_mask": mask.mT.contiguous().mT}, {"attn_mask": mask[:, :1, :, :], "is_causal": True}):
         assert_near(simulate(q, k, v, generic=True, **options), fwd_fast(q, k, v, **options))
-
-
-@pytest.mark.parametrize("headdim, options", [(64, {"is_causal": True}), (128, {"window_left": 30, "window_right": 20}), (256, {})])
-@on("sim")
-def test_spans_that_a_warp_does_not_see(backend, simulate, headdim, options):
-    """Spans are ranges of keys. Blocks of several warps whose rows see other keys, and warps without rows."""
-    tensors = inputs(200, 330, headdim)
-    assert_near(simulate(*tensors, **options), fwd_fast(*tensors, **options))
 
 
 @on("sim", "cpu-fp16")

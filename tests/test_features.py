@@ -1,11 +1,8 @@
 """Features of `fwd` and `bwd`, forward and gradients, against the fp64 reference on every backend.
 
-They are packed sequences (`lengths` of a Case: (queries, keys) of each; `spare`: by how much max_seqlen exceeds the longest), seqused_k
-(`used`), softcap, ALiBi (`alibi` names the dimensions of the slopes), bias, sinks (one more logit per head, without a value; `sinks` names
-their dtype, "own" is q's) and dropout, also in pairs. `Case(seqlen_q, seqlen_k, headdim, headdim_v)` has by default batch 2, 2 heads and
-headdim_v = headdim. `spread`: standard deviation of q, k and v. `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the
-kernels' machine code in the simulator (`sim`), GPU (`cuda`). Kernels run twice, in memory filled with NaN, with bitwise identical results:
-`forward` returns the first run's out and softmax_lse, `backward` the gradients of each run. `check` compares runs and the reference."""
+They are packed sequences, seqused_k (`used`), softcap, ALiBi, bias, sinks (one more logit per head, without a value) and dropout, also in
+pairs. conftest.py explains backends and `check`, which runs kernels twice, in memory filled with NaN, with bitwise identical results.
+volta_fa/check/cases.py explains the fields of a Case."""
 
 import dataclasses
 import itertools
@@ -16,7 +13,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, BF16_KERNELS, FP32_KERNELS, KERNELS, Case, check, on, on_cases
+from conftest import ALL, BF16_KERNELS, FP32_KERNELS, KERNELS, Case, check, check_case, on, on_cases
 
 op = torch.ops.volta_fa
 
@@ -119,6 +116,7 @@ def lengths():
     yield changed(PACKED, is_causal=True)
     yield changed(PACKED, window_left=9, window_right=4, spare=50)
     yield changed(PACKED, lengths=((0, 0), (0, 0), (3, 4)), sinks="fp32")
+    yield changed(PACKED, lengths=((3, 0), (2, 0)), sinks="fp32", bias="hqk:fp32", spare=1)  # no key at all: nothing to launch
     yield changed(PACKED, lengths=((300, 5), (2, 260)), is_causal=True, nheads_k=2)
     yield changed(PACKED, lengths=((1, 90), (1, 3), (1, 0), (1, 64)), sinks="own")
     yield changed(PACKED, lengths=((90, 1), (70, 0), (3, 1)), is_causal=True)
@@ -129,41 +127,53 @@ def lengths():
     yield changed(BASE, used=(31, 92), window_left=7, bias="bhqk:own")
     yield Case(1, 300, 128, batch=4, nheads=8, nheads_k=2, used=(300, 7, 0, 129), alibi="h")
     yield Case(200, 230, 64, nheads=1, used=(65, 190), dropout_p=0.3)
+    # in fp64, dropout's factor must not be rounded to fp32
+    yield changed(PACKED, nheads=3, is_causal=True, dropout_p=0.17, alibi="bh", sinks="own", lengths=((38, 47), (18, 17)))
 
 
-SINGLES, PAIRS, SIZES, BIASES, VARLEN = (list(dict.fromkeys(f())) for f in (singles, pairs, sizes, biases, lengths))
+def deterministic():
+    """All gradients are bitwise identical, run to run and in both warp orders (`Backend.backward` compares)."""
+    yield changed(BASE, bias="k:fp32", sinks="fp32", is_causal=True, deterministic=True)
+    yield changed(BASE, bias="hqk:own", dropout_p=0.2, alibi="h", deterministic=True)
+    yield changed(BASE, bias="-:fp32", softcap=3.0, headdim=128, deterministic=True)
+    yield changed(PACKED, bias="hqk:fp32", sinks="own", is_causal=True, deterministic=True)
+    yield changed(PACKED, used=(30, 0, 65, 5, 0, 0, 1, 130), dropout_p=0.2, deterministic=True)
 
 
-@pytest.mark.parametrize("headdim", [64, 128])
-@on("sim", "cuda")
-def test_alibi_far_before_the_keys(backend, headdim):
-    """Rows 30,000 before 16 keys have ALiBi biases of up to 15,000, which must not be added before the products: fp32 would lose bits."""
-    q, k, v = (backend.randn(1, n, 1, headdim) for n in (30000, 16, 16))
-    slopes = torch.tensor([0.5], device=backend.device)
-    out = backend.forward(q, k, v, alibi_slopes=slopes)[0]
-    ref = reference.forward(q.double(), k.double(), v.double(), alibi_slopes=slopes)
-    assert reference.rms_error(out, ref.out) <= 2 * reference.forward_budget(ref, q, k, v, alibi_slopes=slopes).eager_rms
+SINGLES, PAIRS, SIZES, BIASES, VARLEN, DETERMINISTIC = (
+    list(dict.fromkeys(f())) for f in (singles, pairs, sizes, biases, lengths, deterministic)
+)
+
+
+#: Queries, keys and slopes of ALiBi by name.
+SLOPES = {
+    # biases of up to 15,000 must not be added before the products: fp32 would lose bits
+    "far before the keys": (30000, 16, [0.5]),
+    # scores grow with the distance, so a row's maximum also moves where the terms' sign changes, at the diagonal
+    "negative": (128, 128, [-1.0, -2.0]),
+}
 
 
 @pytest.mark.parametrize("headdim", [32, 64, 128])
+@pytest.mark.parametrize("name", SLOPES)
 @on("sim", "cuda")
-def test_alibi_of_a_negative_slope(backend, headdim):
-    """Scores then grow with the distance, so a row's maximum also moves where the terms' sign changes, at the diagonal."""
-    q, k, v = (backend.randn(1, 128, 2, headdim) for _ in range(3))
-    slopes = torch.tensor([-1.0, -2.0], device=backend.device)
-    out = backend.forward(q / 8, k, v, alibi_slopes=slopes)[0]
-    ref = reference.forward(q.double() / 8, k.double(), v.double(), alibi_slopes=slopes)
-    assert reference.rms_error(out, ref.out) <= 2 * reference.forward_budget(ref, q / 8, k, v, alibi_slopes=slopes).eager_rms
+def test_unusual_biases_of_alibi(backend, name, headdim):
+    seqlen_q, seqlen_k, slopes = SLOPES[name]
+    q, k, v = (backend.randn(1, n, len(slopes), headdim) for n in (seqlen_q, seqlen_k, seqlen_k))
+    q, options = q / 8 if name == "negative" else q, {"alibi_slopes": torch.tensor(slopes, device=backend.device)}
+    ref = reference.forward(q.double(), k.double(), v.double(), **options)
+    error = reference.rms_error(backend.forward(q, k, v, **options)[0], ref.out)
+    assert error <= 2 * reference.forward_budget(ref, q, k, v, **options).eager_rms
 
 
 @on_cases(
     (["cpu-fp32", "cpu-fp64", "cpu-fp16", *KERNELS], [*SINGLES, *VARLEN, *BIASES]),
     (["cpu-fp32", *KERNELS], [*PAIRS, *SIZES]),
     (["cpu-bf16", *BF16_KERNELS], [*SINGLES[::4], *VARLEN[::4], *BIASES[::6], Case(60, 70, 128, is_causal=True)]),
+    (KERNELS, DETERMINISTIC),
 )
 def test_problem(backend, case):
-    tensors, options = case.problem(backend)
-    check(backend, *tensors, **options)
+    check_case(backend, case)
 
 
 @pytest.mark.parametrize("sinks", ["", "fp32"], ids=["plain", "sinks"])
@@ -205,12 +215,7 @@ def test_finite_numbers_that_hide(backend, visible, number):
     seen = HIDING[visible](torch.arange(90)[:, None], torch.arange(100)).to(backend.device)
     bias = backend.randn(1, 2, 90, 100).float()
 
-    def results(hidden):
-        options = {"attn_bias": bias.masked_fill(~seen, hidden)}
-        out, lse = backend.forward(q, k, v, **options)
-        return [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
-
-    found, expected = results(number), results(-math.inf)
+    found, expected = (backend.results(q, k, v, dout, attn_bias=bias.masked_fill(~seen, x)) for x in (number, -math.inf))
     assert all(t.isfinite().all() for t in (found[0], *found[2:]))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -279,20 +284,11 @@ def test_a_sink_of_minus_infinity(backend, is_causal):
     assert (lse[:, 0] == math.inf).all() and (lse[:, 1] == 0.5).all()
 
 
-@on(*ALL)
-def test_no_key_at_all(backend):
-    """Every sequence without keys: nothing to launch, and a sink still has its row."""
-    tensors, options = Case(headdim=64, nheads=2, lengths=((3, 0), (2, 0)), sinks="fp32", bias="hqk:fp32", spare=1).problem(backend)
-    check(backend, *tensors, **options)
-
-
 @on("cpu-fp32", *KERNELS)
 def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
     """Neighbors of a sequence, NaN in all their rows, change no bit of its results."""
     (q, k, v, dout), options = changed(PACKED, is_causal=True).problem(backend)
-    out, lse = backend.forward(q, k, v, **options)
-    options["deterministic"] = True
-    [gradients, *_] = backend.backward(dout, q, k, v, out, lse, **options)
+    expected = backend.results(q, k, v, dout, **options)
     cu_q, cu_k = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
     rows, keys = slice(cu_q[2], cu_q[3]), slice(cu_k[2], cu_k[3])
 
@@ -301,12 +297,10 @@ def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
         spoiled[keep] = t[keep]
         return spoiled
 
-    q, dout, k, v = poisoned(q, rows), poisoned(dout, rows), poisoned(k, keys), poisoned(v, keys)
-    other_out, other_lse = backend.forward(q, k, v, **options)
-    assert torch.equal(other_out[rows], out[rows]) and torch.equal(other_lse[:, rows], lse[:, rows])
-    [others, *_] = backend.backward(dout, q, k, v, other_out, other_lse, **options)
-    for name, a, b, own in zip(("dq", "dk", "dv"), others, gradients, (rows, keys, keys), strict=True):
-        assert torch.equal(a[own], b[own]), name
+    found = backend.results(poisoned(q, rows), poisoned(k, keys), poisoned(v, keys), poisoned(dout, rows), **options)
+    own = {"out": rows, "softmax_lse": (slice(None), rows), "dq": rows, "dk": keys, "dv": keys}
+    for (name, part), a, b in zip(own.items(), found, expected, strict=True):
+        assert torch.equal(a[part], b[part]), name
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "slices"])
@@ -314,15 +308,12 @@ def test_neighbors_of_a_packed_sequence_may_hold_nan(backend):
 def test_strides_of_packed_tensors(backend, layout):
     """A strided view gives bitwise the results of its contiguous copy."""
     (q, k, v, dout), options = Case(headdim=64, nheads=2, lengths=((20, 20), (33, 33)), is_causal=True).problem(backend)
-    expected = backend.forward(q, k, v, **options)
-    gradients = backend.backward(dout, q, k, v, *expected, deterministic=True, **options)[0]
+    expected = backend.results(q, k, v, dout, **options)
     if layout == "heads_first":
         q, k, v, dout = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v, dout))
     else:
         q, k, v = torch.stack([q, k, v], 1).unbind(1)
-    found = backend.forward(q, k, v, **options)
-    assert all(map(torch.equal, found, expected))
-    assert all(map(torch.equal, backend.backward(dout, q, k, v, *found, deterministic=True, **options)[0], gradients))
+    assert all(map(torch.equal, backend.results(q, k, v, dout, **options), expected))
 
 
 #: Sequences by backend: more than 10,000, or what the simulator runs in seconds.
@@ -335,8 +326,7 @@ def test_many_short_sequences(backend):
     # only 12 different lengths, because `check` computes the reference of all sequences of one length at once
     different = [(numbers.randrange(0, 17), numbers.randrange(0, 17)) for _ in range(12)]
     lengths = tuple(numbers.choice(different) for _ in range(MANY[backend.name]))
-    tensors, options = Case(headdim=32, nheads=2, nheads_k=1, lengths=lengths, is_causal=True).problem(backend)
-    check(backend, *tensors, **options)
+    check_case(backend, Case(headdim=32, nheads=2, nheads_k=1, lengths=lengths, is_causal=True))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -347,8 +337,7 @@ def test_more_entries_than_a_grid_has(backend, packed):
     case = Case(2, 3, 8, batch=entries, nheads=1, sinks="fp32", alibi="bh", dropout_p=0.2, bias="qk:fp32")
     if packed:
         case = changed(case, lengths=((2, 3), (1, 3)) * (entries // 2))
-    tensors, options = case.problem(backend)
-    check(backend, *tensors, **options)
+    check_case(backend, case)
 
 
 @on("sim-bf16", "cuda-bf16")
@@ -360,31 +349,7 @@ def test_more_heads_than_casts_take(backend):
         torch.ops.volta_fa.fwd(q, q, q)
 
 
-DETERMINISTIC = [
-    changed(BASE, bias="k:fp32", sinks="fp32", is_causal=True),
-    changed(BASE, bias="hqk:own", dropout_p=0.2, alibi="h"),
-    changed(BASE, bias="-:fp32", softcap=3.0, headdim=128),
-    changed(PACKED, bias="hqk:fp32", sinks="own", is_causal=True),
-    changed(PACKED, used=(30, 0, 65, 5, 0, 0, 1, 130), dropout_p=0.2),
-]
-
-
-@on_cases((KERNELS, DETERMINISTIC))
-def test_deterministic(backend, case):
-    """All gradients are bitwise identical, run to run and in both warp orders (`Backend.backward` compares)."""
-    tensors, options = case.problem(backend)
-    check(backend, *tensors, deterministic=True, **options)
-
-
 # ---- bf16, scaled and converted around the kernels ------------------------------------------------------------------
-
-
-def results(backend, q, k, v, dout, **options):
-    """Returns out, softmax_lse and the gradients (deterministic), which are bitwise repeatable."""
-    out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
-    if rng_state.numel():
-        options["rng_state"] = rng_state
-    return [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
 
 
 #: Problems with keys beyond seqused_k.
@@ -402,11 +367,11 @@ def test_unused_keys_may_hold_anything(backend, case, junk):
     """Keys beyond seqused_k may be large, infinite or NaN. They do not even change the powers of two that scale bf16 tensors."""
     (q, k, v, dout), options = case.problem(backend)
     unused = reference.unused_keys(reference.groups(q, k, **options), k)
-    expected = results(backend, q, k, v, dout, **options)
+    expected = backend.results(q, k, v, dout, **options)
     assert expected[0].any() and all(t.any() for t in expected[2:])
     for t in (k, v):
         t.view(-1, *t.shape[-2:])[unused] = junk
-    torch.testing.assert_close(results(backend, q, k, v, dout, **options), expected, rtol=0, atol=0)
+    torch.testing.assert_close(backend.results(q, k, v, dout, **options), expected, rtol=0, atol=0)
 
 
 #: By name: a case, and a view of one batch entry, or of one KV head with its query heads.
@@ -425,7 +390,7 @@ def test_parts_of_different_size(backend, part, exponents):
     """Powers of two in one part's v and dout multiply this part's results exactly, and change no bit of others."""
     case, part = PARTS[part]
     (q, k, v, dout), options = case.problem(backend)
-    out, lse, dq, dk, dv = results(backend, q, k, v, dout, **options)
+    out, lse, dq, dk, dv = backend.results(q, k, v, dout, **options)
     of_v, of_dout = (2.0**e for e in exponents)
     part(v).mul_(of_v)
     part(dout).mul_(of_dout)
@@ -433,7 +398,7 @@ def test_parts_of_different_size(backend, part, exponents):
     part(dv).mul_(of_dout)
     for t in (dq, dk):
         part(t).mul_(of_v).mul_(of_dout)
-    torch.testing.assert_close(results(backend, q, k, v, dout, **options), [out, lse, dq, dk, dv], rtol=0, atol=0)
+    torch.testing.assert_close(backend.results(q, k, v, dout, **options), [out, lse, dq, dk, dv], rtol=0, atol=0)
 
 
 #: A problem, and the largest ratios of a result's rms error to bf16's rounding error of the exact result, and to eager attention's error.
@@ -452,7 +417,7 @@ def test_precision_of_bf16(backend, case, of_rounding, of_eager):
     """The test prints the figures of docs/design/numerics.md."""
     (q, k, v, dout), options = case.problem(backend)
     v /= case.spread
-    found = results(backend, q, k, v, dout, **options)
+    found = backend.results(q, k, v, dout, **options)
     exact = [reference.forward(q, k, v, **options).out, *reference.backward(dout, q, k, v, **options)]
     eager = [reference.eager(q, k, v, **options), *reference.eager_gradients(dout, q, k, v, **options)]
     for name, f, r, e in zip(("out", "dq", "dk", "dv"), [found[0], *found[2:]], exact, eager, strict=True):

@@ -147,24 +147,6 @@ def test_a_second_query_for_values(backend, chunk):
 
 
 @CPU
-def test_results_without_probabilities_are_one_tensor(backend):
-    """FlashAttention 3 before 2025-08-29 always returned softmax_lse too; a switch brings that back."""
-    q = backend.randn(1, 5, 2, 8)
-    lengths = (backend.ints([0, 5]),) * 2
-    calls = [
-        lambda: fa3.flash_attn_func(q, q, q),
-        lambda: fa3.flash_attn_varlen_func(q[0], q[0], q[0], *lengths, 5, 5),
-        lambda: fa3.flash_attn_qkvpacked_func(torch.stack((q, q, q), 2)),
-    ]
-    backend.monkeypatch.setattr(fa3, "_always_return_lse", False)
-    alone = [call() for call in calls]
-    backend.monkeypatch.setattr(fa3, "_always_return_lse", True)
-    for call, out in zip(calls, alone):
-        again, lse = call()
-        assert torch.equal(again, out) and lse.isfinite().all()
-
-
-@CPU
 def test_arguments_for_hoppers_kernels_are_ignored(backend):
     """Arguments for Hopper's kernels (descales without fp8, pack_gqa, sm_margin, metadata, num_splits) are ignored."""
     q, k, v = backend.randn(2, 7, 4, 8), backend.randn(2, 9, 2, 8), backend.randn(2, 9, 2, 8)

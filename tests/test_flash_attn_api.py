@@ -16,7 +16,7 @@ import flash_attention
 import volta_fa.flash_mla
 import volta_fa.sageattention
 from conftest import on
-from flash_attention import BACKENDS, LENGTHS, attention, check_gradients, close, close_lse, cu, leaf, packed, refused, slopes_of
+from flash_attention import BACKENDS, CASES, LENGTHS, LSE_ROUNDING, attention, check_gradients, close, close_lse, cu, leaf, packed, refused
 from volta_fa import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from volta_fa.integrations import torch_flash_impl
 from volta_fa.integrations.flash_attn import fa3, private
@@ -64,34 +64,31 @@ def test_none_for_a_tensor_is_an_error_that_names_it(name):
             getattr(volta_fa, name)(**arguments | {tensor: None})
 
 
-#: Options of calls by name.
-DENSE = {
-    "plain": {},
-    "causal": {"causal": True},
-    "scale": {"softmax_scale": 0.3},
-    "left": {"window_size": (3, -1)},
-    "right": {"window_size": (-1, 2)},
-    "window": {"window_size": (2, 1)},
-    "causal_window": {"causal": True, "window_size": (4, 4)},
-    "tensors": {"window_size": (torch.tensor(2), torch.tensor([-1]))},
-    "negative": {"window_size": (-7, 0)},
-    "softcap": {"softcap": 1.5, "causal": True},
-}
-
-
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("headdim", [32, 20])
+@pytest.mark.parametrize("name", CASES)
 @BACKENDS
-def test_dense(backend, name):
-    q, k, v = leaf(backend, 2, 9, 4, 32), leaf(backend, 2, 13, 2, 32), leaf(backend, 2, 13, 2, 32)
-    options = DENSE[name]
+def test_dense(backend, name, headdim):
+    """S_dmask, the third result, is the softmax, negative where dropped, so that the reference can drop the same."""
+    q, k, v = leaf(backend, 2, 33, 4, headdim), leaf(backend, 2, 40, 2, headdim), leaf(backend, 2, 40, 2, headdim)
+    options = flash_attention.drawn(backend, CASES[name])
+    torch.manual_seed(3)
     out, lse, s_dmask = flash_attn_func(q, k, v, **options, return_attn_probs=True)
-    expected, expected_lse, _ = attention(q, k, v, **options)
-    assert out.dtype == q.dtype
+    keep = ~s_dmask.signbit() if "dropout_p" in options else None
+    expected, expected_lse, p = attention(q, k, v, keep=keep, **options)
+    assert out.dtype == s_dmask.dtype == q.dtype
     close(backend, out, expected)
     close_lse(lse, expected_lse)
-    assert s_dmask.shape == (0,) and s_dmask.dtype == q.dtype
-    assert torch.equal(flash_attn_func(q, k, v, **options), out), "a tensor without return_attn_probs"
     check_gradients(backend, out, expected, (q, k, v))
+    torch.manual_seed(3)
+    assert torch.equal(flash_attn_func(q, k, v, **options), out), "a tensor without return_attn_probs, of the same seed"
+    if keep is None:
+        assert s_dmask.shape == (0,)
+        return
+    assert s_dmask.shape == (2, 4, 33, 40)
+    close(backend, s_dmask.abs(), p, LSE_ROUNDING)
+    share = (~keep & (p > 0)).sum() / (p > 0).sum()
+    assert abs(share - 0.3) < 5 * math.sqrt(0.3 * 0.7 / (p > 0).sum()), share
+    assert not torch.equal(flash_attn_func(q, k, v, **options), out), "another mask"
 
 
 @BACKENDS
@@ -119,19 +116,6 @@ def test_dense_packed_tensors(backend, headdim):
     check_gradients(backend, out, attention(*parts, **options)[0], (qkv,))
 
 
-@pytest.mark.parametrize("per_entry", [False, True], ids=["nheads", "batch_nheads"])
-@BACKENDS
-def test_alibi(backend, per_entry):
-    """Slopes of each head, or of each batch entry and head, also with a mask, a window and softcap."""
-    q, k, v = leaf(backend, 2, 9, 4, 16), leaf(backend, 2, 12, 2, 16), leaf(backend, 2, 12, 2, 16)
-    slopes = slopes_of(backend, *(2,) * per_entry, 4)
-    for options in ({}, {"causal": True}, {"window_size": (3, 2), "softcap": 2.0}):
-        out = flash_attn_func(q, k, v, alibi_slopes=slopes, **options)
-        expected, *_ = attention(q, k, v, slopes=slopes, **options)
-        close(backend, out, expected)
-        check_gradients(backend, out, expected, (q, k, v))
-
-
 @BACKENDS
 def test_sinks(backend):
     """Functions that transformers hands gpt-oss's sinks to, under its name `s_aux`: one more key per row, without a value."""
@@ -147,30 +131,6 @@ def test_sinks(backend):
     packed = [t.detach().flatten(0, 1) for t in (q, k, v)]
     close(backend, flash_attn_varlen_func(*packed, *cu, 9, 11, causal=True, s_aux=sinks), expected.flatten(0, 1))
     close(backend, flash_attn_with_kvcache(q.detach(), k.detach(), v.detach(), causal=True, s_aux=sinks.detach()), expected)
-
-
-@pytest.mark.parametrize("headdim", [16, 20])
-@BACKENDS
-def test_dropout(backend, headdim):
-    """S_dmask, the third result, is the softmax, negative where dropped, so that the reference can drop the same."""
-    q, k, v = leaf(backend, 2, 33, 4, headdim), leaf(backend, 2, 40, 2, headdim), leaf(backend, 2, 40, 2, headdim)
-    for options in ({}, {"causal": True, "window_size": (11, -1)}, {"alibi_slopes": slopes_of(backend, 4)}):
-        torch.manual_seed(3)
-        out, lse, s_dmask = flash_attn_func(q, k, v, dropout_p=0.3, return_attn_probs=True, **options)
-        rest = {"slopes" if name == "alibi_slopes" else name: value for name, value in options.items()}
-        keep = ~s_dmask.signbit()
-        expected, expected_lse, p = attention(q, k, v, keep=keep, dropout_p=0.3, **rest)
-        assert s_dmask.shape == (2, 4, 33, 40) and s_dmask.dtype == q.dtype
-        close(backend, s_dmask.abs(), p, flash_attention.LSE_ROUNDING)
-        close(backend, out, expected)
-        close_lse(lse, expected_lse)
-        check_gradients(backend, out, expected, (q, k, v))
-        share = (~keep & (p > 0)).sum() / (p > 0).sum()
-        assert abs(share - 0.3) < 5 * math.sqrt(0.3 * 0.7 / (p > 0).sum()), share
-
-        torch.manual_seed(3)
-        assert torch.equal(out, flash_attn_func(q, k, v, dropout_p=0.3, **options)), "the same seed"
-        assert not torch.equal(out, flash_attn_func(q, k, v, dropout_p=0.3, **options)), "another mask"
 
 
 class Calls(TorchDispatchMode):
@@ -207,30 +167,29 @@ def test_torch_compile(backend):
     check_gradients(backend, out, expected, (q, kv))
 
 
-VARLEN = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (4, 1), "softmax_scale": 0.2},
-    "causal_tensors": {"causal": True, "window_size": (torch.tensor(6), torch.tensor(6))},
-    "softcap": {"softcap": 2.0, "causal": True},
-}
-
-
 @pytest.mark.parametrize("headdim, headdim_v", [(16, 16), (20, 36)])
-@pytest.mark.parametrize("name", VARLEN)
+@pytest.mark.parametrize("name", CASES)
 @BACKENDS
 def test_varlen(backend, name, headdim, headdim_v):
     lengths_q, lengths_k = LENGTHS
-    q = leaf(backend, sum(lengths_q), 4, headdim)
-    k, v = leaf(backend, sum(lengths_k), 2, headdim), leaf(backend, sum(lengths_k), 2, headdim_v)
-    arguments = cu(lengths_q, backend.device), cu(lengths_k, backend.device), max(lengths_q), max(lengths_k)
-    out, lse, s_dmask = flash_attn_varlen_func(q, k, v, *arguments, return_attn_probs=True, **VARLEN[name])
-    expected, expected_lse, _ = packed(q, k, v, lengths_q, lengths_k, **VARLEN[name])
-    assert out.shape == (sum(lengths_q), 4, headdim_v) and out.dtype == q.dtype
-    assert lse.shape == (4, sum(lengths_q)) and s_dmask.shape == (0,)
+    (q, k, v), lengths = flash_attention.packed_leaves(backend, headdim, headdim_v)
+    options = flash_attention.drawn(backend, CASES[name], entries=5)
+    # max_seqlen_k 19, though no sequence has as many keys
+    out, lse, s_dmask = flash_attn_varlen_func(q, k, v, *lengths[:3], 19, return_attn_probs=True, **options)
+    keep = ~s_dmask.signbit() if "dropout_p" in options else None
+    expected, expected_lse, ps = packed(q, k, v, lengths_q, lengths_k, keep=keep, **options)
+    assert out.shape == (sum(lengths_q), 4, headdim_v) and out.dtype == q.dtype and lse.shape == (4, sum(lengths_q))
     close(backend, out, expected)
     close_lse(lse, expected_lse)
     check_gradients(backend, out, expected, (q, k, v))
+    if keep is None:
+        assert s_dmask.shape == (0,)
+        return
+    assert s_dmask.shape == (5, 4, 17, 19)
+    for b, p in enumerate(ps):
+        close(backend, s_dmask[b, :, : lengths_q[b], : lengths_k[b]].abs(), p, LSE_ROUNDING)
+        assert (s_dmask[b, :, lengths_q[b] :] == 0).all() and (s_dmask[b, :, :, lengths_k[b] :] == 0).all()
+    assert 0.15 < (s_dmask < 0).sum() / (s_dmask != 0).sum() < 0.45
 
 
 @BACKENDS
@@ -251,25 +210,6 @@ def test_varlen_packed_tensors(backend):
     close(backend, out, expected)
     close_lse(lse, expected_lse)
     check_gradients(backend, out, expected, (qkv,))
-
-
-@pytest.mark.parametrize("per_sequence", [False, True], ids=["nheads", "batch_nheads"])
-@BACKENDS
-def test_varlen_dropout_and_alibi(backend, per_sequence):
-    lengths_q, lengths_k = LENGTHS
-    q, k, v = leaf(backend, sum(lengths_q), 4, 16), leaf(backend, sum(lengths_k), 2, 16), leaf(backend, sum(lengths_k), 2, 16)
-    arguments = cu(lengths_q, backend.device), cu(lengths_k, backend.device), 17, 19  # no sequence has 19 keys
-    slopes = slopes_of(backend, *(5,) * per_sequence, 4)
-    out, _, s_dmask = flash_attn_varlen_func(q, k, v, *arguments, dropout_p=0.25, causal=True, alibi_slopes=slopes, return_attn_probs=True)
-    assert s_dmask.shape == (5, 4, 17, 19)
-    keep = ~s_dmask.signbit()
-    expected, _, ps = packed(q, k, v, lengths_q, lengths_k, causal=True, slopes=slopes, keep=keep, dropout_p=0.25)
-    close(backend, out, expected)
-    check_gradients(backend, out, expected, (q, k, v))
-    for b, p in enumerate(ps):
-        close(backend, s_dmask[b, :, : lengths_q[b], : lengths_k[b]].abs(), p, flash_attention.LSE_ROUNDING)
-        assert (s_dmask[b, :, lengths_q[b] :] == 0).all() and (s_dmask[b, :, :, lengths_k[b] :] == 0).all()
-    assert 0.1 < (s_dmask < 0).sum() / (s_dmask != 0).sum() < 0.4
 
 
 @on("cpu-fp32")
@@ -363,7 +303,7 @@ def doors(backend):
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
     q, k, v = (backend.randn(7, heads, 16) for heads in (4, 2, 2))
     cu, half = backend.ints([0, 3, 7]), backend.dtype if backend.dtype == torch.float16 else torch.float16
-    slopes, sinks = slopes_of(backend, 2, 4), backend.randn(4)
+    slopes, sinks = flash_attention.slopes_of(backend, 2, 4), backend.randn(4)
     pages, table = (backend.randn(4, 16, 2, 16) for _ in range(2)), backend.ints([2, 0, 1, 3]).view(2, 2)
     k_pages, v_pages = pages
     lengths, queries, new = backend.ints([20, 5]), backend.randn(2, 2, 4, 16), backend.randn(2, 2, 2, 16)

@@ -36,21 +36,35 @@ def test_kvcache(backend, headdim, options):
         assert torch.equal(out, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, **options))
 
 
+@pytest.mark.parametrize("rotary", ["none", "interleaved", "halves"])
+@pytest.mark.parametrize("causal", [True, False])
 @BACKENDS
-def test_kvcache_appends_in_place(backend):
-    """k and v go to the entries that cache_batch_idx names, after each length. Other tokens and the lengths stay as they were."""
-    q, k, v = backend.randn(2, 3, 4, 16), backend.randn(2, 3, 2, 16), backend.randn(2, 3, 2, 16)
-    k_cache, v_cache = backend.randn(4, 12, 2, 16), backend.randn(4, 12, 2, 16)
-    before = k_cache.clone(), v_cache.clone()
-    lengths, index = backend.ints([2, 9]), backend.ints([3, 1])
-    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=index, causal=True)
-    for b, (entry, length) in enumerate([(3, 2), (1, 9)]):
-        for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
-            old[entry, length : length + 3] = new[b]
-            assert torch.equal(cache[entry], old[entry])
-    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1]), "nothing else changes"
-    assert lengths.tolist() == [2, 9]
-    close(backend, out, next(cached(q, k_cache[[3, 1]], v_cache[[3, 1]], [5, 12], causal=True)))
+def test_kvcache_appends_in_place(backend, causal, rotary):
+    """k and v go to the entries that cache_batch_idx names, after each length. Other tokens and the lengths stay as they were. With
+    rotary, k is rotated by its positions. So is q if causal; else all queries are rotated by the first position."""
+    q, k, v = backend.randn(2, 3, 4, 32), backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32)
+    k_cache, v_cache = backend.randn(4, 12, 2, 32), backend.randn(4, 12, 2, 32)
+    angles = backend.randn(12, 8).float() * 3
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    want_k, want_v, want_q = k_cache.clone(), v_cache.clone(), q.clone()
+
+    def turn(x, positions):
+        return x if rotary == "none" else rotate(x, cos, sin, positions, rotary == "interleaved").to(x.dtype)
+
+    entries, tokens = [3, 1], torch.arange(3)
+    for b, (entry, length) in enumerate(zip(entries, (2, 9))):
+        want_k[entry, length + tokens], want_v[entry, length + tokens] = turn(k[b], length + tokens), v[b]
+        want_q[b] = turn(q[b], length + tokens * causal)
+    lengths = backend.ints([2, 9])
+    options = {"cache_seqlens": lengths, "cache_batch_idx": backend.ints(entries), "causal": causal}
+    if rotary != "none":
+        options |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary == "interleaved"}
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options)
+    if rotary == "none":
+        assert torch.equal(k_cache, want_k)
+    close(backend, k_cache, want_k)
+    assert torch.equal(v_cache, want_v) and lengths.tolist() == [2, 9]
+    close(backend, out, next(cached(want_q, want_k[entries], want_v[entries], [5, 12], causal=causal)))
 
 
 @pytest.mark.parametrize("page", [16, 48, 256])
@@ -103,29 +117,7 @@ def test_kvcache_leftpad(backend):
     slopes = slopes_of(backend, 2)
     for options in ({"causal": True}, {"window_size": (3, 0)}):
         out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=10, cache_leftpad=leftpad, alibi_slopes=slopes, **options)
-        close(backend, out, next(cached(q, k_cache, v_cache, [10, 10], leftpad=[4, 0], slopes=slopes, **options)))
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-@BACKENDS
-def test_kvcache_rotary(backend, causal, interleaved):
-    """k is rotated by its positions. So is q if causal; else all queries are rotated by the first position."""
-    q, k, v = backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32)
-    k_cache, v_cache = backend.randn(2, 12, 2, 32), backend.randn(2, 12, 2, 32)
-    angles = backend.randn(12, 8).float() * 3
-    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-    lengths, tokens = [2, 7], torch.arange(3)
-    want_k, want_v, want_q = k_cache.clone(), v_cache.clone(), q.clone()
-    for b, length in enumerate(lengths):
-        want_k[b, length + tokens] = rotate(k[b], cos, sin, length + tokens, interleaved).to(q.dtype)
-        want_v[b, length + tokens] = v[b]
-        want_q[b] = rotate(q[b], cos, sin, length + tokens * causal, interleaved).to(q.dtype)
-    lengths = backend.ints(lengths)
-    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=causal, rotary_interleaved=interleaved)
-    close(backend, k_cache, want_k)
-    assert torch.equal(v_cache, want_v)
-    close(backend, out, next(cached(want_q, want_k, want_v, [5, 10], causal=causal)))
+        close(backend, out, next(cached(q, k_cache, v_cache, [10, 10], leftpad=[4, 0], alibi_slopes=slopes, **options)))
 
 
 def ints(*values):
@@ -167,9 +159,9 @@ def test_kvcache_refuses_before_it_appends(backend, name):
 @on("cuda")
 def test_kvcache_lengths_are_checked_on_request(backend):
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "1")
-    q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
+    q, *caches = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16), backend.randn(2, 8, 2, 16)
     lengths = backend.ints([7, 8])
-    refused(ValueError, r"cache_seqlens: got 8 \(sequence 1\)", flash_attn_with_kvcache, q, cache, cache, q, q, cache_seqlens=lengths)
+    refused(ValueError, r"cache_seqlens: got 8 \(sequence 1\)", flash_attn_with_kvcache, q, *caches, q, q, cache_seqlens=lengths)
 
 
 @on("sim", "cuda")

@@ -1,13 +1,14 @@
 """volta_fa.bert_padding and volta_fa.rotary: flash-attn's functions for padding, and its rotary embeddings, in plain PyTorch.
 
-The expected rotation (`turned`) multiplies complex numbers: a pair of columns by (cos + i sin) of its position. A pair is columns 2i and
-2i + 1 if interleaved, else i and i + rotary_dim / 2. Tests compare values, gradients, and tensors that are changed in place."""
+The expected rotation is `rotate` of volta_fa.check, in fp64. It turns pairs of columns: 2i and 2i + 1 if interleaved, else i and
+i + rotary_dim / 2. Tests compare values, gradients, and tensors that are changed in place."""
 
 import pytest
 import torch
 
 import volta_fa.rotary
 from volta_fa.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input, unpad_input_for_concatenated_sequences
+from volta_fa.check.cache_cases import rotate
 from volta_fa.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_, apply_rotary_emb_torch
 
 #: Which of 4 tokens of 4 sequences are there (1) and which are padding (0).
@@ -93,15 +94,10 @@ def tables(positions, pairs, dtype=torch.float64):
 
 def turned(x, cos, sin, positions, interleaved=False):
     """Returns x (tokens, nheads, headdim) rotated by the tables' rows `positions`. Tokens beyond the tables stay as they are."""
-    n = cos.shape[1]
-    first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(0, n), slice(n, 2 * n))
-    result = x.detach().double().clone()
-    for t, position in enumerate(positions):
-        if position >= len(cos):
-            continue
-        product = torch.complex(result[t, :, first], result[t, :, second]) * torch.complex(cos[position].double(), sin[position].double())
-        result[t, :, first], result[t, :, second] = product.real, product.imag
-    return result
+    positions = torch.tensor(list(positions))
+    inside = positions < len(cos)
+    result = x.detach().double()
+    return result.index_put((inside,), rotate(result[inside], cos, sin, positions[inside], interleaved))
 
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

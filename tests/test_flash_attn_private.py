@@ -38,28 +38,16 @@ def test_signatures_are_flash_attns(name):
     assert flash_attention.signature_of(function) == f"({SIGNATURES[name]})"
 
 
-#: Options by name: flash-attn's, and `alibi`, whether there are slopes.
-CASES = {
-    "plain": {},
-    "causal": {"causal": True},
-    "causal, right window": {"causal": True, "window_size": (-1, 5)},
-    "window": {"window_size": (7, 3)},
-    "softcap": {"softcap": 1.5, "causal": True},
-    "alibi": {"alibi": True, "softmax_scale": 0.4},
-    "dropout": {"dropout_p": 0.3, "causal": True, "alibi": True},
-    # below 2^-16, half of what the kernels' random numbers resolve: nothing is dropped
-    "too little dropout": {"dropout_p": 1e-30, "window_size": (7, -1)},
-}
+# 1e-30 is below 2^-16, half of what the kernels' random numbers resolve: nothing is dropped
+CASES = flash_attention.CASES | {"too little dropout": {"dropout_p": 1e-30, "window_size": (7, -1)}}
 
 
-def split(backend, case, *slopes_shape):
+def split(backend, case, entries):
     """Returns the options of `attention`, and the private functions' positional ones, which begin with dropout_p."""
-    options = {"causal": False, "softmax_scale": 0.25, "window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0} | CASES[case]
-    slopes = slopes_of(backend, *slopes_shape) if options.pop("alibi", False) else None
-    positional = options["dropout_p"], options["softmax_scale"], options["causal"], *options["window_size"], options["softcap"], slopes
-    if options["causal"]:  # flash-attn then ignores the right window
-        options["window_size"] = (options["window_size"][0], -1)
-    return options | {"slopes": slopes}, positional
+    options = {"softmax_scale": 0.25, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "dropout_p": 0.0}
+    options |= flash_attention.drawn(backend, CASES[case], entries)
+    scale, causal, window_size, softcap, slopes, dropout_p = options.values()
+    return options, (dropout_p, scale, causal, *window_size, softcap, slopes)
 
 
 def check(backend, expected, operands, forward, backward, dropout_p):
@@ -89,7 +77,7 @@ def check(backend, expected, operands, forward, backward, dropout_p):
 @BACKENDS
 def test_dense(backend, case):
     operands = backend.randn(2, 33, 4, 16), backend.randn(2, 40, 2, 16), backend.randn(2, 40, 2, 16)
-    options, positional = split(backend, case, 4)
+    options, positional = split(backend, case, 2)
 
     def backward(dout, out, lse, given, rng_state):
         return _flash_attn_backward(dout, *operands, out, lse, *given, *positional, False, rng_state)
@@ -106,9 +94,8 @@ def test_dense(backend, case):
 @BACKENDS
 def test_varlen(backend, case):
     lengths_q, lengths_k = LENGTHS
-    operands = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 24)
-    lengths = cu(lengths_q, backend.device), cu(lengths_k, backend.device), max(lengths_q), max(lengths_k)
-    options, positional = split(backend, case, len(lengths_q), 4)
+    operands, lengths = flash_attention.packed_leaves(backend, headdim_v=24)
+    options, positional = split(backend, case, len(lengths_q))
 
     def backward(dout, out, lse, given, rng_state):
         return private._flash_attn_varlen_backward(dout, *operands, out, lse, *given, *lengths, *positional, True, rng_state)
@@ -282,7 +269,7 @@ def test_compiled_module(backend):
         q, k, v, None, None, None, None, None, None, left, None, slopes, torch.empty_like(q), 0.25, False, *window, False, 0
     )
     close(backend, out[0], right[0][0])
-    expected, *_ = attention(q[1:], k[1:, 3:], v[1:, 3:], softmax_scale=0.25, window_size=(5, 2), slopes=slopes)
+    expected, *_ = attention(q[1:], k[1:, 3:], v[1:, 3:], softmax_scale=0.25, window_size=(5, 2), alibi_slopes=slopes)
     close(backend, out[1:], expected)
 
     def generator(function, *arguments):

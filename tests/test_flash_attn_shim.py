@@ -100,18 +100,24 @@ def test_flash_attention_3_as_programs_call_it():
         """
         import torch, volta_fa
         volta_fa.install_flash_attn_shim()
-        import flash_attn_interface
+        from flash_attn_interface import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
         q, cu = torch.randn(10, 2, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
-        call = lambda: flash_attn_interface.flash_attn_varlen_func(
-            q=q, k=q, v=q, cu_seqlens_q=cu, cu_seqlens_k=cu, seqused_q=None, seqused_k=None, max_seqlen_q=5, max_seqlen_k=5,
-            softmax_scale=None, causal=False, deterministic=True,
-        )
-        out = call().unflatten(0, (2, 5))
+        calls = [
+            lambda: flash_attn_varlen_func(
+                q=q, k=q, v=q, cu_seqlens_q=cu, cu_seqlens_k=cu, seqused_q=None, seqused_k=None, max_seqlen_q=5, max_seqlen_k=5,
+                softmax_scale=None, causal=False, deterministic=True,
+            ),
+            lambda: flash_attn_func(q[None], q[None], q[None]),
+            lambda: flash_attn_qkvpacked_func(torch.stack((q, q, q), 1)[None]),
+        ]
+        alone = [call() for call in calls]
         volta_fa.install_flash_attn_shim(fa3_returns_lse=True)
         volta_fa.install_flash_attn_shim()
-        assert torch.equal(call()[0].unflatten(0, (2, 5)), out)
+        for call, out in zip(calls, alone):
+            again, lse = call()
+            assert torch.equal(again, out) and lse.isfinite().all()
         volta_fa.install_flash_attn_shim(fa3_returns_lse=False)
-        assert torch.equal(call().unflatten(0, (2, 5)), out)
+        assert all(torch.equal(call(), out) for call, out in zip(calls, alone))
         """
     )
 

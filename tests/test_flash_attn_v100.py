@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed, refused
+from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, packed, packed_leaves, refused
 from volta_fa.integrations.flash_attn import interface, turing, v100
 from volta_fa.integrations.stand_in import provide_flash_attn_v100
 from volta_fa.integrations.vllm import paged
@@ -57,36 +57,46 @@ def test_arguments_of_2023_and_of_2026(backend):
 
 
 @BACKENDS
-def test_compiled_functions_take_heads_first(backend):
+def test_heads_first(backend):
+    """The compiled functions, and 1Cat-vLLM's for dense tensors, with and without tensors for their results."""
     q, k, v, dout = backend.randn(2, 9, 4, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 9, 4, 16)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    expected, expected_lse, *_ = attention(*leaves, softmax_scale=0.3, causal=True)
-    right = [expected, *torch.autograd.grad(expected, leaves, dout.to(expected.dtype))]
+    scale = {"softmax_scale": 0.3, "causal": True}
+    right, right_lse, *_ = attention(*leaves, **scale)
     # alibi_slopes None, then dropout_p, softmax_scale, causal, window (-1: no bound), softcap; of fwd return_softmax and generator, of bwd
     # deterministic and generator
     options = 0.0, 0.3, True, -1, -1, 0.0, False, None
     first = heads_first(q, k, v)
-    into = torch.full_like(first[0], torch.nan)
-    for out in (None, into):
-        result, lse, _, rng_state = v100.fwd(*first, out, None, *options)
-        assert result.is_contiguous() and (out is None or result is out)
-        close(backend, result.transpose(1, 2), right[0])
-        close_lse(lse, expected_lse)
+
+    def is_right(out, lse):
+        close(backend, out.transpose(1, 2), right)
+        close_lse(lse, right_lse)
+
+    for into in (None, torch.full_like(first[0], torch.nan)):
+        of_1cat, lse, _ = v100.flash_attn_bhmd_func(*first, dropout_p=0.0, return_attn_probs=True, out=into, **scale)
+        is_right(of_1cat, lse)
+        out, lse, _, rng_state = v100.fwd(*first, into, None, *options)
+        is_right(out, lse)
+        assert out.is_contiguous() and of_1cat.is_contiguous() and (into is None or of_1cat is out is into)
     for given in ([None] * 3, [torch.full_like(t, torch.nan) for t in first]):
-        *gradients, softmax_d = v100.bwd(*heads_first(dout), *first, result, lse, *given, None, *options, rng_state)
+        *gradients, softmax_d = v100.bwd(*heads_first(dout), *first, out, lse, *given, None, *options, rng_state)
         assert softmax_d.shape == lse.shape
-        for found, expected, target in zip(gradients, right[1:], given):
+        for found, want, target in zip(gradients, torch.autograd.grad(right, leaves, dout.to(right.dtype), retain_graph=True), given):
             assert target is None or found is target
-            close(backend, found.transpose(1, 2), expected, LSE_ROUNDING)
+            close(backend, found.transpose(1, 2), want, LSE_ROUNDING)
+    close_lse(v100.flash_attn_lse(q, k, v, **scale), right_lse)
+    is_right(v100.flash_attn_bhmd_func(*first, **scale), lse)
+    # out, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, return_softmax
+    out, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
+    is_right(out, lse)
+    assert none == [None, None]
 
 
 @BACKENDS
 def test_lengths_of_any_integer_dtype(backend):
-    lengths_q, lengths_k = LENGTHS
-    q, k, v = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 16)
-    lengths = [cu(lengths, backend.device).long() for lengths in LENGTHS]
-    out = v100.flash_attn_varlen_func(q, k, v, *lengths, max(lengths_q), max(lengths_k), causal=True)
-    close(backend, out, packed(q, k, v, lengths_q, lengths_k, causal=True)[0])
+    (q, k, v), (cu_q, cu_k, *longest) = packed_leaves(backend)
+    out = v100.flash_attn_varlen_func(q, k, v, cu_q.long(), cu_k.long(), *longest, causal=True)
+    close(backend, out, packed(q, k, v, *LENGTHS, causal=True)[0])
 
 
 # ---- flash_attn_v100 of 1Cat-vLLM ------------------------------------------------------------------------------
@@ -138,26 +148,6 @@ def test_paged_functions(backend, kv_cache_dtype, window):
     refused(ValueError, message, decode, *arguments, out=into[..., 1:], **options)
 
 
-@BACKENDS
-def test_dense_functions_of_1cat(backend):
-    q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16)
-    expected, expected_lse, *_ = attention(q, k, v, softmax_scale=0.3, causal=True)
-    first = heads_first(q, k, v)
-    into = torch.full_like(first[0], torch.nan)
-    for out in (None, into):
-        result, lse, _ = v100.flash_attn_bhmd_func(*first, dropout_p=0.0, softmax_scale=0.3, causal=True, return_attn_probs=True, out=out)
-        assert result.is_contiguous() and (out is None or result is out)
-        close(backend, result.transpose(1, 2), expected)
-        close_lse(lse, expected_lse)
-    close(backend, v100.flash_attn_bhmd_func(*first, softmax_scale=0.3, causal=True).transpose(1, 2), expected)
-    close_lse(v100.flash_attn_lse(q, k, v, softmax_scale=0.3, causal=True), expected_lse)
-    # out, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, return_softmax
-    result, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
-    close(backend, result.transpose(1, 2), expected)
-    close_lse(lse, expected_lse)
-    assert none == [None, None]
-
-
 def test_the_stand_in_has_all_three_packages(monkeypatch):
     """1Cat-vLLM imports these names of it. Another package of that name that is imported already stays."""
     monkeypatch.delitem(sys.modules, "flash_attn_v100", raising=False)
@@ -192,17 +182,16 @@ def test_turing(backend, lengths, causal):
 @BACKENDS
 def test_turing_varlen(backend, causal):
     lengths_q, lengths_k = LENGTHS
-    q, k, v = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 16)
-    dout, leaves = backend.randn(*q.shape), [t.detach().requires_grad_() for t in (q, k, v)]
-    expected, *_ = packed(*leaves, lengths_q, lengths_k, causal=causal)
-    lengths = cu(lengths_q, backend.device), cu(lengths_k, backend.device), max(lengths_q), max(lengths_k), causal
+    (q, k, v), lengths = packed_leaves(backend)
+    dout, lengths = backend.randn(*q.shape), (*lengths, causal)
+    expected, *_ = packed(q, k, v, lengths_q, lengths_k, causal=causal)
     out, lse = turing.varlen_fwd(q, k, v, *lengths)
     close(backend, out, expected)
     assert lse.shape == (len(lengths_q), 4, max(lengths_q))
     for own, *parts in zip(lse, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)):
         close_lse(own[:, : len(parts[0])], attention(*(t[None] for t in parts), causal=causal)[1][0])
         assert not own[:, len(parts[0]) :].any()
-    want = torch.autograd.grad(expected, leaves, dout.to(expected.dtype))
+    want = torch.autograd.grad(expected, (q, k, v), dout.to(expected.dtype))
     for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *lengths), want):
         close(backend, found, right, LSE_ROUNDING)
     refused(ValueError, "lse: got shape", turing.varlen_bwd, q, k, v, out, lse[..., 1:], dout, *lengths)

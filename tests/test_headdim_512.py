@@ -1,19 +1,13 @@
 """Headdims from 257 to 512: forward kernels of both families and block sizes, and the backward pass that stores P and dS in memory.
 
 That backward pass ("stored") also runs on Volta above headdim 192. One kernel writes the probabilities P and their gradients dS of a
-launch's key tiles, another computes dq, dk and dv from them. `on(...)` and `on_cases(...)` list backends: CPU, simulator, GPU (`cuda`).
-Budgets are the allowed errors. The fixture `gpu` runs a test for the simulated V100 and T4, `forward_on_cpu` leaves the forward pass to the
-CPU.
-
-Fields of a Case: the first are seqlen_q, seqlen_k, headdim and headdim_v (default: headdim); batch and nheads are 2 by default. `lengths`
-is (queries, keys) of packed sequences, `spare` how much max_seqlen exceeds the longest, `used` seqused_k. `spread` is the standard
-deviation of q, k and v. `bias` names its dimensions that are not 1 (b, h, q, k), then its dtype (default: q's). `sinks` names a dtype
-("own": q's), `alibi` the dimensions of the slopes."""
+launch's key tiles, another computes dq, dk and dv from them. Budgets are the allowed errors. conftest.py explains backends and `gpu`,
+volta_fa/check/cases.py the fields of a Case. `forward_on_cpu` leaves the forward pass to the CPU."""
 
 import pytest
 import torch
 
-from conftest import BF16_KERNELS, GPUS, INFO, Case, check, on, on_cases
+from conftest import BF16_KERNELS, GPUS, INFO, Case, check_case, on, on_cases
 
 #: Forward kernels at headdim 512 without further features, and the compute capability (70, 75) of their GPU.
 VARIANTS = {v["name"]: v["sm"] for v in INFO["variants"] if v["pass"] == "Forward" and v["headdim"] == 512 and not v["features"]}
@@ -39,8 +33,7 @@ CASES = [
 
 @on_cases((["cpu-fp32", "cpu-bf16"], CASES))
 def test_on_the_cpu(backend, case):
-    tensors, options = case.problem(backend)
-    check(backend, *tensors, **options)
+    check_case(backend, case)
 
 
 def test_limits():
@@ -55,8 +48,7 @@ def test_kernels(backend, force, case, variant):
     """Each forward kernel, also with packed sequences and other features ("generic"), is within the budgets."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[VARIANTS[variant]])
     force(choices=[{"pass": "Forward", "variant": variant.replace("512x512", words + "512x512")} for words in ("", "varlen_", "generic_")])
-    (q, k, v, _), options = case.problem(backend)
-    check(backend, q, k, v, **options)
+    check_case(backend, case, dout=None)
 
 
 # ---- the backward pass that stores P and dS: lengths around its tiles of 128, its launches, and every option --------------
@@ -103,14 +95,7 @@ OPTIONS = [
 @on_cases((["sim", "cuda", *BF16_KERNELS], [*SHAPES, *OPTIONS]))
 def test_stored(backend, case, gpu, forward_on_cpu):
     """The backward pass that stores P and dS is within the budgets."""
-    tensors, options = case.problem(backend)
-    check(backend, *tensors, **options)
-
-
-@on("sim", "cuda")
-def test_stored_gradient_of_lse(backend, gpu, forward_on_cpu):
-    """A gradient of softmax_lse (`dlse`) adds to dq and dk."""
-    check(backend, *Case(40, 50, 264, batch=1).inputs(backend), dlse=backend.randn(1, 2, 40).float())
+    check_case(backend, case)
 
 
 @pytest.mark.parametrize("gpu", ["v100", pytest.param("t4", marks=pytest.mark.slow)], indirect=True)
@@ -118,8 +103,7 @@ def test_stored_gradient_of_lse(backend, gpu, forward_on_cpu):
 def test_some_heads_and_keys_of_each_launch(backend, gpu, forward_on_cpu):
     """1,200 empty sequences take up tiles of a launch's limit, so each launch has one KV head and one of the three key tiles."""
     lengths = ((140, 300), *((0, 0),) * 1200, (20, 150))
-    tensors, options = Case(lengths=lengths, headdim=264, headdim_v=16, nheads=2, is_causal=True).problem(backend)
-    check(backend, *tensors, **options)
+    check_case(backend, Case(lengths=lengths, headdim=264, headdim_v=16, nheads=2, is_causal=True))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,9 +1,8 @@
 """`volta_fa::indexer_logits` and volta_fa.indexer: the indexer of DeepSeek sparse attention, whose logits select each query's tokens.
 
 logit[query, key] = sum over heads of weight[query, head] * relu(q[query, head] . k[key]) * scale[key]. Keys are fp8 codes (e4m3) of 128
-columns with one fp32 scale, in one tensor, or in pages where all codes of a page precede its scales ("block-major": 132 bytes per token).
-A query sees the keys from k_start to k_end. `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`).
-`backend.simulate()` makes the simulator run later calls; the fixture `gpu` runs a test for the simulated V100 and T4."""
+columns with one fp32 scale, in one tensor, or in pages where all codes of a page precede its scales ("block-major": 132 bytes per token). A
+query sees the keys from k_start to k_end. conftest.py explains backends and `gpu`."""
 
 import dataclasses
 import math
@@ -14,16 +13,13 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import BF16_KERNELS, CPU, agreed, assert_same_bits, on, on_cases, reads_no_value
-from conftest import KERNELS as FP16_KERNELS
+from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, reads_no_value
 from test_validation import refused
 from volta_fa import flash_mla, indexer
 
 indexer_logits = torch.ops.volta_fa.indexer_logits
 # of int32
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-KERNELS = [*FP16_KERNELS, *BF16_KERNELS]
-BACKENDS = [*CPU, *KERNELS]
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,7 @@ CASES = [
 MAGNITUDES = [Case(64, 1, 3, 70, magnitude=2.0**exponent) for exponent in (-60, -20, 20, 60)]
 
 
-@on_cases((BACKENDS, CASES), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES))
+@on_cases((ALL + BF16_KERNELS, CASES), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES))
 def test_against_fp64(gpu, backend, case):
     problem = draw(backend, case)
     check(problem, run(backend, problem))

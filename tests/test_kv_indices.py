@@ -1,11 +1,8 @@
 """`kv_indices` of `fwd_kvcache` and `fwd_mla`: each query attends to blocks of tokens that a list selects, against fp64.
 
 A list has `topk` numbers of blocks of `kv_block` tokens, unsorted, perhaps repeated; a -1 ends it. There is one list per query, or one per
-query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them.
-`Cached(lengths, ...)` is a problem with a cache: lengths are (queries, cached tokens, appended tokens) of each sequence. By default
-headdim is 64, nheads 2 on one KV head, pages have 16 tokens (page=0: no pages), and queries are causal. `run` (of test_kvcache.py) calls
-fwd_kvcache; `draw` and `latents` (of test_mla.py) make problems of fwd_mla, whose cache holds latents.
-`on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `backend.simulate()` makes the simulator run later calls."""
+query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them. cached.py
+explains a problem with a cache (`Cached`) and `run`; `latents` makes problems of fwd_mla, whose cache holds latents."""
 
 import dataclasses
 import random
@@ -13,13 +10,12 @@ import random
 import pytest
 import torch
 
-from cached import Cached, check_opcheck, check_reads_no_value, check_sequence
+from cached import Cached, check_cache, check_opcheck, check_reads_no_value, check_sequence, run
 from conftest import BF16_KERNELS, agreed, check_form, on, on_cases  # agreed: the first of results, which must be bitwise identical
-from test_kvcache import check_cache, run
-from test_mla import draw, latents
+from test_mla import latents
 from test_validation import refused  # refused(call, exception, *words of its message)
 
-fwd_kvcache, fwd_mla = torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
+fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,30 +80,19 @@ def visible(selected: Selected, of_queries, seqlen_k: int, is_causal: bool) -> t
 
 def check(backend, selected: Selected):
     """Checks fwd_kvcache, or fwd_mla for latents, against fp64 attention with the lists as a bool mask."""
-    case = selected.case
-    if case.latents:
-        problem, options = draw(backend, case)
-        options.pop("is_causal")
-    else:
-        problem = case.problem(backend)
+    case, problem = selected.case, selected.case.problem(backend)
     of_sequences = lists(problem, selected)
     with_lists(problem, selected, of_sequences)
-    k_cache, v_cache = problem.k_cache, problem.v_cache
     given = problem.options["kv_indices"].clone()
-    if case.latents:
-        options |= {name: problem.options[name] for name in ("kv_indices", "kv_block", "is_causal")}
-        out, lse = agreed([fwd_mla(problem.q, k_cache, **options) for _ in backend._runs(problem.q, k_cache)])
-    else:
-        out, lse, k_cache, v_cache = run(backend, problem)
-        if not case.kv_dtype:
-            check_cache(problem, k_cache, v_cache)
+    out, lse, *caches, options = run(backend, problem)
+    check_cache(problem, *caches, options)
     assert torch.equal(problem.options["kv_indices"], given)
     check_form(problem.q, case.columns_v, out, lse)
     for b, of_queries in enumerate(of_sequences):
         if of_queries:
             seen = visible(selected, of_queries, case.ends[b], case.is_causal).to(out.device)
             options = {"is_causal": False, "window_left": -1, "window_right": -1, "attn_bias": seen}
-            check_sequence(backend, problem, b, out, lse, k_cache, v_cache, **options)
+            check_sequence(backend, problem, b, out, lse, *caches, **options)
 
 
 def cached(n, *tokens, **options) -> Cached:
@@ -152,7 +137,7 @@ COPIED = [
 
 def of_latents(n, *tokens, **options) -> Cached:
     """Returns the same as `cached` with a cache of latents."""
-    return latents([(n, t) for t in tokens], latents=True, **options)
+    return latents([(n, t) for t in tokens], **options)
 
 
 MLA = [

@@ -1,11 +1,7 @@
 """`volta_fa::fwd_kvcache`: attention over a KV cache, dense or in pages, to which the call may append k and v in place.
 
-`on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), GPU (`cuda`).
-`backend.simulate()` makes the simulator run later calls.
-`Cached` is a problem, by default of headdim 64, 2 heads on one KV head, pages of 16 tokens, and causal. `case.problem(backend)` draws its
-tensors: q, k_cache, v_cache, `new` (k and v to append) and `options`; `places` are the page (entry) and row of each token by sequence.
-`check` compares results and the cache with fp64; what no token occupies in a cache is NaN, so that a read of it shows. Other files import
-`run` and `check`; test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
+cached.py explains a problem (`Cached`), its tensors and `check`, which compares results and the cache with fp64. test_kvcache_quantized.py
+tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
 import functools
 import math
@@ -13,7 +9,7 @@ import math
 import pytest
 import torch
 
-from cached import Cached, check_opcheck, check_sequences
+from cached import Cached, check, check_opcheck, run
 from conftest import ALL, BF16_KERNELS, INFO, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa.check.cache_cases import NO_PAGE  # page numbers that no cache has: -1 and the largest and smallest int32
@@ -21,43 +17,7 @@ from volta_fa.check.cache_cases import NO_PAGE  # page numbers that no cache has
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
-def run(backend, problem):
-    """Returns out, softmax_lse and the caches after the call. Kernels run twice (simulator: in both warp orders), bitwise identically."""
-    results = []
-    for _ in backend._runs(problem.q, problem.v_cache):
-        k_cache, v_cache = problem.copy_of_cache()
-        out, lse = fwd_kvcache(problem.q, k_cache, v_cache, *problem.new, **problem.options)
-        results.append((out, lse, k_cache, v_cache))
-    return agreed(results)
-
-
-def check(backend, case, change=lambda problem: None):
-    """Compares a call's results and caches with fp64. `change`: of the problem's tensors."""
-    problem = case.problem(backend)
-    change(problem)
-    out, lse, k_cache, v_cache = run(backend, problem)
-    check_cache(problem, k_cache, v_cache)
-    check_sequences(backend, problem, out, lse, k_cache, v_cache)
-
-
-def check_cache(problem, k_cache, v_cache):
-    """Checks that appended tokens are in their places of the cache, and that no other byte has changed."""
-    for name, before, after, which in (("k_cache", problem.k_cache, k_cache, 0), ("v_cache", problem.v_cache, v_cache, 1)):
-        expected = before.clone()
-        for b, (_, cached, new) in enumerate(problem.case.lengths if problem.new else ()):
-            entry, row = (t[cached : cached + new].to(after.device) for t in problem.places[b])
-            wanted = problem.appended(b)[which]  # k, rotated, and v in fp64
-            # one rounding, of a sum of two products in fp32
-            epsilon = max(torch.finfo(after.dtype).eps, torch.finfo(torch.float32).eps if after.dtype != torch.float64 else 0) * 2
-            torch.testing.assert_close(after[entry, row].double(), wanted, rtol=epsilon, atol=epsilon)
-            expected[entry, row] = after[entry, row]
-        assert_same_bits(name, after, expected)
-
-
-# lengths: (queries, cached tokens, appended tokens) of each sequence. page: tokens of a page, 0 for a dense cache. own_new: packed k and v
-# have cu_seqlens_k_new. all_cached: the call has no cache_seqlens. batch_idx: the call has cache_batch_idx. Layouts: nhd and hnd order
-# tokens and heads, kv interleaves K and V in one tensor, and wide has strides larger than a page. alibi: dimensions of the slopes. sinks:
-# their dtype ("own": q's). rotary: how columns are paired.
+# (queries, cached tokens, appended tokens) of each sequence
 ONE = tuple((1, n, 0) for n in (0, 1, 15, 16, 17, 40))
 APPEND = tuple((1, n, 1) for n in (0, 1, 15, 16, 17, 40))
 CHUNKS = ((5, 0, 5), (1, 31, 1), (3, 14, 3), (0, 7, 0), (33, 16, 33), (8, 60, 8))

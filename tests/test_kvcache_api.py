@@ -2,15 +2,9 @@
 
 Cascade attention reads pages of a prefix that all sequences share. An anchored window shows a query the first `anchor_tokens` keys, the
 `window_left` keys before its own, and its own. torch.nn.attention.activate_flash_attention_impl("VOLTA"), from torch 2.10 on, makes
-PyTorch's flash attention operators run volta_fa: PyTorch's registry of implementations.
-
-`on(...)` lists the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). It draws tensors, and
-`backend.simulate()` makes the following calls run in the simulator if it is `sim`. `Cached(lengths, ...).problem(backend)` draws a call's
-q, new k and v, and cache, by default causal, with pages of 16 tokens. `refused` checks that a call raises an error, and its message."""
+PyTorch's flash attention operators run volta_fa: PyTorch's registry of implementations. cached.py explains problems with a cache."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,10 +13,11 @@ from torch import Tensor
 
 import reference
 import volta_fa
-from cached import Cached
-from conftest import on, run_python
+from cached import Cached, check_sequence
+from conftest import Case, check_form, judge, on, run_python
 from flash_attention import refused
 from volta_fa import anchored_window_attention, anchored_window_attention_with_kvcache, cascade_attention
+from volta_fa.check.cache_cases import has_scales
 
 #: Largest error of numbers near 1, a few roundings in each dtype. softmax_lse is fp32 also beside fp64.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 4e-3}
@@ -205,203 +200,165 @@ def test_importing_registers_the_name_and_activates_nothing():
 
 # ---- anchored windows, against a mask in fp64 ------------------------------------------------------------------------
 
-HEADS, KV_HEADS, HEADDIM = 4, 2, 64
 #: queries, keys, anchors, window
 SIZES = [(70, 70, 4, 20), (5, 90, 33, 0), (70, 70, 0, 9), (40, 50, 45, 12), (1, 64, 16, 30), (9, 9, 4, 100), (30, 31, 1, 29)]
 #: (queries, keys) of packed sequences: prompts, a chunk, several new tokens, decoding, without queries, without anchors, odd lengths.
-PACKED = [(37, 37), (0, 5), (5, 61), (1, 3), (19, 90), (1, 96), (0, 0), (3, 44)]
-#: The longest of them, as arguments.
-MAX_Q, MAX_K = {"max_seqlen_q": 37}, {"max_seqlen_k": 96}
-#: Tokens of a page, and pages of a sequence in a table: enough for 96 tokens.
-PAGE, PAGES = 16, 6
+PACKED = ((37, 37), (0, 5), (5, 61), (1, 3), (19, 90), (1, 96), (0, 0), (3, 44))
+#: Heads of all problems.
+HEADS = {"nheads": 4, "nheads_k": 2}
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, anchors: int, window: int) -> Tensor:
-    """Returns attention with an anchored window by a boolean mask, in fp64."""
-    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
-    position = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    key = torch.arange(k.shape[2])
-    mask = (key <= position) & ((key < anchors) | (key >= position - window))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+def shown(seqlen_q: int, seqlen_k: int, anchors: int, window: int) -> Tensor:
+    """Returns which keys an anchored window shows, bool (seqlen_q, seqlen_k)."""
+    position, key = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
+    return (key <= position) & ((key < anchors) | (key >= position - window))
 
 
-def draw(batch: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> list[Tensor]:
-    """Returns q, k and v, (batch, seqlen, heads, HEADDIM), on the current device."""
-    return [torch.randn(batch, n, h, HEADDIM).to(dtype) for n, h in ((seqlen_q, HEADS), (seqlen_k, KV_HEADS), (seqlen_k, KV_HEADS))]
-
-
-def assert_near(out, exact):
-    """Checks errors beside results in fp64: a few roundings of fp16 or fp32."""
-    assert (out - exact).abs().max() < (4e-3 if out.dtype == torch.float16 else 1e-5)
-
-
-@pytest.fixture
-def on_device(backend) -> Iterator[None]:
-    """Makes torch create tensors on the backend's device."""
-    with torch.device(backend.device):
-        yield
+def masked(lengths, anchors: int, window: int, device) -> Tensor:
+    """Returns `shown` of each of these (queries, keys), bool (sequences, 1, longest queries, longest keys)."""
+    seen = torch.zeros(len(lengths), 1, *map(max, zip(*lengths)), dtype=torch.bool)
+    for of_sequence, (n, m) in zip(seen, lengths):
+        of_sequence[0, :n, :m] = shown(n, m, anchors, window)
+    return seen.to(device)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @on("cpu-fp32", "sim", "cuda")
-def test_anchored_window(backend, on_device, sizes):
-    seqlen_q, seqlen_k, anchors, window = sizes
+def test_anchored_window(backend, sizes):
+    *lengths, anchors, window = sizes
+    q, k, v, _ = Case(*lengths, **HEADS).inputs(backend)
     backend.simulate()
-    q, k, v = draw(2, seqlen_q, seqlen_k, backend.dtype)
     out, lse = anchored_window_attention(q, k, v, anchor_tokens=anchors, window_left=window)
-    assert_near(out, masked(q, k, v, anchors, window))
-    assert out.dtype == backend.dtype and lse.shape == (2, HEADS, seqlen_q) and lse.isfinite().all()
+    check_form(q, 64, out, lse)
+    exact = reference.exact(q, k, v, attn_bias=masked([lengths], anchors, window, q.device))
+    judge(backend, exact.forward(), {"out": out, "softmax_lse": lse})
 
 
 @pytest.mark.parametrize("sizes", SIZES[:4], ids=str)
-def test_gradients_of_anchored_windows(sizes):
-    seqlen_q, seqlen_k, anchors, window = sizes
-    tensors = [t.requires_grad_() for t in draw(1, seqlen_q, seqlen_k, torch.float64)]
-    out, _ = anchored_window_attention(*tensors, anchor_tokens=anchors, window_left=window)
-    dout = torch.randn_like(out)
-    exact = torch.autograd.grad(masked(*tensors, anchors, window), tensors, dout)
+@on("cpu-fp64")
+def test_gradients_of_anchored_windows(backend, sizes):
+    *lengths, anchors, window = sizes
+    *tensors, dout = Case(*lengths, **HEADS, batch=1).inputs(backend)
+    out, _ = anchored_window_attention(*(t.requires_grad_() for t in tensors), anchor_tokens=anchors, window_left=window)
+    exact = reference.backward(dout, *tensors, attn_bias=masked([lengths], anchors, window, "cpu"))
     for a, b in zip(torch.autograd.grad(out, tensors, dout), exact):
-        assert_near(a, b)
-
-
-def packed_sequences(dtype, lengths=PACKED):
-    """Returns q, k and v of each sequence, the packed q, cu_seqlens_q and cu_seqlens_k."""
-    each = [draw(1, seqlen_q, seqlen_k, dtype) for seqlen_q, seqlen_k in lengths]
-    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, *n]).cumsum(0).int() for n in zip(*lengths))
-    return each, torch.cat([q[0] for q, _, _ in each]), cu_seqlens_q, cu_seqlens_k
-
-
-def check_each(out, lse, each, anchors, window):
-    """Compares packed results with attention of each sequence alone in fp64."""
-    assert_near(out, torch.cat([masked(*sequence, anchors, window)[0] for sequence in each if sequence[0].shape[1]]))
-    assert lse.shape == (HEADS, len(out)) and lse.isfinite().all()
+        close(backend, a, b)
 
 
 @pytest.mark.parametrize("anchors,window", [(4, 20), (33, 0), (0, 9), (18, 25), (4, 100)])
 @on("cpu-fp32", "sim", "cuda")
-def test_packed_anchored_window(backend, on_device, anchors, window):
+def test_packed_anchored_window(backend, anchors, window):
     """Sequences of any lengths in one call, without a cache."""
+    case = Case(lengths=PACKED, **HEADS)
+    (q, k, v, _), lengths = case.inputs(backend), case.tensors(backend)
     backend.simulate()
-    each, q, cu_seqlens_q, cu_seqlens_k = packed_sequences(backend.dtype)
-    k, v = (torch.cat([sequence[i][0] for sequence in each]) for i in (1, 2))
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **MAX_Q, **MAX_K}
     out, lse = anchored_window_attention(q, k, v, anchor_tokens=anchors, window_left=window, **lengths)
-    check_each(out, lse, each, anchors, window)
+    check_form(q, 64, out, lse)
+    exact = reference.exact(q, k, v, attn_bias=masked(PACKED, anchors, window, q.device), **lengths)
+    judge(backend, exact.forward(), {"out": out, "softmax_lse": lse})
 
 
-def cache_of(each, paged):
-    """Returns k_cache and v_cache with the tokens of the sequences and NaN elsewhere, and cache_seqlens (and block_table) as options."""
-    lengths = torch.tensor([k.shape[1] for _, k, _ in each], dtype=torch.int32)
-    table = torch.randperm(len(each) * PAGES, dtype=torch.int32).view(-1, PAGES)
-    caches = [torch.full((table.numel(), PAGE, KV_HEADS, HEADDIM), float("nan"), dtype=each[0][0].dtype) for _ in "kv"]
-    for i, cache in enumerate(caches):
-        for b, sequence in enumerate(each):
-            rows = torch.full((PAGES * PAGE, KV_HEADS, HEADDIM), float("nan"), dtype=cache.dtype)
-            rows[: lengths[b]] = sequence[i + 1][0]
-            cache[table[b].long()] = rows.unflatten(0, (PAGES, PAGE))
-    if not paged:
-        return [cache[table.long()].flatten(1, 2) for cache in caches], {"cache_seqlens": lengths}
-    table[torch.arange(PAGES) >= (lengths[:, None] + PAGE - 1) // PAGE] = -7  # no page: entries after a sequence's last token
-    return caches, {"cache_seqlens": lengths, "block_table": table}
+def over_a_cache(backend, lengths, paged, **options):
+    """Draws a problem of these (queries, keys), and returns it with the options of anchored_window_attention_with_kvcache. Entries of the
+    cache that no token occupies are NaN."""
+    problem = Cached(tuple((n, m, 0) for n, m in lengths), **HEADS, page=16 if paged else 0, **options).problem(backend)
+    others = ("is_causal", "softmax_scale", "num_splits", *problem.case.score_numbers)
+    return problem, {name: value for name, value in problem.options.items() if name not in others}
+
+
+def check_windows(backend, problem, options, anchors, window, is_dequantized=False):
+    """Checks a call over a cache, each sequence with its mask."""
+    backend.simulate()
+    options = options | {"anchor_tokens": anchors, "window_left": window}
+    out, lse = anchored_window_attention_with_kvcache(problem.q, problem.k_cache, problem.v_cache, **options)
+    check_form(problem.q, 64, out, lse)
+    for b, (n, m, _) in enumerate(problem.case.lengths):
+        if n:
+            mask = {"is_causal": False, "attn_bias": shown(n, m, anchors, window)[None, None].to(out.device)}
+            check_sequence(backend, problem, b, out, lse, problem.k_cache, problem.v_cache, is_dequantized, **mask)
 
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @on("cpu-fp32", "sim", "cuda")
-def test_decoding_with_an_anchored_window(backend, on_device, seqlen_q, paged):
+def test_decoding_with_an_anchored_window(backend, seqlen_q, paged):
     """Sequences shorter than the anchors, than the window, and longer than both."""
-    backend.simulate()
-    each, *_ = packed_sequences(backend.dtype, [(seqlen_q, n) for n in (3, 20, 40, 96)])
-    caches, lengths = cache_of(each, paged)
-    q = torch.cat([q for q, *_ in each])
-    out, lse = anchored_window_attention_with_kvcache(q, *caches, anchor_tokens=18, window_left=25, **lengths)
-    check_each(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), each, 18, 25)
+    check_windows(backend, *over_a_cache(backend, [(seqlen_q, n) for n in (3, 20, 40, 96)], paged), 18, 25)
 
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("anchors,window", [(4, 20), (33, 0), (18, 25), (4, 100)])
 @on("cpu-fp32", "sim", "cuda")
-def test_packed_queries_with_an_anchored_window(backend, on_device, anchors, window, paged):
+def test_packed_queries_with_an_anchored_window(backend, anchors, window, paged):
     """Packed queries over a cache: prompts, chunks, several new tokens and decoding in one call."""
-    backend.simulate()
-    each, q, cu_seqlens_q, _ = packed_sequences(backend.dtype)
-    caches, lengths = cache_of(each, paged)
-    options = {"anchor_tokens": anchors, "window_left": window, "cu_seqlens_q": cu_seqlens_q, **MAX_Q}
-    out, lse = anchored_window_attention_with_kvcache(q, *caches, **options, **lengths)
-    check_each(out, lse, each, anchors, window)
+    check_windows(backend, *over_a_cache(backend, PACKED, paged, packed=True), anchors, window)
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("kv_dtypes", [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("fp8_e4m3", "fp8_e4m3")], ids="-".join)
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int8k_int4v", "fp8_e4m3"])
 @on("cpu-fp32", "sim", "cuda")
-def test_anchored_window_of_a_quantized_cache(backend, on_device, kv_dtypes, paged):
-    """The same result as over the dequantized cache. Codes and scales of no token stand for NaN."""
-    backend.simulate()
-    _, q, cu_seqlens_q, _ = sequences = packed_sequences(backend.dtype)
-    caches, lengths = cache_of(sequences[0], paged)
-    made = [volta_fa.quantize_kv(cache, kv_dtype) for cache, kv_dtype in zip(caches, kv_dtypes)]
-    scales = {f"{n}_{name}": getattr(t, name) for n, t in zip("kv", made) for name in ("scale", "zero_point")}
-    numbers = [volta_fa.dequantize_kv(t.data, d, t.scale, t.zero_point, dtype=q.dtype) for t, d in zip(made, kv_dtypes)]
-    options = {"anchor_tokens": 18, "window_left": 25, "cu_seqlens_q": cu_seqlens_q, **MAX_Q, **lengths}
-    found = anchored_window_attention_with_kvcache(q, *(t.data for t in made), **options, **scales)
-    for a, b in zip(found, anchored_window_attention_with_kvcache(q, *numbers, **options)):
-        close(backend, a, b)
-    codes, options["k_descale"] = [t.data for t in made], torch.ones(len(PACKED), KV_HEADS)
+def test_anchored_window_of_a_quantized_cache(backend, kv_dtype, paged):
+    """Codes and scales of no token stand for NaN."""
+    descale = "" if has_scales(kv_dtype) else "h"
+    problem, options = over_a_cache(backend, PACKED, paged, packed=True, kv_dtype=kv_dtype, descale=descale)
+    check_windows(backend, problem, options, 18, 25, is_dequantized=backend.kernels)
+    caches, options = (problem.k_cache, problem.v_cache), options | {"anchor_tokens": 18, "window_left": 25}
+    options["k_descale"] = torch.ones(len(PACKED), 2, device=backend.device)
     message = r"k_descale: got shape \(8, 2\), expected \(1\) or \(nheads_k\)"
-    refused(ValueError, message, anchored_window_attention_with_kvcache, q, *codes, **options)
+    refused(ValueError, message, anchored_window_attention_with_kvcache, problem.q, *caches, **options)
 
 
-def unchecked_pages(backend):
-    """Returns PACKED over pages, packed_sequences() and cache_of(). Calls do not check lengths, as on a GPU."""
-    backend.simulate()
+def unchecked(backend, anchors, window):
+    """Returns a problem of PACKED over pages, and a function that calls it with other options. The call does not check lengths, as on a
+    GPU."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-    sequences = packed_sequences(backend.dtype)
-    return *sequences, *cache_of(sequences[0], True)
+    problem, options = over_a_cache(backend, PACKED, True, packed=True)
+    backend.simulate()
+    tensors, options = (problem.q, problem.k_cache, problem.v_cache), options | {"anchor_tokens": anchors, "window_left": window}
+    return problem, lambda **changed: anchored_window_attention_with_kvcache(*tensors, **options | changed)
 
 
 @on("sim", "cuda")
-def test_anchors_on_a_page_that_does_not_exist(backend, on_device):
+def test_anchors_on_a_page_that_does_not_exist(backend):
     """Rows that see such anchors are NaN, and all others right."""
-    _, q, cu_seqlens_q, _, caches, lengths = unchecked_pages(backend)
-    options = {"anchor_tokens": 4, "window_left": 2, "cu_seqlens_q": cu_seqlens_q, **MAX_Q}
-    right, _ = anchored_window_attention_with_kvcache(q, *caches, **options, **lengths)
+    problem, call = unchecked(backend, 4, 2)
+    right, _ = call()
     sequence = PACKED.index((1, 96))  # its query sees the anchors on page 0, and a window far from it
-    rows = torch.arange(len(q)) == cu_seqlens_q[sequence]
+    rows = torch.arange(len(problem.q), device=backend.device) == problem.cu_q[sequence]
     for page in (-1, 10**6):
-        table = lengths["block_table"].clone()
+        table = problem.options["block_table"].clone()
         table[sequence, 0] = page
-        out, _ = anchored_window_attention_with_kvcache(q, *caches, **options, **lengths | {"block_table": table})
+        out, _ = call(block_table=table)
         assert out[rows].isnan().all()
         close(backend, out[~rows], right[~rows])
 
 
 @on("sim", "cuda")
-def test_unchecked_lengths_of_anchored_windows(backend, on_device):
+def test_unchecked_lengths_of_anchored_windows(backend):
     """Invalid lengths give NaN in rows of their own sequences. All other rows are right."""
-    each, q, cu_seqlens_q, cu_seqlens_k, caches, lengths = unchecked_pages(backend)
-    options = {"anchor_tokens": 18, "window_left": 25, **MAX_Q}
-    right, _ = anchored_window_attention_with_kvcache(q, *caches, **options, cu_seqlens_q=cu_seqlens_q, **lengths)
-    row = cu_seqlens_q.tolist()
-    for sequence, wrong in ((0, -1), (2, 2**31 - 1), (4, -(2**31)), (5, 97)):
-        cache_seqlens = lengths["cache_seqlens"].clone()
+    problem, call = unchecked(backend, 18, 25)
+    right, _ = call()
+    row, room = problem.cu_q, 16 * problem.options["block_table"].shape[1]  # tokens of a table
+    for sequence, wrong in ((0, -1), (2, 2**31 - 1), (4, -(2**31)), (5, room + 1)):
+        cache_seqlens = problem.options["cache_seqlens"].clone()
         cache_seqlens[sequence] = wrong
-        changed = lengths | {"cache_seqlens": cache_seqlens}
-        out, lse = anchored_window_attention_with_kvcache(q, *caches, **options, cu_seqlens_q=cu_seqlens_q, **changed)
-        own = torch.zeros(len(q), dtype=torch.bool)
+        out, lse = call(cache_seqlens=cache_seqlens)
+        own = torch.zeros(len(out), dtype=torch.bool, device=out.device)
         own[row[sequence] : row[sequence + 1]] = True
         assert out[own].isnan().all() and lse[:, own].isnan().all(), wrong
         close(backend, out[~own], right[~own])
-    k, v = (torch.cat([sequence[i][0] for sequence in each]) for i in (1, 2))
+    case = Case(lengths=PACKED, **HEADS)
+    (q, k, v, _), lengths = case.inputs(backend), case.tensors(backend)
     # element `at` of cu_seqlens (9 starts and ends of 8 sequences) is wrong
     for at, wrong in ((3, -9), (3, 2**31 - 1), (5, 10**6), (8, 10**6), (0, -5)):
-        starts, ends = cu_seqlens_q.clone(), cu_seqlens_k.clone()
+        starts, ends = lengths["cu_seqlens_q"].clone(), lengths["cu_seqlens_k"].clone()
         starts[at] = wrong
-        out, _ = anchored_window_attention_with_kvcache(q, *caches, **options, cu_seqlens_q=starts, **lengths)
+        out, _ = call(cu_seqlens_q=starts)
         assert out.shape == q.shape
         if at < 5:  # sequences from 5 on begin at a right element
             close(backend, out[row[5] :], right[row[5] :])
         ends[at] = wrong
-        out, _ = anchored_window_attention(q, k, v, **options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=ends, **MAX_K)
+        out, _ = anchored_window_attention(q, k, v, anchor_tokens=18, window_left=25, **lengths | {"cu_seqlens_k": ends})
         assert out[row[max(at - 1, 0)] : row[max(at, 1)]].isnan().all(), wrong  # the sequence that ends there, or the first
 
 
@@ -422,7 +379,7 @@ def test_anchored_window_errors():
     def fails(message, *tensors, function=anchored_window_attention, error=ValueError, anchor_tokens=1, window_left=2, **options):
         refused(error, message, function, *tensors, anchor_tokens=anchor_tokens, window_left=window_left, **options)
 
-    q, *_ = draw(1, 4, 4, torch.float32)
+    q = torch.randn(1, 4, 4, 64)
     fails("anchor_tokens: got -1", q, q, q, anchor_tokens=-1)
     fails("anchor_tokens: got 1.5", q, q, q, anchor_tokens=1.5)
     fails("window_left: got -1", q, q, q, window_left=-1)
@@ -440,7 +397,7 @@ def test_anchored_window_errors():
 @pytest.mark.parametrize("anchors, window", [(4, 2**30), (4, 2**31 + 20), (4, 2**32 + 3), (4, 2**63), (2**31, 5), (2**63, 2**63)], ids=str)
 def test_windows_beyond_every_length(anchors, window):
     """Windows and anchors larger than any length, also than an int32 or int64, count as no window: over a cache, packed and dense."""
-    q, k, v = draw(1, 2, 20, torch.float32)
+    q, k, v = torch.randn(1, 2, 4, 64), torch.randn(1, 20, 2, 64), torch.randn(1, 20, 2, 64)
     options = {"anchor_tokens": anchors, "window_left": window}
     lengths = {"cache_seqlens": torch.tensor([20], dtype=torch.int32)}
     cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, n], dtype=torch.int32) for n in (2, 20))

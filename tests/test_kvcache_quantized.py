@@ -1,22 +1,11 @@
 """Tests of quantized KV caches: their formats, attention over them (`fwd_kvcache`), appending to them, and rejected arguments.
 
-Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int4 also a zero point), fp8 has at most one scale per
-sequence and KV head (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode
-kernels read the codes in place; calls with many queries first dequantize tokens to q's dtype.
+Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int4 also a zero point), fp8 has at most one scale per sequence
+and KV head (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode kernels
+read the codes in place; calls with many queries first dequantize tokens to q's dtype.
 
-`Cached` is a problem: its first argument has (queries, cached tokens, appended tokens) of each sequence. By default headdim is 64, nheads 2
-on one KV head, and queries are causal. `page`: tokens of a page (default 16; 0: no pages). `layout`: order of the cache's dimensions; "kv":
-K and V share a tensor; "wide": gaps between rows. `descale`: fp8 scales are one ("one"), of each KV head ("h"), or of each sequence and KV
-head ("bh"). `sinks`: their dtype, "own" is q's. `alibi`: slopes of each head ("h"). `batch_idx`: cache_batch_idx. `leftpad`: padding tokens
-of each entry. `tree`: a tree mask. `own_new`: packed new tokens have cu_seqlens_k_new. `all_cached`: no cache_seqlens, so all tokens of the
-cache count. `spread`: standard deviation of q, k and v. `problem(backend)` draws its tensors q, new, k_cache and v_cache, the call's other
-arguments (`options`), and `places`: for each sequence the cache entry (page) and row of each token. WRITTEN names the options that
-appending writes.
-
-VOLTA_FA_CHECK_LENGTHS=0: the call reads no lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid
-ones.
-
-`on(...)` and `on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
+cached.py explains a problem (`Cached`) and its tensors. WRITTEN names the options that appending writes. VOLTA_FA_CHECK_LENGTHS=0: the call
+reads no lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid ones."""
 
 from __future__ import annotations
 
@@ -26,11 +15,10 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import reference
 import volta_fa
-from cached import Cached, check_reads_no_value, check_sequences, keys_and_values
+from cached import Cached, check, check_cache, check_opcheck, check_reads_no_value, check_sequences, keys_and_values, run, store
 from conftest import GPUS, INFO, agreed, assert_same_bits, captured, judge, on, on_cases
 from test_decode_kernels import launched  # names of a call's kernels
 
@@ -147,62 +135,6 @@ def test_invalid_arguments_of_quantize_and_dequantize_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def run(backend, problem):
-    """Returns out, softmax_lse, the caches and the options after the call. Two runs (simulator: in two warp orders) must agree bitwise."""
-    results = []
-    for _ in backend._runs(problem.q):
-        caches, options = problem.copy_of_cache(), problem.fresh()
-        out, lse = fwd_kvcache(problem.q, *caches, *problem.new, **options)
-        results.append((out, lse, *caches, options))
-    agreed([[options[name] for name in WRITTEN if name in options] for *_, options in results], *WRITTEN)
-    return agreed(results)
-
-
-def check(backend, case):
-    """Compares results with attention in fp64 over the dequantized tokens, and the cache with what appending must write."""
-    problem = case.problem(backend)
-    out, lse, *caches, options = run(backend, problem)
-    check_cache(problem, *caches, options)
-    problem.options = options
-    check_sequences(backend, problem, out, lse, *caches, gathers(backend, case))
-
-
-def gathers(backend, case) -> bool:
-    """Returns whether the call dequantizes tokens to q's dtype: many query rows without a tree, rows not aligned to 16 bytes, bf16."""
-    rows = max(n for n, _, _ in case.lengths) * case.nheads // case.nheads_k
-    columns = {"k": case.headdim, "v": case.headdim_v or case.headdim}
-    bytes_of_rows = [d // (2 if case.kv_dtype_of(which) == "int4" else 1) for which, d in columns.items()]
-    has_kernel = (rows <= 64 or case.tree) and backend.dtype == torch.float16 and all(n % 16 == 0 for n in bytes_of_rows)
-    return backend.kernels and not has_kernel
-
-
-def store(which, cache, options, place, made):
-    """Writes quantized tokens of K or V (`which`) into a cache, and their scales and zero points into those options that have them."""
-    cache.view(torch.uint8)[place] = made.data.view(torch.uint8)
-    for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
-        if name in options:
-            options[name][place] = t
-
-
-def check_cache(problem, k_cache, v_cache, options):
-    """Checks that appended tokens are bitwise quantize_kv's (but not rotated keys, which round), and that all else is unchanged."""
-    c = problem.case
-    for which, before, after, i in (("k", problem.k_cache, k_cache, 0), ("v", problem.v_cache, v_cache, 1)):
-        if c.rotary and which == "k":
-            continue
-        expected = before.view(torch.uint8).clone()
-        scales = {name: problem.options[name].clone() for name in WRITTEN if name[0] == which and name in problem.options}
-        for b, (_, cached, new) in enumerate(c.lengths if problem.new else ()):
-            place = tuple(t[cached : cached + new].to(after.device) for t in problem.places[b])
-            scale = None if has_scales(c.kv_dtype) else options.get(f"{which}_descale")
-            scale = scale[b] if scale is not None and scale.dim() == 2 else scale
-            values = problem.appended(b)[i].to(problem.q.dtype)
-            store(which, expected, scales, place, volta_fa.quantize_kv(values, c.kv_dtype_of(which), scale=scale))
-        assert_same_bits(which, after, expected)
-        for name, t in scales.items():
-            assert_same_bits(name, options[name], t)
 
 
 CASES = [
@@ -538,15 +470,10 @@ def test_graph_of_decode_steps(backend, kv_dtype):
 @on("cpu-fp32")
 def test_opcheck(backend, kv_dtype, new):
     problem = Cached(((2, 9, new), (2, 17, new)), headdim=16, kv_dtype=kv_dtype).problem(backend)
-    caches = tuple(t.view(torch.uint8).zero_().view(t.dtype) for t in (problem.k_cache, problem.v_cache))
-    for name in WRITTEN:
-        if name in problem.options:
-            problem.options[name].nan_to_num_(0.0)
-    overload = fwd_kvcache.append if problem.new else fwd_kvcache.default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     if kv_dtype.startswith("fp8"):
         tests = tests[1:]  # it compares caches by an operation that float8 lacks
-    opcheck(overload, (problem.q, *caches, *problem.new), problem.options, test_utils=tests)
+    check_opcheck(backend, problem, test_utils=tests)
 
 
 @on("cpu-fp32")

@@ -37,8 +37,7 @@ def test_bf16_of_any_magnitude(backend, magnitudes, options):
 def check_against(expected, backend, q, k, v, dout, **options):
     """Checks errors of out, softmax_lse and gradients, relative to the largest number of each: about one rounding of the dtype."""
     options = {name: x.to(backend.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    out, lse = backend.forward(q, k, v, **options)
-    found = [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0][:3]]
+    found = backend.results(q, k, v, dout, **options)[:5]
     bound = torch.finfo(torch.bfloat16).eps if q.dtype == torch.bfloat16 else 3e-6
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
         error = (a.cpu().double() - b).abs().max() / b.abs().max()
@@ -184,9 +183,7 @@ def test_gradients_of_a_bias_and_of_sinks_beside_hidden_keys(backend):
         k2, v2 = k.clone(), v.clone()
         k2[:, 30:60] *= magnitude
         v2[:, 30:60] *= magnitude
-        out, lse = backend.forward(q, k2, v2, **options)
-        gradients = backend.backward(dout, q, k2, v2, out, lse, deterministic=True, **options)[0]
-        found.append([out, lse, *gradients])
+        found.append(backend.results(q, k2, v2, dout, **options))
     for a, b in zip(*found, strict=True):
         # of bf16 inputs, softmax_lse and the gradients of bias and sinks are fp32
         bound = torch.finfo(torch.bfloat16).eps if a.dtype == torch.bfloat16 else 3e-3 if q.dtype == torch.bfloat16 else 3e-6

@@ -1,18 +1,15 @@
 """Tests of `volta_fa::fwd_mla`, multi-head latent attention, and of volta_fa.flash_mla, which has FlashMLA's functions.
 
-A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. `on(...)` and
-`on_cases(...)` list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). `check` compares with fp64,
-and two runs bitwise. `refused` checks that a call raises an error of one line with these words and launches no kernel.
-test_sparse_mla.py tests queries that select tokens."""
+A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. cached.py explains
+problems and `check`. test_sparse_mla.py tests queries that select tokens."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from cached import Cached, check_sequences
+from cached import Cached, check, check_opcheck, check_sequences, mla_options
 from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_kvcache import UNCHECKED, ints, spoiled
 from test_validation import refused
@@ -20,39 +17,24 @@ from volta_fa import flash_mla
 
 fwd_mla = torch.ops.volta_fa.fwd_mla
 HEADDIM, HEADDIM_V = 576, 512
-OPTIONS = ("cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "block_table", "cache_batch_idx", "softmax_scale", "is_causal", "num_splits")
 QUANTIZED = ("int8", "fp8_e5m2", "fp8_e4m3")
 
 
 def latents(lengths, nheads=16, page=64, **options) -> Cached:
-    """`lengths`: (queries, cached tokens) of each sequence. Options are fields of CacheCase (volta_fa.check.cache_cases): `page` is the
-    tokens of a page, 0 for a dense cache; `batch_idx` gives cache_batch_idx; `all_cached` gives no cache_seqlens; `layout="wide"` is a
-    slice of a larger tensor; `spread` is the standard deviation of q and the latents."""
+    """`lengths`: (queries, cached tokens) of each sequence. Options are fields of CacheCase."""
     # the third length, 0: no tokens to append
-    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads=nheads, nheads_k=1, page=page, **options)
+    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads, nheads_k=1, page=page, latents=True, **options)
 
 
 def draw(backend, case):
     """Returns the problem, whose k_cache has the latents, and the options of fwd_mla. The cache is NaN where it holds no token."""
     problem = case.problem(backend)
-    problem.v_cache = problem.k_cache[..., :HEADDIM_V]
-    options = {name: problem.options[name] for name in OPTIONS if name in problem.options}
-    for name in ("scale", "descale"):
-        if f"k_{name}" in problem.options:
-            # check_sequences dequantizes values by their own scales, which are those of the latents
-            options[f"latent_{name}"] = problem.options[f"v_{name}"] = problem.options[f"k_{name}"]
-    return problem, options
+    return problem, mla_options(problem)
 
 
 def run(backend, problem, options):
     """Returns out and softmax_lse. Kernels run twice (simulator: in both warp orders), bitwise identically."""
     return agreed([fwd_mla(problem.q, problem.k_cache, **options) for _ in backend._runs(problem.q, problem.k_cache)])
-
-
-def check(backend, case):
-    problem, options = draw(backend, case)
-    out, lse = run(backend, problem, options)
-    check_sequences(backend, problem, out, lse, problem.k_cache, problem.v_cache)
 
 
 # ---- what it computes ------------------------------------------------------------------------------------------------
@@ -104,6 +86,15 @@ QUANTIZED_CASES = [
 )
 def test_quantized_against_fp64(backend, case):
     """The expected result is attention over the dequantized latents."""
+    check(backend, case)
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+@on_cases((["sim", "cuda"], [CASES[14], *(dataclasses.replace(CASES[14], kv_dtype=kv_dtype) for kv_dtype in QUANTIZED)]))
+def test_tiles_of_many_rows(backend, case, rows, force):
+    """Without a tuning, only more rows or tokens take them."""
+    formats = ("", *(f"{name.removeprefix('fp8_')}_" for name in QUANTIZED))
+    force(choices=[{"pass": "DecodeMla", "variant": f"volta_mla_decode_{form}{rows}"} for form in formats])
     check(backend, case)
 
 
@@ -207,13 +198,7 @@ CONTRACT = [
 @pytest.mark.parametrize("case", CONTRACT, ids=str)
 @on("cpu-fp32", "cpu-bf16", "sim", "cuda")
 def test_opcheck(backend, case):
-    backend.simulate()
-    problem, options = draw(backend, case)
-    # opcheck compares caches, and NaN differs from itself
-    if case.kv_dtype:
-        problem.k_cache = torch.ones_like(problem.k_cache.view(torch.uint8)).view(problem.k_cache.dtype)
-        options["latent_scale"] = options["latent_scale"].nan_to_num(0.0)
-    opcheck(fwd_mla.default, (problem.q, problem.k_cache if case.kv_dtype else problem.k_cache.nan_to_num(0.0)), options)
+    check_opcheck(backend, case.problem(backend))
 
 
 @on("cpu-fp32")

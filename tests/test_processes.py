@@ -1,13 +1,9 @@
-"""Tests of the ops in several processes (data loader, DistributedDataParallel) and in a C++ program, and of a warning once per process.
+"""Tests of the ops in several processes (data loader) and in a C++ program, and of a warning once per process.
 
 `Layer` (test_routes.py) is causal self-attention around volta_fa::fwd; LIBRARY is the library that all programs load."""
 
-import inspect
 import os
-import socket
 import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -39,37 +35,7 @@ def test_data_loader_workers():
     assert run_python(code, LIBRARY) == "[0.0, 1.0, 2.0, 3.0]"
 
 
-#: A rank of test_ddp_over_two_processes. Arguments: library, rank, port, folder of routes_layer.py, backend of torch.distributed.
-DDP = """
-    import sys, torch
-    import torch.distributed as dist
-    torch.ops.load_library(sys.argv[1])
-    rank, port, source, backend = int(sys.argv[2]), *sys.argv[3:]
-    torch.set_num_threads(1)
-    sys.path.insert(0, source)
-    from routes_layer import SdpaLayer, data
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dtype = torch.float16 if backend == "nccl" else torch.float32
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(SdpaLayer().to(device, dtype))
-    x = data().to(device, dtype)
-    model(x[rank : rank + 1]).float().square().sum().backward()
-    # DDP averages over ranks: half of the gradient of the whole batch
-    torch.manual_seed(0)
-    alone = SdpaLayer().to(device, dtype)
-    alone(x).float().square().sum().backward()
-    for p, q in zip(model.parameters(), alone.parameters()):
-        torch.testing.assert_close(p.grad, q.grad / 2, **({"rtol": 2e-2, "atol": 5e-2} if p.is_cuda else {"rtol": 1e-4, "atol": 1e-5}))
-    dist.destroy_process_group()
-    assert torch.ops.volta_fa._sdpa_stats()["ran"] == 2
-    print("fine")
-    from processes import end_rank  # exits without finalizing Python: gloo's threads may still run
-    end_rank()
-"""
+# ---- programs without Python -------------------------------------------------------------------------------------------
 
 
 class SdpaLayer(Layer):
@@ -80,32 +46,6 @@ class SdpaLayer(Layer):
         q, k, v = self.qkv(x).view(b, s, 3, self.nheads, w // self.nheads).permute(2, 0, 3, 1, 4).unbind(0)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_p, is_causal=True)
         return self.out(out.transpose(1, 2).reshape(b, s, w))
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-@pytest.mark.parametrize("communication", ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
-def test_ddp_over_two_processes(tmp_path, communication):
-    """DDP's averaged gradients of two ranks, one batch entry each, are those of one process. The ranks import the layer from a file."""
-    if communication == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU at most")
-    data = "def data():\n    return torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(7))\n"
-    sources = ["import torch\n", inspect.getsource(Layer), inspect.getsource(SdpaLayer), data]
-    (tmp_path / "routes_layer.py").write_text("\n\n".join(sources))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-c", textwrap.dedent(DDP), LIBRARY]
-    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
-    enable = "cpu" if communication == "gloo" else "force"
-    env = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "VOLTA_FA_ENABLE_SDPA": enable}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    ranks = [subprocess.Popen([*command, str(rank), str(port), tmp_path, communication], **options) for rank in range(2)]
-    for p in ranks:
-        out, err = p.communicate(timeout=180)
-        assert p.returncode == 0 and out.strip().endswith("fine"), err
-
-
-# ---- programs without Python -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

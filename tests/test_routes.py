@@ -1,10 +1,8 @@
 """Tests of the ops under PyTorch's tools: torch.compile, export, AOTInductor, checkpointing, functorch, FLOP counting, streams, devices.
 
-`Layer`, self-attention with the op volta_fa::fwd, is compared with itself run eagerly. `on(...)` and `on_cases(...)` list the values of the
-fixture `backend`: CPU (`cpu-DTYPE`) or GPU (`cuda`). `Case(seqlen_q, seqlen_k, headdim, headdim_v).inputs(backend)` draws q, k, v and dout,
-by default of 2 batch entries and 2 heads. `fwd` returns out alone, and `leaves(tensors)` copies that require a gradient. Autograd and
-TorchScript are in test_autograd.py, the same routes through scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in
-test_processes.py."""
+`Layer`, self-attention with the op volta_fa::fwd, is compared with itself run eagerly. conftest.py explains backends. `fwd` returns out
+alone, and `leaves(tensors)` copies that require a gradient. Autograd and TorchScript are in test_autograd.py, the same routes through
+scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in test_processes.py."""
 
 import functools
 import shutil

@@ -1,9 +1,7 @@
 """Tests of scaled_dot_product_attention run by volta_fa (`enabled()` switches it on): results, and calls that fall back to PyTorch.
 
-`sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason; `assert_ours` asks the
-profiler which ops ran. `train` returns out and the gradients of q, k and v; `qkv` draws three tensors (2, 2, 9, 16). `unfused()` makes
-PyTorch run attention by single operations, and `selective` runs a function under selective checkpointing. `on(...)` lists the values of the
-fixture `backend`: CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`), GPU (`cuda`)."""
+`sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason. sdpa_helpers.py explains
+`assert_ours`, `train`, `qkv`, `unfused` and `selective`, conftest.py backends."""
 
 from contextlib import nullcontext, suppress
 

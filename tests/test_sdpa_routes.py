@@ -1,9 +1,6 @@
 """Tests that scaled_dot_product_attention reaches volta_fa under torch.compile, export, checkpointing, TorchScript and torch.nn.
 
-`enabled()` switches volta_fa on. `assert_ours` and `assert_theirs` check with the profiler whether volta_fa's or PyTorch's op ran. `train`
-returns out and the gradients of q, k and v, which `qkv` draws, by default (2, 2, 9, 16). `causal` is causal attention of q * 2, `selective`
-runs a function under selective checkpointing, and `gradients` returns those of a module's parameters for sum(out^2). `on(...)` lists the
-values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
+sdpa_helpers.py explains the helpers, conftest.py backends. `gradients` returns those of a module's parameters for sum(out^2)."""
 
 from contextlib import nullcontext
 

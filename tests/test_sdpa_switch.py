@@ -1,9 +1,8 @@
 """Tests of the switch that makes volta_fa run scaled_dot_product_attention: enable_sdpa(), `with sdpa_enabled()`, VOLTA_FA_ENABLE_SDPA.
 
 The switch is on while enable_sdpa() or any block is active, for all threads, on the devices that it names (`cpu` is for tests).
-sdpa_stats() counts calls that volta_fa `ran` (of these `fast`, with precision "fast"), `traced` into a compiled graph, or that
-`fell_back`. `refused` checks that a call raises an error that matches; `qkv` draws q, k and v, (batch, nheads, seqlen, headdim). `on(...)`
-lists the values of the fixture `backend`: CPU (`cpu-DTYPE`), GPU (`cuda`)."""
+sdpa_stats() counts calls that volta_fa `ran` (of these `fast`, with precision "fast"), `traced` into a compiled graph, or that `fell_back`.
+sdpa_helpers.py explains `qkv`, conftest.py backends."""
 
 import threading
 import warnings

@@ -3,10 +3,10 @@
 A latent is one token's row: its key and (the first 512 columns) its value, for all heads. Caches are in the dtype of q or in FlashMLA's fp8
 formats, whose last 64 columns ("positions": the rotated ones) are bf16 or fp16. A call may read a second cache (`extra_cache`).
 
-`draw` makes a problem of a Case, `run` calls the operator, and `check` compares with `exact`, in fp64. `on(...)` and `on_cases(...)` list
-the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). It runs a call several times (`_runs`: the
-simulator in two warp orders), and `agreed` checks that the results are bitwise identical. `refused` checks an error's words."""
+`draw` makes a problem of a Case, `run` calls the operator several times with bitwise identical results, and `check` compares with `exact`,
+in fp64. conftest.py explains backends. `refused` checks an error's words."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import BF16_KERNELS, CPU, agreed, captured, on, on_cases, reads_no_value
-from conftest import KERNELS as FP16_KERNELS
+from conftest import ALL, BF16_KERNELS, KERNELS, agreed, captured, on, on_cases, reads_no_value
 from test_validation import refused
 from volta_fa import flash_mla
 
 sparse_mla = torch.ops.volta_fa.fwd_sparse_mla
-KERNELS = [*FP16_KERNELS, *BF16_KERNELS]
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def check(backend, case: Case, found: tuple[Tensor, Tensor, Tensor], problem: Pr
     assert found[0].dtype == problem.q.dtype
     rounding = {torch.float64: 2e-7, torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}[problem.q.dtype]
     # relative errors: kernels round queries, keys and probabilities to fp16, the CPU backend to fp32
-    of_scores, of_values = (1e-4, 2e-3) if backend.name in KERNELS else (3e-7, 3e-6)
+    of_scores, of_values = (1e-4, 2e-3) if backend.kernels else (3e-7, 3e-6)
     score_error = of_scores * (1 + products)  # of a score, so nearly the relative error of its probability; twice, with softmax_lse's
     tolerance = rounding * expected.abs() + (of_values + 2 * score_error).unsqueeze(-1) * magnitude.unsqueeze(-1)
     assert ((out - expected).abs() <= tolerance).all(), ((out - expected).abs() / tolerance).max()
@@ -207,8 +205,24 @@ MAGNITUDES = [
 ]
 
 
-@on_cases((CPU + KERNELS, CASES + FP16_POSITIONS), (KERNELS, SHARED), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES))
+@on_cases(
+    (ALL + BF16_KERNELS, CASES + FP16_POSITIONS), (KERNELS + BF16_KERNELS, SHARED), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES)
+)
 def test_against_fp64(backend, case):
+    problem = draw(backend, case)
+    check(backend, case, run(backend, case, problem), problem)
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+@on_cases((KERNELS, [CASES[i] for i in (1, 4, 6, 7)]))
+def test_tiles_of_many_rows(backend, case, rows, force):
+    """Without a tuning, only more rows or tokens take them."""
+    kinds = itertools.product(("", "bf16_"), ("", "e4m3_"), (576, 512))
+    force(
+        choices=[
+            {"pass": "SparseMla", "variant": f"volta_sparse_mla_{dtype}{rows_of}{headdim}x{rows}"} for dtype, rows_of, headdim in kinds
+        ]
+    )
     problem = draw(backend, case)
     check(backend, case, run(backend, case, problem), problem)
 

@@ -2,8 +2,7 @@
 
 A usual grid has one block per tile (query rows; in the backward pass a key block). The GPU holds a limited number of resident blocks, a
 wave; the last wave of a grid may leave some idle. A stream-K grid splits the tiles of that wave among all resident blocks, and the last
-block of a tile combines its splits. The fixture `force` makes the planner choose a kernel on any problem. `on(...)` lists the values of the
-fixture `backend`: simulator (`sim`, in two warp orders) and GPU (`cuda`). `check` compares with fp64."""
+block of a tile combines its splits. The fixture `force` makes the planner choose a kernel on any problem."""
 
 import json
 
@@ -11,11 +10,14 @@ import pytest
 import torch
 
 from cached import Cached
-from conftest import INFO, Case, agreed, check, on
-from test_kvcache import check as check_cached
+from cached import check as check_cached
+from conftest import GPUS, INFO, Case, agreed, check_case, on, on_cases
+from test_fp32 import check as check_fp32
 
-#: Kernels: of the forward pass, of a prefill over a KV cache, of the backward pass.
-FORWARD, PREFILL, BACKWARD = ([v for v in INFO["variants"] if v["pass"] == f"{of}StreamK"] for of in ("Forward", "Prefill", "Backward"))
+#: Kernels: of the forward pass, of that of fp32 in full precision, of a prefill over a KV cache, of the backward pass.
+FORWARD, SPLIT, PREFILL, BACKWARD = (
+    [v for v in INFO["variants"] if v["pass"] == f"{of}StreamK"] for of in ("Forward", "ForwardSplit", "Prefill", "Backward")
+)
 #: Fields of a Case that request a feature, for kernels that require it: slopes (batch, nheads), a bias (batch, nheads, seqlen_q, seqlen_k).
 FEATURE_FIELDS = {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "bhqk"}}
 #: Fields of a Case. Sinks are in q's dtype ("own"); `spread` is the standard deviation of q, k and v.
@@ -47,20 +49,44 @@ def test_every_forward_kernel_is_right(backend, force, variant, name):
         device = -1 if backend.machine == "sim" else torch.cuda.current_device()  # -1: the simulated GPU
         sizes = case.batch, case.nheads, case.seqlen_q, case.seqlen_k, case.headdim
         assert plan(*sizes, device=device, features=",".join(features))["forward"]["name"] == variant["name"]
+    check_case(backend, case, dout=None)
+
+
+@pytest.fixture(params=SPLIT, ids=lambda v: v["name"])
+def split(request, backend, force):
+    """Makes the planner take a kernel of fp32 in full precision, on its GPU."""
+    backend.on_gpu(GPUS[request.param["sm"]])
+    force(choices=[{"pass": "ForwardSplitStreamK", "variant": request.param["name"]}])
+    return request.param["name"]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@on("sim-fp32")
+def test_every_forward_kernel_of_fp32_is_right(backend, split, name):
+    headdim = 512 - 8 * (name != "odd")
+    case = Case(**PROBLEMS[name] | {"batch": 1}, headdim=headdim, headdim_v=64 if name == "window" else headdim)
     (q, k, v, _), options = case.problem(backend)
-    check(backend, q, k, v, **options)
+    launches = backend.launches(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), "launches")
+    assert split in [launch["kernel"] for launch in launches]
+    check_fp32(backend, case)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+@on("sim-fp32")
+def test_fp32_of_any_magnitude(backend, split, magnitude):
+    for change in (lambda q, k, v: (q, k, v * magnitude), lambda q, k, v: (q * magnitude, k / magnitude, v)):
+        check_fp32(backend, Case(40, 150, 512, batch=1, nheads=1), change)
 
 
 @on("sim")
 def test_a_planned_grid_is_right(backend, monkeypatch):
     """165 tiles on a V100's 160 resident blocks (80 SMs, two blocks each): one full wave, and a wave of splits."""
     assert plan(1, 165, 100, 411, 64)["forward"]["pass"] == "ForwardStreamK"
-    (q, k, v, _), options = Case(seqlen_q=100, seqlen_k=411, batch=1, nheads=165, nheads_k=33).problem(backend)
-    check(backend, q, k, v, **options)
+    check_case(backend, Case(seqlen_q=100, seqlen_k=411, batch=1, nheads=165, nheads_k=33), dout=None)
 
 
 #: (batch, nheads, seqlen_q, seqlen_k, headdim, is_causal), and whether the usual grid's last wave leaves enough resident blocks idle.
-#: Under a causal mask, stream-K pays only where row tiles see about equally many keys.
+#: Under a causal mask, stream-K pays only where row tiles see about equally many keys. The same of fp32, without masks.
 GRIDS = [
     ((1, 32, 512, 512, 64, False), False),
     ((1, 32, 1024, 1024, 64, False), True),
@@ -77,14 +103,26 @@ GRIDS = [
     ((2, 16, 2048, 2048, 256, True), False),
     ((1, 16, 512, 8192, 192, True), False),
 ]
+SPLIT_GRIDS = [
+    ((1, 1, 4096, 4096, 512, False), True),  # the VAE of a diffusion model: 128 row tiles
+    ((1, 1, 4096, 4096, 512, True), False),
+    ((1, 1, 1024, 1024, 512, False), True),
+    ((1, 1, 1024, 1024, 512, True), False),
+    ((5, 1, 4096, 4096, 512, False), False),  # eight full waves
+    ((1, 1, 64, 64, 512, False), False),  # splits cost more than they save
+    ((1, 1, 4096, 4096, 256, False), False),  # no kernel
+]
 
 
-@pytest.mark.parametrize("shape, pays", GRIDS, ids=str)
-def test_when_a_plan_chooses_a_forward_kernel(shape, pays):
-    found = plan(*shape)["forward"]
-    assert (found["pass"] == "ForwardStreamK") == pays
-    assert (plan(*shape, features="sinks")["forward"]["pass"] == "ForwardStreamK") == pays
-    assert all(plan(*shape, features=feature)["forward"]["pass"] == "Forward" for feature in ("dropout", "varlen"))
+@pytest.mark.parametrize("of, shape, pays", [*(("Forward", *grid) for grid in GRIDS), *(("ForwardSplit", *grid) for grid in SPLIT_GRIDS)])
+def test_when_a_plan_chooses_a_forward_kernel(of, shape, pays):
+    def planned(features=""):
+        return plan(*shape, features=features)["forward" if of == "Forward" else "forward_split"]
+
+    found = planned()
+    assert (found["pass"] == f"{of}StreamK") == (planned("sinks")["pass"] == f"{of}StreamK") == pays
+    without = ("dropout", "varlen") if of == "Forward" else ("softcap", "varlen")
+    assert all(planned(feature)["pass"] == of for feature in without)
     if pays:
         assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]
 
@@ -114,21 +152,23 @@ def test_every_backward_kernel_is_right(backend, force, variant, name):
         main = plan(*sizes, nheads_k=case.nheads_k)["backward"]["main"]
         # two key blocks, of two splits or of five each
         assert main["name"] == variant["name"] and main["grid"][1] == {"grouped": 4, "more splits": 10}[name]
-    (q, k, v, dout), options = case.problem(backend)
-    check(backend, q, k, v, dout, **options)
+    check_case(backend, case)
 
 
-@on("sim")
-def test_results_do_not_depend_on_the_order_of_blocks(backend, force, monkeypatch):
+@on_cases((["sim"], ["volta_fwd_streamk_64x64 volta_bwd_streamk_64"]), (["sim-fp32"], [v["name"] for v in SPLIT]))
+def test_results_do_not_depend_on_the_order_of_blocks(backend, force, case, monkeypatch):
     """Four host threads simulate blocks in different orders, so different blocks combine the splits: results are bitwise identical, except
     dq, which is added by atomics. VOLTA_FA_SIM_QUANTUM is the number of instructions that a warp runs before the next one does."""
-    chosen = {"ForwardStreamK": "volta_fwd_streamk_64x64", "BackwardStreamK": "volta_bwd_streamk_64"}
-    force(choices=[{"pass": of, "variant": name} for of, name in chosen.items()])
-    (q, k, v, dout), options = Case(**BACKWARD_PROBLEMS["more splits"]).problem(backend)
+    kernels = [v for v in INFO["variants"] if v["name"] in case.split()]
+    backend.on_gpu(GPUS[kernels[0]["sm"]])
+    force(choices=[{"pass": v["pass"], "variant": v["name"]} for v in kernels])
+    has_backward = len(kernels) == 2
+    problem = Case(**BACKWARD_PROBLEMS["more splits"]) if has_backward else Case(100, 200, 512, batch=1, nheads=2, spread=2.0)
+    (q, k, v, dout), options = problem.problem(backend)
 
     def run():
         out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **options)
-        return out, lse, *torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)[1:3]
+        return out, lse, *(torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)[1:3] if has_backward else ())
 
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     expected = run()

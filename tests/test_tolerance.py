@@ -2,9 +2,8 @@
 
 A budget is the largest and the root mean square error that a result may have. An implementation whose only errors are fp16 roundings that
 cannot be avoided is within it; one that rounds more is not. Then errors of dq, dk and dv beside those of PyTorch: mean errors, and errors
-with large scores. `repeat` compares a Case's results and gradients with the fp64 reference (`reference`), within the budget. `on(...)` and
-`on_cases(...)` list the values of the fixture `backend`: simulator (`sim`) and GPU (`cuda`). The fixture `gpu` simulates a V100, then a
-T4."""
+with large scores. `repeat` compares a Case's results and gradients with the fp64 reference (`reference`), within the budget. conftest.py
+explains backends and `gpu`, volta_fa/check/cases.py the fields of a Case."""
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from conftest import BF16_KERNELS, KERNELS, Case, on, on_cases, repeat, seed_of
 
 # Random problems with few results, or rows with one or two keys. Right results once exceeded the budget, because eager attention happened
 # to have almost no error.
-# Case(seqlen_q, seqlen_k, headdim) has batch 2 and 2 heads by default. `lengths` has (queries, keys) of packed sequences, `spare` is
-# max_seqlen beyond the longest. `bias` names the dimensions that are not 1 (b, h, q, k), then the dtype ("own": q's); `alibi` names
-# dimensions of the slopes, and `sinks` a dtype.
 ONE_COLUMN = Case(seqlen_q=1, seqlen_k=58, headdim=16, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
 ONE_BY_ONE = Case(seqlen_q=1, seqlen_k=58, headdim=1, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
 TWO_KEYS = Case(
@@ -111,8 +107,6 @@ def eager_gradients(dout, q, k, v, out, softmax_lse, is_causal):
 @pytest.mark.parametrize("headdim,masked,options", CASES, ids=str)
 @on(*KERNELS)
 def test_mean_errors_of_gradients(backend, gpu, headdim, masked, options):
-    import volta_fa  # here, because the tests above run with any library (VOLTA_FA_TEST_LIBRARY)
-
     n = 256
     q, k, v, dout = (backend.randn(1, n, 4, headdim) for _ in range(4))
     exact = reference.forward(q, k, v, is_causal=masked)

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import volta_fa
-from conftest import HAS_CUDA, INFO, REPOSITORY, Case, check, on, run_process
+from conftest import HAS_CUDA, INFO, REPOSITORY, Case, check, need, on, run_process
 from flash_attention import refused
 from volta_fa import cli
 
 #: The device of plans for the simulated GPU.
 SIMULATOR = -1
-needs_simulator = pytest.mark.skipif(not INFO["simulator"], reason="this library was built without the simulator")
 
 
 def plan(device, seqlen=141, headdim=64, nheads=2, batch=1, **options):
@@ -123,6 +122,7 @@ print(json.dumps([planned["forward"]["name"], planned["backward"]["main"]["name"
 
 def run_with(folder, **environment):
     """Runs PROGRAM in the simulator. Returns the names of the forward and backward kernels, info()'s facts about the file, and stderr."""
+    need("sim")
     settings = {"VOLTA_FA_SIMULATE": "1", "VOLTA_FA_TUNING": "", "XDG_DATA_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     result = run_process(PROGRAM, **{**settings, **environment})
     return *json.loads(result.stdout), result.stderr
@@ -141,7 +141,6 @@ OWN = ("volta_fwd_64x64_small", "volta_bwd_64_small")
 TUNED = ("volta_fwd_128x128", "volta_bwd_varlen_64")
 
 
-@needs_simulator
 def test_the_file_of_the_gpu_is_read(tmp_path):
     forward, backward, tuning, stderr = run_with(tmp_path)
     assert ((forward, backward), tuning["outcome"], stderr) == (OWN, "missing", "")
@@ -153,18 +152,15 @@ def test_the_file_of_the_gpu_is_read(tmp_path):
     assert tuning == {"of": "simulator", **GPU, "path": str(file), **result}
 
 
-@needs_simulator
 def test_the_example_of_the_documentation(tmp_path):
     """The example in docs/reference/tuning-file.md is valid, and prints the log line that the page shows."""
     page = (REPOSITORY / "docs/reference/tuning-file.md").read_text()
     example = json.loads(re.search(r"```json\n(.*?)```", page, re.S)[1])
     (tmp_path / "tuning.json").write_text(json.dumps({**example, "device": "simulated V100", "driver": "simulator"}))
     code = "import torch, volta_fa; q = torch.zeros(2, 50, 2, 128).half(); torch.ops.volta_fa.fwd(q, q, q)"
-    ran = run_process(code, VOLTA_FA_TUNING=str(tmp_path / "tuning.json"), VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="1")
-    assert ran.stderr == re.search(r"```text\n(.*?)```", page, re.S)[1]
+    assert log_of(code, VOLTA_FA_TUNING=str(tmp_path / "tuning.json")) == re.search(r"```text\n(.*?)```", page, re.S)[1]
 
 
-@needs_simulator
 def test_the_environment_chooses_the_file(tmp_path):
     write_tuning(tmp_path, json.dumps(GOOD))
     forward, backward, tuning, stderr = run_with(tmp_path, VOLTA_FA_TUNING="0")
@@ -189,7 +185,6 @@ def test_the_environment_chooses_the_file(tmp_path):
     ],
     ids=["no JSON", "device", "size"],
 )
-@needs_simulator
 def test_an_invalid_file_is_ignored_with_one_warning(tmp_path, text, why):
     file = write_tuning(tmp_path, text)
     forward, backward, tuning, stderr = run_with(tmp_path)
@@ -198,28 +193,21 @@ def test_an_invalid_file_is_ignored_with_one_warning(tmp_path, text, why):
     assert line.startswith(f"volta_fa: the tuning {file} is ignored: {why}") and "check --tune" in line and "VOLTA_FA_TUNING=0" in line
 
 
-@needs_simulator
-def test_choices_of_another_family_are_ignored_with_one_warning(tmp_path):
-    turing = [v["name"] for v in INFO["variants"] if v["family"] == "turing" and v["pass"] == "Forward"]
-    write_tuning(tmp_path, json.dumps({**GOOD, "choices": [*({"pass": "Forward", "variant": name} for name in turing), CHOICE]}))
+def test_choices_that_no_plan_may_take_are_ignored_with_one_warning(tmp_path):
+    """Those of another family, and those of batch-invariant kernels, for which a choice for some numbers of rows would give a row other
+    bits alone than in a batch."""
+    kernels = [v for v in INFO["variants"] if v["pass"] == "Forward"]
+    ignored = {v["name"]: "this GPU does not run the family turing" for v in kernels if v["family"] == "turing"}
+    invariant = next(v["name"] for v in kernels if v["batch_invariant"] and v["family"] == "volta")
+    ignored[invariant] = "a batch-invariant call takes no choice"
+    choices = [{"pass": "Forward", "variant": name, "rows": [0, 200]} for name in ignored]
+    write_tuning(tmp_path, json.dumps({**GOOD, "choices": [*choices, CHOICE]}))
     forward, backward, tuning, stderr = run_with(tmp_path)
     assert ((forward, backward), tuning["choices"]) == (TUNED, 1)
     [line] = stderr.splitlines()
-    assert all(f"{name}: this GPU does not run the family turing" in line for name in turing)
+    assert len(ignored) > 1 and all(f"{name}: {why}" in line for name, why in ignored.items())
 
 
-@needs_simulator
-def test_choices_of_batch_invariant_kernels_are_ignored_with_one_warning(tmp_path):
-    """A choice for some numbers of rows would give a row other bits alone than in a batch."""
-    name = next(v["name"] for v in INFO["variants"] if v["batch_invariant"] and v["pass"] == "Forward" and v["family"] == "volta")
-    write_tuning(tmp_path, json.dumps({**GOOD, "choices": [{"pass": "Forward", "variant": name, "rows": [0, 200]}, CHOICE]}))
-    forward, backward, tuning, stderr = run_with(tmp_path)
-    assert ((forward, backward), tuning["choices"]) == (TUNED, 1)
-    [line] = stderr.splitlines()
-    assert f"{name}: a batch-invariant call takes no choice" in line
-
-
-@needs_simulator
 def test_a_pipe_is_no_tuning_file(tmp_path):
     """Opening one would wait for a writer."""
     os.mkfifo(tmp_path / "pipe")
@@ -260,6 +248,13 @@ def test_a_machine_without_a_driver_has_no_tuning(monkeypatch, capsys):
 
 # ---- the log of plans ------------------------------------------------------------------------------------------
 
+
+def log_of(code, **environment):
+    """Runs a program in the simulator with the log of plans. Returns what it prints on stderr."""
+    need("sim")
+    return run_process(code, **{"VOLTA_FA_SIMULATE": "1", "VOLTA_FA_LOG": "1", **environment}).stderr
+
+
 #: Each call twice, then one with a tuning.
 CALLS = """
 import json, torch, volta_fa
@@ -278,9 +273,8 @@ op.fwd(q, q, q, is_causal=True)
 """
 
 
-@needs_simulator
 def test_each_plan_is_logged_once():
-    lines = run_process(CALLS, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="1").stderr.splitlines()
+    lines = log_of(CALLS).splitlines()
     shape = "batch 2, seqlen 70 x 70, 2 heads on 2, headdim 64 / 64"
     usual = "(the cheapest that covers it)"
     preprocess = f"volta_bwd_varlen_preprocess on 2 x 2 x 2 blocks {usual}"
@@ -299,7 +293,6 @@ def test_each_plan_is_logged_once():
     assert tuned == f"volta_fa: forward, {shape}, causal: volta_fwd_128x128 on 2 x 1 x 2 blocks (tuned)"
 
 
-@needs_simulator
 def test_log_counts_launches_and_names_what_runs():
     """A backward pass that stores scores takes a launch for each part of the batch. fwd_fast does not prepare K and V again."""
     code = """
@@ -316,14 +309,13 @@ def test_log_counts_launches_and_names_what_runs():
     op.fwd_fast(x, x, x, prepared=op.prepare_fast(x, x))
     op.fwd_fast(x, x, x)
     """
-    stored, *fast = run_process(code, VOLTA_FA_SIMULATE="1", VOLTA_FA_SIM_GPU="t4", VOLTA_FA_LOG="1").stderr.splitlines()
+    stored, *fast = log_of(code, VOLTA_FA_SIM_GPU="t4").splitlines()
     assert stored.startswith("volta_fa: backward without atomics, scores and gradients in launches: 2, batch 602, "), stored
     prepare, forward = "turing_fast_fwd_varlen_prepare_64 on ", "turing_fast_fwd_64x64 on "
     assert fast[0].startswith(f"volta_fa: fast prepare, batch 1, seqlen 70, 1 heads, headdim 64 / 64: {prepare}"), fast
     assert f": {forward}" in fast[1] and f": {prepare}" in fast[2] and forward in fast[2] and len(fast) == 3, fast
 
 
-@needs_simulator
 def test_the_log_is_bounded():
     """Plans with a kernel and reason that were logged before are not logged again."""
     code = """
@@ -332,30 +324,27 @@ def test_the_log_is_bounded():
         q = torch.randn(1 + seqlen % 3, seqlen, 1, 8, dtype=torch.float16)
         torch.ops.volta_fa.fwd(q, q[:, :1], q[:, :1])
     """
-    lines = run_process(code, VOLTA_FA_SIMULATE="launches", VOLTA_FA_LOG="1").stderr.splitlines()
+    lines = log_of(code, VOLTA_FA_SIMULATE="launches").splitlines()
     chosen = [line[line.index(": volta_") :].split(" on ")[0] + line[line.rindex("(") :] for line in lines]
     assert 1 <= len(lines) == len(set(chosen)) < 10, lines
 
 
 @pytest.mark.parametrize("value", ["", "0"])
-@needs_simulator
 def test_no_log_unless_asked(value):
-    assert run_process(CALLS, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG=value).stderr == ""
+    assert log_of(CALLS, VOLTA_FA_LOG=value) == ""
 
 
-@needs_simulator
 def test_an_invalid_log_variable_is_refused():
     code = """
-    import torch, volta_fa
+    import sys, torch, volta_fa
     q = torch.randn(1, 4, 1, 8, dtype=torch.float16)
     for _ in range(2):
         try:
             torch.ops.volta_fa.fwd(q, q, q)
         except ValueError as error:
-            print(error)
+            print(error, file=sys.stderr)
     """
-    text = run_process(code, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="yes").stdout
-    assert text.count("volta_fa::fwd: VOLTA_FA_LOG: got `yes`, expected 0 or 1") == 2
+    assert log_of(code, VOLTA_FA_LOG="yes").count("volta_fa::fwd: VOLTA_FA_LOG: got `yes`, expected 0 or 1") == 2
 
 
 # ---- the GPU that is simulated -----------------------------------------------------------------------------------

@@ -43,6 +43,11 @@ def misaligned(t):
     return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
 
 
+def ones(a, *shape):
+    """Returns ones in fp32 on the device of the arguments."""
+    return a["q"].new_ones(shape, dtype=torch.float32)
+
+
 TENSORS = {
     "q rank 3": (lambda a: {"q": a["q"][0]}, ["q: got", "rank 3", "rank 4", "(batch, seqlen, nheads, headdim)"]),
     "k rank 5": (lambda a: {"k": a["k"][None]}, ["k: got", "rank 5", "rank 4"]),
@@ -68,6 +73,20 @@ TENSORS = {
     "v expanded": (lambda a: {"v": a["v"][..., :1].expand(2, 12, 3, 32)}, ["v: got stride 0", "contiguous last dimension"]),
 }
 
+FEATURES = {
+    "seqused_k dtype": (lambda a: {"seqused_k": ones(a, 2).long()}, ["seqused_k: got dtype torch.int64", "torch.int32"]),
+    "seqused_k shape": (lambda a: {"seqused_k": ones(a, 1).int()}, ["seqused_k: got shape (1)", "here (2,)"]),
+    "alibi_slopes dtype": (lambda a: {"alibi_slopes": ones(a, 6).double()}, ["alibi_slopes: got dtype torch.float64", "torch.float32"]),
+    "alibi_slopes shape": (lambda a: {"alibi_slopes": ones(a, 6, 2)}, ["alibi_slopes: got shape (6, 2)", "(6,) or (2, 6)"]),
+    "alibi_slopes of KV heads": (lambda a: {"alibi_slopes": ones(a, 3)}, ["alibi_slopes: got shape (3)", "(6,) or (2, 6)"]),
+    "sinks dtype": (lambda a: {"sinks": ones(a, 6).long()}, ["sinks: got dtype torch.int64", "(q's) or torch.float32"]),
+    "sinks shape": (lambda a: {"sinks": ones(a, 2, 6)}, ["sinks: got shape (2, 6)", "here (6,)"]),
+    "attn_bias dtype": (lambda a: {"attn_bias": ones(a, 1, 1, 10, 12).long()}, ["attn_bias: got dtype torch.int64", "torch.bool"]),
+    "attn_bias rank": (lambda a: {"attn_bias": ones(a, 10, 12)}, ["attn_bias: got shape (10, 12)", "(2, 6, 10, 12)"]),
+    "attn_bias heads": (lambda a: {"attn_bias": ones(a, 2, 3, 10, 12)}, ["attn_bias: got shape (2, 3, 10, 12)", "(2, 6, 10, 12)"]),
+    "attn_bias keys": (lambda a: {"attn_bias": ones(a, 2, 6, 10, 11)}, ["attn_bias: got shape (2, 6, 10, 11)"]),
+}
+
 SCALARS = {
     "dropout_p 1": ({"dropout_p": 1.0}, ["dropout_p: got 1", "[0, 1)"]),
     "dropout_p negative": ({"dropout_p": -0.1}, ["dropout_p: got -0.1", "[0, 1)"]),
@@ -83,8 +102,11 @@ SCALARS = {
     "softcap tiny": ({"softcap": 9e-5}, ["softcap: got 0.00009", "1e-4 to 1e4"]),
     "softcap huge": ({"softcap": 10001.0}, ["softcap: got 10001", "1e-4 to 1e4"]),
     "causal and window_right": ({"is_causal": True, "window_right": 3}, ["window_right: got 3 together with is_causal=True", "-1 or 0"]),
+    "max_seqlen_q alone": ({"max_seqlen_q": 12}, ["max_seqlen_q: got 12", "None"]),
+    "max_seqlen_k alone": ({"max_seqlen_k": 12}, ["max_seqlen_k: got 12", "None"]),
+    "softcap with dropout": ({"softcap": 30.0, "dropout_p": 0.1}, ["softcap: got 30 together with dropout_p 0.1"]),
 }
-ARGUMENTS = TENSORS | {name: (lambda a, changes=changes: changes, words) for name, (changes, words) in SCALARS.items()}
+ARGUMENTS = TENSORS | FEATURES | {name: (lambda a, changes=changes: changes, words) for name, (changes, words) in SCALARS.items()}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -388,34 +410,6 @@ def test_max_seqlen_is_an_upper_limit(backend, bias):
         far = {"max_seqlen_q": 50, "max_seqlen_k": 60}
         options["attn_bias"] = backend.randn(1, 2, 50, 60)
     check(backend, *tensors, deterministic=True, **options | far)
-
-
-# ---- features: seqused_k, ALiBi, sinks, bias, softcap ---------------------------------------------------------------
-
-#: Changes of a dense call by the options of features.
-FEATURES = {
-    "seqused_k dtype": (lambda b: {"seqused_k": b.ints([1, 2]).long()}, ["seqused_k: got dtype torch.int64", "torch.int32"]),
-    "seqused_k shape": (lambda b: {"seqused_k": b.ints([1])}, ["seqused_k: got shape (1)", "here (2,)"]),
-    "alibi_slopes dtype": (lambda b: {"alibi_slopes": b.randn(6).double()}, ["alibi_slopes: got dtype torch.float64", "torch.float32"]),
-    "alibi_slopes shape": (lambda b: {"alibi_slopes": b.randn(6, 2).float()}, ["alibi_slopes: got shape (6, 2)", "(6,) or (2, 6)"]),
-    "alibi_slopes of KV heads": (lambda b: {"alibi_slopes": b.randn(3).float()}, ["alibi_slopes: got shape (3)", "(6,) or (2, 6)"]),
-    "sinks dtype": (lambda b: {"sinks": b.randn(6).long()}, ["sinks: got dtype torch.int64", "(q's) or torch.float32"]),
-    "sinks shape": (lambda b: {"sinks": b.randn(2, 6).float()}, ["sinks: got shape (2, 6)", "here (6,)"]),
-    "attn_bias dtype": (lambda b: {"attn_bias": b.randn(1, 1, 10, 12).long()}, ["attn_bias: got dtype torch.int64", "torch.bool"]),
-    "attn_bias rank": (lambda b: {"attn_bias": b.randn(10, 12)}, ["attn_bias: got shape (10, 12)", "(2, 6, 10, 12)"]),
-    "attn_bias heads": (lambda b: {"attn_bias": b.randn(2, 3, 10, 12)}, ["attn_bias: got shape (2, 3, 10, 12)", "(2, 6, 10, 12)"]),
-    "attn_bias keys": (lambda b: {"attn_bias": b.randn(2, 6, 10, 11)}, ["attn_bias: got shape (2, 6, 10, 11)"]),
-    "max_seqlen_q alone": (lambda b: {"max_seqlen_q": 12}, ["max_seqlen_q: got 12", "None"]),
-    "max_seqlen_k alone": (lambda b: {"max_seqlen_k": 12}, ["max_seqlen_k: got 12", "None"]),
-    "softcap with dropout": (lambda b: {"softcap": 30.0, "dropout_p": 0.1}, ["softcap: got 30 together with dropout_p 0.1"]),
-}
-
-
-@pytest.mark.parametrize("name", FEATURES)
-@on("cpu-fp32", "sim", "cuda")
-def test_arguments_of_features(backend, good, name):
-    spoil, words = FEATURES[name]
-    refused(call({**good, **spoil(backend)}), ValueError, "volta_fa::fwd", *words)
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ that merge states or serve KV caches are in test_merge.py, test_decode_kernels.p
 import pytest
 import torch
 
-from conftest import GPUS, INFO, Case, check, on
+from conftest import GPUS, INFO, Case, check_case, on
 from volta_fa.check.kernels import problems
 
 #: Attention kernels without those of test_batch_invariant.py, test_stream_k.py (StreamK) and test_fp32.py (Split: fp32 in full precision).
@@ -86,8 +86,6 @@ def test_rows_without_keys_in_fused_kernels(backend, force, variant, is_causal):
 
 def run(backend, variant, case):
     """Compares a forward kernel's results, or a backward kernel's gradients, with the reference."""
-    (q, k, v, dout), options = case.problem(backend)
-    if variant["pass"] == "Forward":
-        dout = None
-    backend.forward_on_cpu = variant["pass"] != "Forward"  # then only the backward pass is simulated
-    check(backend, q, k, v, dout, **options, deterministic=is_deterministic(variant))
+    is_forward = variant["pass"] == "Forward"
+    backend.forward_on_cpu = not is_forward  # then only the backward pass is simulated
+    check_case(backend, case, deterministic=is_deterministic(variant), **({"dout": None} if is_forward else {}))

@@ -37,13 +37,6 @@ def run(tmp_path, capsys):
     return status, data, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("output, reason", [(".", "Is a directory"), (f"{__file__}/file.json", "File exists")])
-def test_checks_the_output_before_it_runs(output, reason, monkeypatch, capsys):
-    monkeypatch.setattr(versus, "rows", None)
-    assert main(["versus-1cat", "--device", "cpu", "--output", output]) == 2
-    assert capsys.readouterr() == ("", f"volta_fa: --output {output}: {reason}\n")
-
-
 def test_both_run(package, tmp_path, capsys):
     status, data, page = run(tmp_path, capsys)
     assert status == 0 and "did not run" not in page

@@ -36,7 +36,6 @@ import torch
 
 import reference
 import vllm_server
-import vllm_stub
 from conftest import REPOSITORY, on, within
 from flash_attention import refused
 from processes import output_of, run_program
@@ -57,33 +56,24 @@ from volta_fa.integrations.vllm.spans import find_spans
 NEEDS_VLLM = pytest.mark.skipif(not REAL, reason="no vLLM")
 
 
-def methods_of(cls):
-    """Returns a class's own methods by name, static and class methods included."""
-    return {name: member for name, member in vars(cls).items() if inspect.isfunction(getattr(member, "__func__", member))}
-
-
 @NEEDS_VLLM
-def test_stub_is_like_vllm():
-    """vLLM has the stub's methods, with the same arguments in the same order. Newer releases may have more arguments."""
-    for module, stubs in vllm_stub.MODULES.items():
-        for stub in stubs:
-            name = f"{module}.{stub.__name__}"
-            real = getattr(importlib.import_module(module), stub.__name__, None)
-            if stub is vllm_stub.get_kv_cache_layout and not OLD:
-                continue
-            assert real is not None, name
-            if not inspect.isclass(stub):
-                assert list(inspect.signature(stub).parameters) == list(inspect.signature(real).parameters), name
-                continue
-            for method, member in methods_of(stub).items():
-                if method == "__class_getitem__":
-                    continue
-                theirs = inspect.getattr_static(real, method)
-                assert type(theirs) is type(member), f"{name}.{method}"
-                ours, theirs = (list(inspect.signature(getattr(f, "__func__", f)).parameters) for f in (member, theirs))
-                assert ours == theirs[: len(ours)], f"{name}.{method}"
-    fields = CommonAttentionMetadata.__dataclass_fields__
-    assert list(fields)[:9] == list(vllm_stub.CommonAttentionMetadata.__dataclass_fields__)[:9] and "causal" in fields
+@pytest.mark.parametrize(
+    "cls", [VoltaBackend, VoltaAttentionImpl, VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder, vllm_server.VoltaMetadataBuilder]
+)
+def test_methods_have_vllms_arguments(cls):
+    """Methods that vLLM's base class has are of its kind (static, class) and have its arguments in its order. Either may have more."""
+    base = next(parent for parent in cls.__mro__ if parent.__module__.startswith("vllm."))
+    shared = [name for name, member in vars(cls).items() if callable(getattr(cls, name)) and hasattr(base, name)]
+    assert len(shared) > 1
+
+    def arguments(method):
+        parameters = inspect.signature(getattr(method, "__func__", method)).parameters.values()
+        return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+    for name in shared:
+        ours, theirs = (inspect.getattr_static(of, name) for of in (cls, base))
+        assert type(ours) is type(theirs), name
+        assert all(a == b for a, b in zip(arguments(ours), arguments(theirs))), name
 
 
 @NEEDS_VLLM
@@ -154,7 +144,8 @@ def test_vllm_accepts_the_cache_dtype_of_the_plugin(monkeypatch):
     for table in ("KV_CACHE_DTYPES", "_KV_CACHE_DTYPE_HANDLERS"):
         kept = [name for name in getattr(of_caches, table) if name != MIXED]
         monkeypatch.setattr(of_caches, table, kept if table == "KV_CACHE_DTYPES" else {})
-    refused(ValueError, "Invalid kv_cache_dtype: 'int8k_int4v'", CacheConfig, cache_dtype=MIXED)
+    with pytest.raises(ValueError, match="Invalid kv_cache_dtype: 'int8k_int4v'"):  # of pydantic, which has several lines
+        CacheConfig(cache_dtype=MIXED)
     for _ in range(2):
         volta_fa.vllm.register()
     assert of_caches.KV_CACHE_DTYPES.count(MIXED) == 1 and is_quantized_kv_cache(MIXED)

@@ -1,16 +1,16 @@
-"""A stub of vLLM: the classes and functions that volta_fa.vllm uses, with the names and signatures that vLLM 0.19.1 and 0.33.0 share,
-without behavior. vllm_server.py installs it in sys.modules for test_vllm*.py, unless they run with a real vLLM; test_vllm_releases.py
-compares it with that. vLLM's documentation describes the classes; docstrings here say only what is special to the stub."""
+"""A stub of vLLM: the classes and functions that volta_fa.vllm uses, without behavior. vllm_server.py installs it in sys.modules for
+test_vllm*.py, unless they run with a real vLLM. Base classes are empty: test_methods_have_vllms_arguments compares the methods of volta_fa
+with vLLM's. vLLM's documentation describes the classes."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import itertools
+import pkgutil
 import sys
 import types
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,18 +29,14 @@ class AttentionCGSupport(enum.Enum):
     NEVER = 0
 
 
+@dataclasses.dataclass
 class MultipleOf:
-    def __init__(self, base: int):
-        self.base = base
+    base: int
 
 
 class DeviceCapability(NamedTuple):
     major: int
     minor: int
-
-
-class AttentionMetadata:
-    pass
 
 
 @dataclasses.dataclass
@@ -62,109 +58,21 @@ class CommonAttentionMetadata:
     mm_req_doc_ranges: Any = dataclasses.field(default=None, init=False)
 
 
-class AttentionBackend(ABC):
-    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar = ["auto"]
-    forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_supported_kernel_block_sizes():
-        raise NotImplementedError
-
-    @staticmethod
-    @abstractmethod
-    def get_name(): ...
-
-    @staticmethod
-    @abstractmethod
-    def get_impl_cls(): ...
-
-    @staticmethod
-    @abstractmethod
-    def get_builder_cls(): ...
-
-    @classmethod
-    def get_supported_head_sizes(cls):
-        raise NotImplementedError
-
-    @classmethod
-    def supports_compute_capability(cls, capability):
-        raise NotImplementedError
-
-    @classmethod
-    def supports_attn_type(cls, attn_type):
-        raise NotImplementedError
-
-    @classmethod
-    def supports_sink(cls):
-        raise NotImplementedError
-
-    @classmethod
-    def supports_mm_prefix(cls):
-        return False
-
-
-class AttentionMetadataBuilder(ABC):
-    _cudagraph_support = AttentionCGSupport.NEVER
-
-    @abstractmethod
+class AttentionMetadataBuilder:
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = kv_cache_spec, layer_names, vllm_config, device
 
-    def __class_getitem__(cls, _):
-        return cls
 
-    @abstractmethod
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
-
-    def build_for_cudagraph_capture(self, common_attn_metadata):
-        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
-
-
-class AttentionImpl(ABC):
-    def __class_getitem__(cls, _):
-        return cls
-
-    @abstractmethod
-    def __init__(
-        self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto",
-        logits_soft_cap=None, attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None,
-    ): ...  # fmt: skip
-
-    @abstractmethod
-    def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
-    ): ...  # fmt: skip
-
-
-class MLAAttentionImpl(ABC):
-    def __class_getitem__(cls, _):
-        return cls
-
-    @abstractmethod
-    def __init__(
-        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
-        kv_sharing_target_layer_name, q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, qk_head_dim, v_head_dim, kv_b_proj,
-        indexer=None, q_pad_num_heads=None,
-    ): ...  # fmt: skip
-
-    @abstractmethod
-    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): ...
-
-    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
-        raise NotImplementedError
+AttentionBackend, AttentionImpl, AttentionMetadata, MLAAttentionImpl = (
+    type(name, (), {}) for name in ("AttentionBackend", "AttentionImpl", "AttentionMetadata", "MLAAttentionImpl")
+)
 
 
 class AttentionBackendEnum(enum.Enum):
-    FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
     CUSTOM = None
 
-    def get_path(self):
-        return _OVERRIDES.get(self, self.value)
-
     def get_class(self):
-        module, _, name = self.get_path().rpartition(".")
-        return getattr(__import__(module, fromlist=[name]), name)
+        return pkgutil.resolve_name(_OVERRIDES[self])
 
 
 #: Paths of the classes that plugins registered.

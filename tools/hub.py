@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -58,8 +57,9 @@ In transformers: `attn_implementation="<org>/volta-fa"`.
 """
 
 
-class Refusal(Exception):
-    """The wheel cannot become a repository; the message says why."""
+def refusal(why: str) -> SystemExit:
+    """Returns the error of a wheel that cannot become a repository."""
+    return SystemExit(f"{Path(__file__).name}: {why}")
 
 
 def _number(minor: str) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def lay_out(package: Path, output: Path) -> list[Path]:
             (folder / "metadata.json").write_text(json.dumps(about | {"backend": backend}, indent=2) + "\n")
             made.append(folder)
     if not made:
-        raise Refusal(f"{package} has no library: `make wheel` builds them")
+        raise refusal(f"{package} has no library: `make wheel` builds them")
     (output / "README.md").write_text(_CARD)
     return made
 
@@ -109,7 +109,7 @@ def violations(library: Path) -> list[str]:
 
 
 def build(wheel: Path, output: Path) -> list[Path]:
-    """Makes `output` anew from a wheel. Returns the variants' folders. Raises Refusal if it has no library, or one breaks the rules."""
+    """Makes `output` anew from a wheel. Returns the variants' folders. Raises SystemExit if it has no library, or one breaks the rules."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     try:
@@ -119,7 +119,7 @@ def build(wheel: Path, output: Path) -> list[Path]:
             package = Path(unpacked) / "volta_fa"
             broken = {str(path.relative_to(package)): violations(path) for path in sorted(package.rglob("*.so"))}
             if any(broken.values()):
-                raise Refusal("the hub's rules: " + "; ".join(f"{name}: {', '.join(found)}" for name, found in broken.items() if found))
+                raise refusal("the hub's rules: " + "; ".join(f"{name}: {', '.join(found)}" for name, found in broken.items() if found))
             made = lay_out(package, output)
     except BaseException:
         shutil.rmtree(output)
@@ -128,19 +128,14 @@ def build(wheel: Path, output: Path) -> list[Path]:
     return made
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--output", type=Path, default=Path("dist/hub"))
     arguments = parser.parse_args()
-    try:
-        made = build(arguments.wheel, arguments.output)
-    except Refusal as refusal:
-        print(f"{Path(__file__).name}: {refusal}", file=sys.stderr)
-        return 1
+    made = build(arguments.wheel, arguments.output)
     print(f"{arguments.output}: {len(made)} variants, {', '.join(folder.name for folder in made)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

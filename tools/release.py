@@ -35,8 +35,9 @@ _EMPTY = r"\"\""
 _WHEEL_LINE, _SHA256_LINE, _SOURCE_LINE, _ISSUES_LINE = (rf"{name} = {_EMPTY}\n" for name in ("WHEEL", "SHA256", "SOURCE", "ISSUES"))
 
 
-class Refusal(Exception):
-    """There is no release; the message says why."""
+def refusal(why: str) -> SystemExit:
+    """Returns the error of a release that cannot be made."""
+    return SystemExit(f"volta_fa: no release: {why}")
 
 
 def metadata(wheel: Path) -> tuple[str, str]:
@@ -49,10 +50,10 @@ def metadata(wheel: Path) -> tuple[str, str]:
 
 
 def audit(wheel: Path) -> str:
-    """Returns the report of tools/check_wheel.py with auditwheel's verdict. Raises Refusal if the wheel fails the check."""
+    """Returns the report of tools/check_wheel.py with auditwheel's verdict. Raises SystemExit if the wheel fails the check."""
     ran = subprocess.run([sys.executable, Path(__file__).with_name("check_wheel.py"), wheel], capture_output=True, text=True)
     if ran.returncode != 0:
-        raise Refusal(ran.stderr.strip())
+        raise refusal(ran.stderr.strip())
     return ran.stdout.strip()
 
 
@@ -64,7 +65,7 @@ def notes(changelog: str, version: str) -> str:
     """Returns this version's section of the changelog, as a page with unwrapped lines."""
     match = re.search(rf"^## {re.escape(version)}\b[^\n]*\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
     if not match or not match[1].strip():
-        raise Refusal(f"CHANGELOG.md says nothing of {version}")
+        raise refusal(f"CHANGELOG.md says nothing of {version}")
     return f"# volta_fa {version}\n\n{match[1].strip()}\n"
 
 
@@ -97,7 +98,7 @@ def notebook(wheel: Path, known: dict[str, str]) -> str:
     values = (_WHEEL_LINE, address), (_SHA256_LINE, sha256(wheel)), (_SOURCE_LINE, known["source"]), (_ISSUES_LINE, known["issues"])
     for line, value in values:
         if text.count(line) != 1:
-            raise Refusal(f"examples/first_light.ipynb does not have the line {line} once")
+            raise refusal(f"examples/first_light.ipynb does not have the line {line} once")
         text = text.replace(line, line.replace(_EMPTY, rf"\"{value}\""))
     return text
 
@@ -106,7 +107,7 @@ def make(wheel: Path, sdist: Path, output: Path, changelog: str, known: dict[str
     """Makes the complete folder, or none on an error. Returns the report on the wheel. `known`: addresses (tools/addresses.py)."""
     version, requires_python = metadata(wheel)
     if sdist.name != f"volta_fa-{version}.tar.gz":
-        raise Refusal(f"{wheel.name} and {sdist.name} are not of one version")
+        raise refusal(f"{wheel.name} and {sdist.name} are not of one version")
     verdict = audit(wheel)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
@@ -125,21 +126,16 @@ def make(wheel: Path, sdist: Path, output: Path, changelog: str, known: dict[str
     return verdict
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("sdist", type=Path)
     parser.add_argument("--output", type=Path, default=ROOT / "dist" / "release")
     options = parser.parse_args()
-    try:
-        print(make(options.wheel, options.sdist, options.output, (ROOT / "CHANGELOG.md").read_text(), addresses.read()))
-    except Refusal as refusal:
-        print(f"volta_fa: no release: {refusal}", file=sys.stderr)
-        return 1
+    print(make(options.wheel, options.sdist, options.output, (ROOT / "CHANGELOG.md").read_text(), addresses.read()))
     for path in sorted(options.output.iterdir()):
         print(f"{path}{'/' if path.is_dir() else f'  {path.stat().st_size / 2**20:.2f} MiB'}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

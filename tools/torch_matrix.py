@@ -4,7 +4,7 @@
     python tools/torch_matrix.py WHEEL --releases 2.10.0 2.15.0
     python tools/torch_matrix.py WHEEL --docs                       # and put the table into docs/reference/compatibility.md
 
-`CHECKS` names the tests. Prints a table and writes JSON and Markdown to --output.
+`CHECKS` names the tests. Prints the Markdown of a table, and writes it and JSON to --output.
 uv makes the environments as links into its cache. Each environment is removed after its checks: the run needs about 12 GB of disk.
 The releases use different supported Pythons, if installed. On Debian, a test also loads the libraries with those of Debian 11.
 
@@ -25,9 +25,6 @@ import time
 import xml.etree.ElementTree as ET
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 import check_build_env
 import portable_linker  # the linker of wheels, for an old glibc
@@ -299,23 +296,6 @@ def cell(release: Release, name: str) -> str:
     return verdict if verdict in ("", OK) else ABSENT if verdict.startswith(ABSENT) else "fails"
 
 
-def print_table(releases: list[Release], console: Console) -> None:
-    table = Table(box=None, padding=(0, 1))
-    table.add_column("torch")
-    for release in releases:
-        table.add_column(torch_releases.minor(release.release), justify="right")
-    for name in names_of(releases):
-        colours = {OK: "green", "fails": "bold red"}
-        cells = (cell(release, name) for release in releases)
-        table.add_row(name, *(f"[{colours[c]}]{c}[/]" if c in colours else c for c in cells))
-    table.add_row("seconds", *(f"{release.seconds:.0f}" for release in releases))
-    console.print(table)
-    for release in releases:
-        for name, verdict in release.checks.items():
-            if cell(release, name) == "fails":
-                console.print(f"torch {release.release}: {name}: {verdict}", soft_wrap=True, markup=False)
-
-
 def markdown(releases: list[Release], wheel: str, date: str) -> str:
     """Returns the table, then its date and the reasons for absent checks."""
     lines = [f"| | {' | '.join(release.torch or release.release for release in releases)} |", "| --- |" + " --- |" * len(releases)]
@@ -346,16 +326,20 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{options.wheel} does not exist: `make matrix` builds one")
     if options.docs and tuple(options.releases) != torch_releases.RELEASES:
         parser.error("--docs is for the whole matrix, without --releases")
-    matrix, console, releases = Matrix(options), Console(highlight=False), []
+    matrix, releases = Matrix(options), []
     for release in options.releases:
         found = matrix.try_release(release)
         releases.append(found)
         wrong = sum(cell(found, name) == "fails" for name in found.checks)
-        console.print(f"torch {release}: {len(found.checks)} checks in {found.seconds:.0f} s, {wrong} failed")
+        print(f"torch {release}: {len(found.checks)} checks in {found.seconds:.0f} s, {wrong} failed", flush=True)
     if not options.keep:
         shutil.rmtree(matrix.cache, ignore_errors=True)
-    print_table(releases, console)
     text = markdown(releases, options.wheel.name, datetime.date.today().isoformat())
+    print(text)
+    for found in releases:
+        for name, verdict in found.checks.items():
+            if cell(found, name) == "fails":
+                print(f"torch {found.release}: {name}: {verdict}")
     (matrix.folder / "matrix.md").write_text(text)
     (matrix.folder / "matrix.json").write_text(json.dumps([asdict(release) for release in releases], indent=2) + "\n")
     if options.docs:

@@ -3,7 +3,7 @@
 // the score exists. In dq kernels rows are queries and columns keys, as in the forward pass. Main kernels take transposed lists:
 // rows are keys, columns queries, one list for each query head. A step is the columns that a kernel computes at once.
 //
-// The kernel tables in src/kernels pass ListedBlocks as template argument Blocks; turing/backward/block_mask.cuh derives from it.
+// The kernel tables in src/kernels pass ListedBlocks as template argument Blocks; turing/backward/block_mask.cuh has turing's.
 #pragma once
 
 #include "backward/score_coord.cuh"  // Layout: which lane has which score; BwdParams (src/params)
@@ -71,25 +71,27 @@ public:
     }
 };
 
-// A thread block visits the steps of its list. DenseBlocks (dense_blocks.cuh) has the same interface without a block mask.
-class ListedBlocks {
+// A thread block visits the steps of its list. DenseBlocks (dense_blocks.cuh) has the same interface without a block mask. BitsOf:
+// the class of a warp's bits. Ahead: by how many steps loads run ahead.
+template <int Ahead, template <class, int> class BitsOf>
+class ListedBlocksOf {
     const BlockLists& lists_;
 
 public:
     static constexpr bool kListed = true;
     template <class Layout, int Rows>
-    using Bits = ScoreBits<Layout, Rows>;
-    __device__ __forceinline__ explicit ListedBlocks(const BlockLists& lists) : lists_(lists) {}
+    using Bits = BitsOf<Layout, Rows>;
+    __device__ __forceinline__ explicit ListedBlocksOf(const BlockLists& lists) : lists_(lists) {}
     __device__ __forceinline__ const BlockLists& lists() const { return lists_; }
     // The lists of a query head in the thread block's batch entry (first_batch: the launch's first, of those of the call).
     __device__ __forceinline__ HeadLists of_head(const BwdParams& p, int head) const {
         return HeadLists(lists_, p.lengths.first_batch + blockIdx.z, head);
     }
-    // Iterates over the list that has row `row`, Step columns at a time, and tells the columns of 1 step ahead, for loads.
+    // Iterates over the list that has row `row`, Step columns at a time, and tells the columns of Ahead steps ahead, for loads.
     // `columns`: of the sequence. Unnamed: the columns that masks leave, for DenseBlocks.
     template <int Step>
-    __device__ __forceinline__ ListedSteps<Step, 1> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
-        return ListedSteps<Step, 1>(lists_, of_head(p, head).of(lists_, row / kListedRows), columns);
+    __device__ __forceinline__ ListedSteps<Step, Ahead> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
+        return ListedSteps<Step, Ahead>(lists_, of_head(p, head).of(lists_, row / kListedRows), columns);
     }
     // Number of the thread block's block of Keys keys in main kernels. Grid maps blockIdx to a block of keys (number, of count) and
     // a KV head. Lists carry a launch order, longest list first, so that the longest work starts first (HeadLists::launched). A KV
@@ -107,3 +109,4 @@ public:
         return of_head(p, blockIdx.y).launched(lists_, blockIdx.x, gridDim.x) * Rows;
     }
 };
+using ListedBlocks = ListedBlocksOf<1, ScoreBits>;

@@ -75,13 +75,10 @@ template <class Layout, int Tiles, class TileOf>
 __device__ __forceinline__ void add_alibi(const Alibi& alibi, const ScoreCoord<Layout>& coord, TileOf tile) {
     // The distance query + offset - key of element 0: one int-to-float conversion, on the slow XU pipe, serves all elements.
     const float first = alibi.distance(coord.query(0), coord.key(0));
-#pragma unroll
-    for (int n = 0; n < Tiles; n++)
-#pragma unroll
-        for (int v = 0; v < Layout::kElements; v++) {
-            const int query_minus_key = Layout::kTileQueries * n + ScoreCoord<Layout>::query_minus_key(v);
-            tile(n)[v] = alibi(tile(n)[v], first + static_cast<float>(query_minus_key));
-        }
+    unrolled<Tiles, Layout::kElements>([&](int n, int v) {
+        const int query_minus_key = Layout::kTileQueries * n + ScoreCoord<Layout>::query_minus_key(v);
+        tile(n)[v] = alibi(tile(n)[v], first + static_cast<float>(query_minus_key));
+    });
 }
 // Adds ALiBi and bias, each only if the problem has it.
 template <class Layout>

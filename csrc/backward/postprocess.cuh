@@ -4,10 +4,9 @@
 //
 // The factor is |softmax_scale|: if it is negative, the main kernel has flipped the signs of K (Problem::sign_flip).
 //
-// Each family passes RowStats (scratch.cuh: the rounding of rows) and DqAccumulator, the layout of dq_accum: row() and column() are
-// offsets in floats (headdim_rounded a row), load8() loads eight neighboring columns, row_of() and chunk_of() are the row and the
-// chunk of eight columns that a thread begins with, for coalesced loads. headdim is a multiple of eight, rows of dq 16-byte
-// aligned.
+// Each family passes DqAccumulator, the layout of dq_accum: row() and column() are offsets in floats (headdim_rounded a row),
+// load8() loads eight neighboring columns, row_of() and chunk_of() are the row and the chunk of eight columns that a thread begins
+// with, for coalesced loads. headdim is a multiple of eight, rows of dq 16-byte aligned.
 #pragma once
 
 #include "backward/gradient_output.cuh"  // gradients_are_fp32(): output dtype; BwdParams (src/params)
@@ -15,7 +14,7 @@
 #include "tile.cuh"  // kChunk: 8 columns; rows_of(), fp32_element(): addresses
 
 // The kernel, which src/kernels/shared.rs names. A block converts BlockRows rows of one head.
-template <class RowStats, class DqAccumulator, int BlockRows, int Threads>
+template <class DqAccumulator, int BlockRows, int Threads>
 struct BackwardPostprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;
     static constexpr int kLanesPerRow = DqAccumulator::kLanesPerRow;
@@ -25,7 +24,7 @@ struct BackwardPostprocess {
     template <bool FP32>
     static __device__ __forceinline__ void convert(const BwdParams& p, const BlockSeqlenInfo& sequence, int head, int batch) {
         const int end = min((static_cast<int>(blockIdx.x) + 1) * kBlockRows, sequence.seqlen_q());
-        const float* accum = p.dq_accum + rounded_row<RowStats>(p, sequence, batch, head) * p.headdim_rounded;
+        const float* accum = p.dq_accum + rounded_row(p, sequence, batch, head) * p.headdim_rounded;
         // Addresses of outputs are those of fp16 elements; fp32_element() converts them.
         unsigned short* dq = rows_of(p.dq, batch, head, sequence.q_offset());
         const float scale = p.problem.scale;

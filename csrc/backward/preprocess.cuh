@@ -7,9 +7,8 @@
 #include "backward/row_statistics.cuh"  // RowStatistics; BwdParams (src/params): tensors and scratch memory
 
 // The kernel, which src/kernels/shared.rs names. A block has BlockRows rows of one head; kLanesPerStatistic (8) lanes share a row.
-// RowStats is the family's memory layout of the statistics. all_rows is seqlen_q rounded up to whole steps of other kernels; the
-// rows added get delta 0 and lse +inf, so that their P is 0.
-template <class RowStats, int BlockRows, int Threads>
+// all_rows is seqlen_q rounded up to whole steps of other kernels; the rows added get delta 0 and lse +inf, so that their P is 0.
+template <int BlockRows, int Threads>
 struct BackwardPreprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;
     static constexpr int kRowsAtOnce = kThreads / kLanesPerStatistic;
@@ -19,7 +18,7 @@ struct BackwardPreprocess {
         const int head = blockIdx.y, batch = blockIdx.z;
         const int block_row = blockIdx.x * kBlockRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        const RowStatistics<RowStats> statistics(p, sequence, head, batch);
+        const RowStatistics statistics(p, sequence, head, batch);
         const int all_rows = statistics.all_rows;
         if (kVarlen && block_row >= all_rows) return;
 

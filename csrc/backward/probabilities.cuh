@@ -9,6 +9,7 @@
 #pragma once
 
 #include "softmax.cuh"
+#include "unrolled.cuh"
 
 // P is kept in fp16 as P * 2^12. volta's main kernels, turing's main kernel with two roles (warp_specialized.cuh: warps that
 // compute P, warps that compute dP) and store_scores.cuh (where P is one fp16 number) pack by integers: pack_shifted, which flushes
@@ -30,10 +31,7 @@ struct ExponentAddends {
 
     // Turns statistics -lse / scale into addends: scale_log2 is scale * log2(e).
     __device__ __forceinline__ void scale(float scale_log2, float shift) {
-#pragma unroll
-        for (int t = 0; t < T; t++)
-#pragma unroll
-            for (int r = 0; r < Layout::kRows; r++) of_row[t][r] = fmaf(of_row[t][r], scale_log2, shift);
+        unrolled<T, Layout::kRows>([&](int t, int r) { of_row[t][r] = fmaf(of_row[t][r], scale_log2, shift); });
     }
     __device__ __forceinline__ float of(int t, int v) const { return of_row[t][Layout::row_of(v)]; }
 };
@@ -42,11 +40,7 @@ struct ExponentAddends {
 template <class Layout, int M, int N, int E, int T>
 __device__ __forceinline__ void exponentials(float (&s)[M][N][E], float scale_log2, const ExponentAddends<Layout, T>& addends) {
     static_assert(T == (Layout::kKeyRows ? N : M), "the tiles of queries");
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int v = 0; v < E; v++)
-                s[m][n][v] = exp2_approx(fmaf(s[m][n][v], scale_log2, addends.of(Layout::kKeyRows ? n : m, v)));
+    unrolled<M, N, E>([&](int m, int n, int v) {
+        s[m][n][v] = exp2_approx(fmaf(s[m][n][v], scale_log2, addends.of(Layout::kKeyRows ? n : m, v)));
+    });
 }

@@ -3,11 +3,7 @@
 // (probabilities.cuh). It has the unit of a product Q K^T, so one factor, scale_log2 = scale * log2(e), turns both into log2 units.
 // volta's accumulators of dO V^T begin with the second, so that dP - delta costs nothing; turing's kernels add it in multiply-adds.
 // Written by the preprocess kernel, or by the fused kernel (write_row_statistics). Eight lanes compute a row's delta, in loads of
-// 16 bytes each.
-//
-// A family's RowStats is their memory layout: kRowFloats floats a row on average, rows of a sequence padded to a multiple of
-// kRowRounding. In floats, a row's first copy of a statistic lies at offset(row) plus kNegLseAt or kNegDeltaAt. kCopies copies lie
-// kCopyDistance apart: volta's accumulators need two.
+// 16 bytes each. RowStats (scratch.cuh) is their memory layout: volta's accumulators need two copies of each.
 #pragma once
 
 #include "backward/scratch.cuh"  // rounded_row(), rounded_rows(): rows in scratch memory; BwdParams (src/params)
@@ -31,7 +27,6 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 constexpr int kLanesPerStatistic = 8;
 
 // The statistics of one head of one sequence.
-template <class RowStats>
 struct RowStatistics {
     static_assert(RowStats::kCopies <= kLanesPerStatistic, "a lane stores each copy of a statistic");
     const BwdParams& p;
@@ -45,10 +40,10 @@ struct RowStatistics {
     const float inverse_scale;
 
     __device__ __forceinline__ RowStatistics(const BwdParams& p_, const BlockSeqlenInfo& sequence_, int head, int batch)
-        : p(p_), sequence(sequence_), all_rows(rounded_rows<RowStats>(p, sequence)),
-          first_row(rounded_row<RowStats>(p, sequence, batch, head)), dout(rows_of(p.dout, batch, head, sequence.q_offset())),
-          out(rows_of(p.out, batch, head, sequence.q_offset())), lse(p.softmax_lse + sequence.lse_row(batch, head)),
-          stats(p.row_stats + first_row * RowStats::kRowFloats), inverse_scale(1.f / p.problem.scale) {}
+        : p(p_), sequence(sequence_), all_rows(rounded_rows(p, sequence)), first_row(rounded_row(p, sequence, batch, head)),
+          dout(rows_of(p.dout, batch, head, sequence.q_offset())), out(rows_of(p.out, batch, head, sequence.q_offset())),
+          lse(p.softmax_lse + sequence.lse_row(batch, head)), stats(p.row_stats + first_row * RowStats::kRowFloats),
+          inverse_scale(1.f / p.problem.scale) {}
 
     // A row's delta is the sum of part_of_delta (eight columns) over the lane's columns and over the eight lanes. A lane's columns
     // are first_column() and every kLanesPerStatistic * kChunk = 64 columns further.
@@ -71,12 +66,12 @@ struct RowStatistics {
 };
 
 // Writes the statistics of all rows of a head, for the fused kernels: the same block reads them after its next __syncthreads().
-template <class RowStats, int Headdim, int Threads>
+template <int Headdim, int Threads>
 __device__ __forceinline__ void write_row_statistics(const BwdParams& p, const BlockSeqlenInfo& sequence, int head) {
     constexpr int kRowsAtOnce = Threads / kLanesPerStatistic;
     // Rows whose loads are in flight at once. Up to headdim 64, 128 threads do 64 rows in one iteration.
     constexpr int kRows = Headdim <= 64 ? 4 : 2;
-    const RowStatistics<RowStats> statistics(p, sequence, head, blockIdx.z);
+    const RowStatistics statistics(p, sequence, head, blockIdx.z);
 #pragma unroll 1
     for (int first = threadIdx.x / kLanesPerStatistic; first < statistics.all_rows; first += kRows * kRowsAtOnce) {
         float delta[kRows];

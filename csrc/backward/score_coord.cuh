@@ -20,6 +20,7 @@
 #include "score_layout.cuh"
 #include "seqlen_info.cuh"  // BlockSeqlenInfo, mask_of(): lengths and mask of a sequence
 #include "softmax.cuh"
+#include "unrolled.cuh"
 #include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Returns whether a layout's rows, keys and elements agree. For a static_assert after each layout.
@@ -63,16 +64,11 @@ __device__ __forceinline__ void apply_mask(typename Layout::Tile (&s)[M][N], con
     const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));
     // Slots of element 0 are 0 in all layouts, so query(0) and key(0) are the lane's first.
     const ScoreCoord<Layout> coord(lane, query, key);
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int v = 0; v < Layout::kElements; v++) {
-                const int j = Layout::key(coord.key(0) + Layout::kTileKeys * (Layout::kKeyRows ? m : n), v);
-                const int i = Layout::query(coord.query(0) + Layout::kTileQueries * (Layout::kKeyRows ? n : m), v);
-                if (!mask.visible(i, j)) s[m][n][v] = negative_infinity();
-            }
+    unrolled<M, N, Layout::kElements>([&](int m, int n, int v) {
+        const int j = Layout::key(coord.key(0) + Layout::kTileKeys * (Layout::kKeyRows ? m : n), v);
+        const int i = Layout::query(coord.query(0) + Layout::kTileQueries * (Layout::kKeyRows ? n : m), v);
+        if (!mask.visible(i, j)) s[m][n][v] = negative_infinity();
+    });
 }
 // Sets masked scores of one tile to -inf.
 template <class Layout>

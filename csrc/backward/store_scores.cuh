@@ -14,8 +14,7 @@
 //
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
 //   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
-//   RowStats, load_rows            layout of the statistics -lse / scale and -delta (kNegLseAt, kNegDeltaAt: where each begins,
-//                                  floats; kRowFloats: floats of a query); loads those of the lane's queries in a tile
+//   load_rows                      loads row statistics, -lse / scale or -delta, of the lane's queries in a tile
 //   kLaneStatistics                floats from a tile's statistics to the lane's, for each query of it before the lane's first
 //   tile_row(row)                  row of shared memory where a row of K, Q, V or dO goes
 //   own_operand, other_operand     shared offset of the lane's operands of keys and of queries, of the warp's rows from `row` on
@@ -61,7 +60,6 @@ struct BackwardScores {
     using Tile = typename Layout::Tile;
     using Scores = Tile[kTiles][kTiles];
     using Coord = ScoreCoord<Layout>;
-    using RowStats = typename Family::RowStats;
     using Function = typename Conditional<Split, PreciseScoreFunction, ScoreFunction>::Type;
     using Packed = typename Conditional<Split, SplitTile, PackedTile>::Type;
     static __device__ __forceinline__ Packed pack(const Tile& x) {
@@ -125,10 +123,7 @@ struct BackwardScores {
         __device__ __forceinline__ void take_gradients(const Scores& dp, const ScoreOptions& options, const float* stats,
                                                        int rows) {
             if (!Split) return;
-#pragma unroll
-            for (int m = 0; m < kTiles; m++)
-#pragma unroll
-                for (int n = 0; n < kTiles; n++) take(dp_, dp[m][n]);
+            unrolled<kTiles, kTiles>([&](int m, int n) { take(dp_, dp[m][n]); });
             if (uses_dropout(options)) {
                 // bounds |dP * dropout_scale - delta|, where dp_ bounds |dP - delta|
                 float delta = 0.f;
@@ -185,10 +180,7 @@ struct BackwardScores {
 #pragma unroll
         for (int n = 0; n < kTiles; n++) {
             const OfRows neg_delta(stats, n, rows, 0.f);
-#pragma unroll
-            for (int m = 0; m < kTiles; m++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) c[m][n][v] = neg_delta.of(v);
+            unrolled<kTiles, 8>([&](int m, int v) { c[m][n][v] = neg_delta.of(v); });
         }
     }
 
@@ -238,13 +230,10 @@ struct BackwardScores {
             }
             addends.scale(p.problem.scale_log2, kShift);
             exponentials(s, p.problem.scale_log2, addends);
-#pragma unroll
-            for (int m = 0; m < kTiles; m++)
-#pragma unroll
-                for (int n = 0; n < kTiles; n++) {
-                    unit.take_probabilities(s[m][n]);
-                    to_p.store(m, n, pack_probabilities(s[m][n]));
-                }
+            unrolled<kTiles, kTiles>([&](int m, int n) {
+                unit.take_probabilities(s[m][n]);
+                to_p.store(m, n, pack_probabilities(s[m][n]));
+            });
             return;
         }
         const ScoreOptions& options = p.score_options;
@@ -387,8 +376,8 @@ struct BackwardScores {
         const long long element = tile + (warp_key + Layout::first_key(lane)) * kStoredRows + warp_row + Layout::first_query(lane);
         const Stored to_p = {stored.p + element}, to_ds = {stored.ds + element};
 
-        const int rows = rounded_rows<RowStats>(p, sequence) - place.first_row;
-        const float* stats = p.row_stats + rounded_row<RowStats>(p, sequence, batch, head) * RowStats::kRowFloats +
+        const int rows = rounded_rows(p, sequence) - place.first_row;
+        const float* stats = p.row_stats + rounded_row(p, sequence, batch, head) * RowStats::kRowFloats +
                              place.first_row * RowStats::kRowFloats + Layout::first_query(lane) * Family::kLaneStatistics;
         const int key_head = head / group;
         // Adds the product of these operands' rows. Lengths are read again, so that they hold no registers in between.
@@ -400,8 +389,7 @@ struct BackwardScores {
                      other.row_stride, sequence.seqlen_q() - first_row, columns, sign_flip);
         };
 
-        Scores c;
-        clear_tiles(c);
+        Scores c = {};
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
         Unit unit;
         store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kNegLseAt, rows, unit, blocks);

@@ -130,12 +130,6 @@ struct BackwardGradients {
         return reinterpret_cast<const float*>(stored.ds + tile + kStoredUnits);
     }
 
-    template <class Sums>
-    static __device__ __forceinline__ void clear(Sums& c) {
-#pragma unroll
-        for (int i = 0; i < kLaneSums; i++) reinterpret_cast<float (&)[kLaneSums]>(c)[i] = 0.f;
-    }
-
     // Stores the block's sums, times `factor`, to an output, where `first` is the address of the block's first row and column. From
     // there on `rows` rows and `columns` columns exist. fp16 goes by shared memory, so that a thread stores a whole chunk (kChunk
     // elements, 16 bytes).
@@ -213,8 +207,7 @@ struct BackwardGradients {
         const Operand& operand = Split ? selected : is_dv ? p.dout : p.q;
         const unsigned short* scores = Split ? either(is_dv, stored.p, stored.ds) : is_dv ? stored.p : stored.ds;
         const int columns = (is_dv ? p.problem.headdim_v : p.problem.headdim) - column;
-        KeySums c;
-        clear(c);
+        KeySums c = {};
         if (Sparse ? sparse_steps : steps_of_head) {
             const unsigned a_offset = Family::key_a(lane, warp_row());
             const unsigned b_offset = kStagedTile + Family::key_b(lane, warp_column());
@@ -291,7 +284,7 @@ struct BackwardGradients {
 
         QuerySums c;
         if (stored.is_first) {
-            clear(c);
+            clear_tiles(c);
         } else {
             for_each_sum(c, sums, [](float* x, float4& sum) { x[0] = sum.x, x[1] = sum.y, x[2] = sum.z, x[3] = sum.w; });
         }

@@ -32,7 +32,6 @@
 //   scores(q, k, x)       Q K^T of one tile. x: the lane's two scores of each row tile, of row score_row(lane) and tokens
 //                         score_token(lane) and the next; lanes that differ by a mask of kRowLaneMasks have other scores of
 //                         the same row
-//   rescale(lane, o, factor)      multiplies output rows; `factor` is that of the lane's score_row
 //   each_output(lane, o, own, f)  replaces each output x by f(x, `own` of its row, whether x is in the last four of eight columns)
 //   add_values(lane, o, p, v)     output += P V; p: packed probabilities, in the lanes that have the scores. pack() (scales.cuh)
 //                                 makes them fp16 times kPackedOne (2^8), so the output has this factor too, row sums do not.
@@ -302,7 +301,7 @@ public:
                         if constexpr (kValueZeroPoints) probability_scale[mt].offset *= factor[mt];
                         factor[mt] *= value_rescale;
                     }
-                    Layout::rescale(lane, o, factor);
+                    rescale(lane, o, factor);
                 }
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++)
@@ -459,7 +458,7 @@ private:
                     if (ProbabilityScale::exceeds(product[tile][mt])) softmax[mt].sum = quiet_nan();
                 }
             }
-            Layout::rescale(lane, o, factor);
+            rescale(lane, o, factor);
         }
 #pragma unroll
         for (int tile = 0; tile < kStepTiles; tile++)
@@ -489,15 +488,21 @@ private:
             Layout::each_output(lane, o, offset, [](float x, float own, bool later) {
                 return fmaf(x, later ? 1.f / (16.f * ValueElement::kScale) : 1.f / ValueElement::kScale, own);
             });
-        Layout::rescale(lane, o, factor);
+        rescale(lane, o, factor);
     }
 
+    // Multiplies output rows; `factor`: that of the lane's score_row in each row tile.
+    __device__ __forceinline__ static void rescale(const typename Layout::Lane& lane,
+                                                   typename Layout::template Output<kValueLoads>& o,
+                                                   const float (&factor)[RowTiles]) {
+        Layout::each_output(lane, o, factor, [](float x, float own, bool) { return x * own; });
+    }
     __device__ __forceinline__ static void rescale_all(const typename Layout::Lane& lane,
                                                        typename Layout::template Output<kValueLoads>& o, float factor) {
         float of_rows[RowTiles];
 #pragma unroll
         for (float& x : of_rows) x = factor;
-        Layout::rescale(lane, o, of_rows);
+        rescale(lane, o, of_rows);
     }
 
     // Loads the warp's rows of Q; zeros for rows and columns that do not exist.

@@ -93,11 +93,9 @@ public:
     __device__ __forceinline__ void values(Values<Loads> (&v)[kStepTiles]) const {
         const char* from = step_at_ + kValuesAt + Operands::value_token() * kPitch +
                            unit_offset<kValueFormat>(Operands::value_column() - first_column_v());
-#pragma unroll
-        for (int tile = 0; tile < kStepTiles; tile++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                v[tile].token[h].load_shared_row(from + (kTileTokens * tile + Operands::kValueTokens * h) * kPitch);
+        unrolled<kStepTiles, 2>([&](int tile, int h) {
+            v[tile].token[h].load_shared_row(from + (kTileTokens * tile + Operands::kValueTokens * h) * kPitch);
+        });
     }
     __device__ __forceinline__ StagedScales scales() const { return {reinterpret_cast<const float*>(step_at_ + kScalesAt)}; }
     // Returns false after a block-table entry outside the cache. Nothing after it is loaded.

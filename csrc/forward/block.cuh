@@ -2,6 +2,7 @@
 // ptx.cuh) read a special register again where the value is needed, so that it holds no register in between.
 #pragma once
 
+#include "mask.cuh"
 #include "tile.cuh"
 #include "volta_fa_params.h"  // generated from src/params: Problem
 
@@ -44,6 +45,22 @@ struct HeadGroupBlock {
         : row(remat_row(p)), head(blockIdx.y * Heads), head_k(head / (p.nheads / p.nheads_k)), batch(blockIdx.z) {}
     __device__ __forceinline__ static int remat_row(const Problem&) {
         return (gridDim.x - 1 - remat_block_x()) * (BlockRows / Heads);
+    }
+};
+// Block of a grid policy (a template argument of the kernels) without a block mask. Base: ForwardBlock or HeadGroupBlock. Rows: of
+// a head.
+template <class Base, int Rows>
+struct DenseBlock : Base {
+    template <class Grid>
+    __device__ __forceinline__ DenseBlock(const Problem& p, const Grid&) : Base(p) {}
+    // The block's range of keys, which it takes in steps of Step: those that `mask` lets any of its rows see.
+    template <int Step>
+    __device__ __forceinline__ int key_first(const Mask& mask) const {
+        return mask.key_first(Base::row);
+    }
+    template <int Step>
+    __device__ __forceinline__ int key_end(const Mask& mask) const {
+        return mask.key_end(Base::row, Rows);
     }
 };
 // Returns the warp's head; one warp per head.

@@ -27,11 +27,9 @@ __device__ __forceinline__ void store_fp32_row(const FwdParams& p, const unsigne
 template <class Layout, int RowTiles, int OutputTiles>
 __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTiles][OutputTiles]) {
     return [&o](int mt, int r, float factor) {
-#pragma unroll
-        for (int j = 0; j < OutputTiles; j++)
-#pragma unroll
-            for (int v = 0; v < Layout::kElements; v++)
-                if (Layout::row_of(v) == r) o[mt][j][v] *= factor;
+        unrolled<OutputTiles, Layout::kElements>([&](int j, int v) {
+            if (Layout::row_of(v) == r) o[mt][j][v] *= factor;
+        });
     };
 }
 

@@ -99,12 +99,8 @@ struct Scores {
     // The same, where move(row state, maximum of the scores) moves row_max and returns the factor.
     template <class Rescale, class Move>
     __device__ __forceinline__ void update_row_max(SoftmaxRows<Layout, RowTiles>& softmax, Rescale rescale, Move move) const {
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < Layout::kRows; r++) {
-                rescale(mt, r, move(softmax.row[mt][r], row_max<Layout>(lane_maximum(mt, r))));
-            }
+        unrolled<RowTiles, Layout::kRows>(
+            [&](int mt, int r) { rescale(mt, r, move(softmax.row[mt][r], row_max<Layout>(lane_maximum(mt, r)))); });
     }
 
     // Turns products q.k into scores in log2 units (score_mod.cuh), without the bias, which ScoreBias adds. Function is
@@ -162,32 +158,22 @@ struct ScoreBias {
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) { load(p, source(p), row, key); }
     __device__ __forceinline__ void load(const FwdParams& p, const Bias& bias, int row, int key) {
         const typename Layout::Lane lane(remat_lane());
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int nt = 0; nt < KeyTiles; nt++)
-#pragma unroll
-                for (int r = 0; r < Layout::kRows; r++) {
-                    const int i = row + Layout::kTileQueries * mt + Layout::row_slot(r) + Layout::first_query(lane);
-                    loaded[mt][nt][r] = bias.load<Layout::kKeys>(p.score_options, min(i, p.problem.seqlen_q - 1),
-                                                                 key + Layout::kTileKeys * nt + Layout::first_key(lane));
-                }
+        unrolled<RowTiles, KeyTiles, Layout::kRows>([&](int mt, int nt, int r) {
+            const int i = row + Layout::kTileQueries * mt + Layout::row_slot(r) + Layout::first_query(lane);
+            loaded[mt][nt][r] = bias.load<Layout::kKeys>(p.score_options, min(i, p.problem.seqlen_q - 1),
+                                                         key + Layout::kTileKeys * nt + Layout::first_key(lane));
+        });
     }
     // Adds the bias to scores. `factor`: their units per natural unit, log2(e) for scores in log2 units.
     __device__ __forceinline__ void add_to(Scores<Layout, RowTiles, KeyTiles>& s, const ScoreOptions& options,
                                            float factor = kLog2e) const {
+        unrolled<RowTiles, KeyTiles, Layout::kRows>([&](int mt, int nt, int r) {
+            float bias[Layout::kKeys];
+            Bias::to_float(options, loaded[mt][nt][r], bias);
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int nt = 0; nt < KeyTiles; nt++)
-#pragma unroll
-                for (int r = 0; r < Layout::kRows; r++) {
-                    float bias[Layout::kKeys];
-                    Bias::to_float(options, loaded[mt][nt][r], bias);
-#pragma unroll
-                    for (int v = 0; v < Layout::kElements; v++)
-                        if (Layout::row_of(v) == r) s.tile[mt][nt][v] = fmaf(bias[Layout::key_slot(v)], factor, s.tile[mt][nt][v]);
-                }
+            for (int v = 0; v < Layout::kElements; v++)
+                if (Layout::row_of(v) == r) s.tile[mt][nt][v] = fmaf(bias[Layout::key_slot(v)], factor, s.tile[mt][nt][v]);
+        });
     }
 };
 

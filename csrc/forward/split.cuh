@@ -187,14 +187,11 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
             s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
     }
     float sums[Layout::kRows] = {};  // of the step
-#pragma unroll
-    for (int i = 0; i < Family::kTiles; i++)
-#pragma unroll
-        for (int v = 0; v < Layout::kElements; v++) {
-            float& x = s[i].tile[0][0][v];
-            x = exp2_approx(fmaf(x, scale, -softmax.row[0][Layout::row_of(v)].row_max));
-            sums[Layout::row_of(v)] += x;
-        }
+    unrolled<Family::kTiles, Layout::kElements>([&](int i, int v) {
+        float& x = s[i].tile[0][0][v];
+        x = exp2_approx(fmaf(x, scale, -softmax.row[0][Layout::row_of(v)].row_max));
+        sums[Layout::row_of(v)] += x;
+    });
 #pragma unroll
     for (int r = 0; r < Layout::kRows; r++) softmax.add(r, sums[r]);
     if (kHasDropout && p.score_options.rng_state) {
@@ -203,12 +200,9 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
         const auto numbers =
             DropoutBits<Layout, 1>::numbers_of(p).numbers(row + Layout::first_query(lane), key + Layout::first_key(lane));
         const unsigned kept = DropoutRule(p.score_options).kept_bits(numbers);
-#pragma unroll
-        for (int i = 0; i < Family::kTiles; i++)
-#pragma unroll
-            for (int v = 0; v < Layout::kElements; v++)
-                if (!(kept >> kept_bit(Layout::row_of(v), i * Family::kNextTile + Layout::key_slot(v)) & 1))
-                    s[i].tile[0][0][v] = 0.f;
+        unrolled<Family::kTiles, Layout::kElements>([&](int i, int v) {
+            if (!(kept >> kept_bit(Layout::row_of(v), i * Family::kNextTile + Layout::key_slot(v)) & 1)) s[i].tile[0][0][v] = 0.f;
+        });
     }
 }
 
@@ -409,18 +403,15 @@ struct WideForward {
     __device__ __forceinline__ static void add_sums(u32 sums, Products& s) {
         const u32 from =
             sums + remat_thread_index() / 32 / kColumnGroups * (kColumnGroups * kWarpSums) + remat_lane() * kChunkBytes;
+        unrolled<2, kColumnGroups>([&](int i, int g) {
+            const uint4 sum = load_shared(from + g * kWarpSums + i * kLaneChunks);
+            const u32 of[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int g = 0; g < kColumnGroups; g++) {
-                const uint4 sum = load_shared(from + g * kWarpSums + i * kLaneChunks);
-                const u32 of[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-                for (int v = 0; v < 4; v++) {
-                    float& x = s[(4 * i + v) / Layout::kElements].tile[0][0][(4 * i + v) % Layout::kElements];
-                    x = g ? x + __uint_as_float(of[v]) : __uint_as_float(of[v]);
-                }
+            for (int v = 0; v < 4; v++) {
+                float& x = s[(4 * i + v) / Layout::kElements].tile[0][0][(4 * i + v) % Layout::kElements];
+                x = g ? x + __uint_as_float(of[v]) : __uint_as_float(of[v]);
             }
+        });
     }
 
     __device__ __forceinline__ static void run(const FwdParams& p, const Keys& visited = Keys()) {

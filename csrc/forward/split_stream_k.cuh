@@ -71,10 +71,7 @@ public:
         __threadfence();  // this thread's split is visible before the semaphore counts it
         if (!is_last_block(params_.semaphores + split.stream_k_tile, params_.launch_id, split.splits)) return false;
         softmax = SoftmaxRows<Layout, 1>();
-#pragma unroll
-        for (int j = 0; j < kTiles; j++)
-#pragma unroll
-            for (int v = 0; v < kElements; v++) o[0][j][v] = 0.f;
+        clear_tiles(o);
 #pragma unroll 1
         for (int i = 0; i < split.splits; i++, chunks += kSplitChunks) {
             const uint4 state = __ldcg(chunks);

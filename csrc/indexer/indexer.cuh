@@ -158,13 +158,10 @@ struct Kernel {
         unsigned sums_before = sums + (kSlots - 1) * kSumBytes;
         const auto finish_tile = [&] {
             float s[4] = {};
-#pragma unroll
-            for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    const float x = before.at(mt, v);
-                    s[(v & 1) + 2 * (v >> 2)] += w[mt][(v >> 1) & 1] * (x + fabsf(x));
-                }
+            unrolled<kRowTiles, 8>([&](int mt, int v) {
+                const float x = before.at(mt, v);
+                s[(v & 1) + 2 * (v >> 2)] += w[mt][(v >> 1) & 1] * (x + fabsf(x));
+            });
             int index;
             const float sum = sum_over_rows(s, lane, index);
             if (!(lane & Products::kLaneMasks[2])) store_shared1(sums_before + products.key(index) * 4, __float_as_uint(sum));

@@ -14,10 +14,10 @@ namespace volta {
 
 struct IndexerProducts {
     using Queries = uint4[indexer::kRowTiles][indexer::kChunks];  // the lane's operands: two row tiles of 16
-    // Scores of the two row tiles and 16 keys. at(mt, v): element v (0 to 7) of the lane in row tile mt. [1]: for clear_tiles().
+    // Scores of the two row tiles and 16 keys. at(mt, v): element v (0 to 7) of the lane in row tile mt.
     struct Scores {
-        Accumulator tile[1][indexer::kRowTiles];
-        __device__ __forceinline__ float at(int mt, int v) const { return tile[0][mt][v]; }
+        Accumulator tile[indexer::kRowTiles];
+        __device__ __forceinline__ float at(int mt, int v) const { return tile[mt][v]; }
         __device__ __forceinline__ void clear() { clear_tiles(tile); }
     };
     static constexpr int kRowStep = 4;  // from row() to the lane's other row of a tile
@@ -53,9 +53,9 @@ struct IndexerProducts {
             beside(c);
             const uint4& b = k[c % (kAhead + 1)];
 #pragma unroll
-            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[0][mt], q[mt][c].x, q[mt][c].y, b.x, b.y);
+            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[mt], q[mt][c].x, q[mt][c].y, b.x, b.y);
 #pragma unroll
-            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[0][mt], q[mt][c].z, q[mt][c].w, b.z, b.w);
+            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[mt], q[mt][c].z, q[mt][c].w, b.z, b.w);
         }
     }
 };

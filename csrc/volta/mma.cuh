@@ -49,9 +49,4 @@ VOLTA_MMA(mma_row_row, row, row)
 VOLTA_MMA(mma_col_row, col, row)
 #undef VOLTA_MMA
 
-__device__ __forceinline__ void clear(Accumulator& c) {
-#pragma unroll
-    for (int v = 0; v < 8; v++) c[v] = 0.f;
-}
-
 }  // namespace volta

@@ -2,8 +2,6 @@
 those of flash-attn's `flash_attn.bert_padding`. The package's replacement for flash_attn, which `install_flash_attn_shim()` makes
 importable, has them there."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Finds GPUs, drivers and torch builds that do not work together, and says in one line what to install. `volta_fa.info()`, the command line
 and `enable_sdpa()` report these lines; `import volta_fa` schedules a warning (`warn_when_cuda_starts`). `send` says where a report goes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

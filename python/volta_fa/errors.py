@@ -1,7 +1,5 @@
 """The errors that this package raises: one format for arguments, one type for the command line."""
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -31,6 +29,15 @@ def require_tensors(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             raise bad_argument(name, "None", "a tensor")
+
+
+def require_none(
+    expected: str, *, got: str | None = "a tensor", op: str = "", error: type[Exception] = NotImplementedError, **arguments: object
+) -> None:
+    """Raises `bad_argument` for the first of `arguments` that is not None. `got`: describes it; None: its value does."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise bad_argument(name, value if got is None else got, expected, op=op, error=error)
 
 
 class CommandError(Exception):

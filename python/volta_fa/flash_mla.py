@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import bad_argument, require_tensors
+from .errors import bad_argument, require_none, require_tensors
 from .operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -111,22 +111,23 @@ def flash_mla_with_kvcache(
     require_tensors(q=q, k_cache=k_cache)
     if head_dim_v != 512:
         raise bad_argument("head_dim_v", head_dim_v, "512, the columns of a latent", op=_OP)
-    sparse = {
-        "attn_sink": attn_sink,
-        "extra_k_cache": extra_k_cache,
-        "extra_indices_in_kvcache": extra_indices_in_kvcache,
-        "topk_length": topk_length,
-        "extra_topk_length": extra_topk_length,
-    }
     if indices is None:
-        _check_dense(is_fp8_kvcache, sparse, block_table, cache_seqlens)
+        require_none(
+            "None without indices", op=_OP, error=ValueError, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
+            extra_indices_in_kvcache=extra_indices_in_kvcache, topk_length=topk_length, extra_topk_length=extra_topk_length,
+        )  # fmt: skip
+        if is_fp8_kvcache:
+            expected = "False without indices: a cache in fp8 then has 576 columns of torch.float8_e4m3fn or _e5m2, and descale_k"
+            raise bad_argument("is_fp8_kvcache", is_fp8_kvcache, expected, op=_OP, error=NotImplementedError)
+        for name, tensor in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+            if tensor is None:
+                raise bad_argument(name, "None", "a tensor: without one FlashMLA has sparse attention alone, by indices", op=_OP)
         return torch.ops.volta_fa.fwd_mla(
             q, k_cache, block_table=with_unit_stride(block_table), cache_seqlens=with_unit_stride(cache_seqlens),
             latent_scale=latent_scale, latent_descale=descale_k, softmax_scale=softmax_scale, is_causal=causal,
         )  # fmt: skip
-    for name, tensor in (("descale_k", descale_k), ("latent_scale", latent_scale)):
-        if tensor is not None:
-            raise bad_argument(name, "a tensor", "None beside indices: rows in fp8 have their scales", op=_OP)
+    expected = "None beside indices: rows in fp8 have their scales"
+    require_none(expected, op=_OP, error=ValueError, descale_k=descale_k, latent_scale=latent_scale)
     if causal:
         raise bad_argument("causal", causal, "False beside indices: choose the tokens that a query may see", op=_OP)
     if is_fp8_kvcache != (k_cache.element_size() == 1):
@@ -189,16 +190,3 @@ def flash_mla_sparse_fwd(
         q, kv.unsqueeze(0), indices.squeeze(1), topk_length=topk_length, sinks=attn_sink, softmax_scale=sm_scale
     )
     return out, max_logits.t(), softmax_lse.t()
-
-
-def _check_dense(is_fp8_kvcache: bool, sparse: dict[str, Tensor | None], block_table: Tensor | None, cache_seqlens: Tensor | None) -> None:
-    """Raises an error for arguments of sparse attention (`sparse`, by name), and for missing ones, in a call without indices."""
-    for name, tensor in sparse.items():
-        if tensor is not None:
-            raise bad_argument(name, "a tensor", "None without indices", op=_OP)
-    if is_fp8_kvcache:
-        expected = "False without indices: a cache in fp8 then has 576 columns of torch.float8_e4m3fn or _e5m2, and descale_k"
-        raise bad_argument("is_fp8_kvcache", is_fp8_kvcache, expected, op=_OP, error=NotImplementedError)
-    for name, tensor in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
-        if tensor is None:
-            raise bad_argument(name, "None", "a tensor: without one FlashMLA has sparse attention alone, by indices", op=_OP)

@@ -9,14 +9,12 @@ A logit is `scale[key] * sum over heads of weights[query, head] * relu(q[query, 
 `volta_fa::indexer_logits`, which reads lengths and tables on the GPU and needs no metadata. Tensors may also be on the CPU.
 `volta_fa.flash_mla` then attends to the chosen tokens."""
 
-from __future__ import annotations
-
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from .errors import bad_argument, require_tensors
+from .errors import bad_argument, require_none, require_tensors
 from .operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = ["fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "topk_indices"]
@@ -103,8 +101,7 @@ def fp8_paged_mqa_logits(
     Raises ValueError for wrong arguments, NotImplementedError for indices.
     """
     require_tensors(q=q, kv_cache=kv_cache, weights=weights, context_lens=context_lens, block_table=block_table)
-    if indices is not None:
-        raise bad_argument("indices", "a tensor", "None: give each query a row of block_table", op=_OP, error=NotImplementedError)
+    require_none("None: give each query a row of block_table", op=_OP, indices=indices)
     _check_rank("q", q, 4, "(batch, next_n, nheads, 128)")
     batch, next_n = q.shape[:2]
     if weights.dim() != 2 or weights.shape[0] != batch * next_n:

@@ -2,8 +2,6 @@
 native library has the tables of kernels, limits and cache formats, and returns them as JSON (the operator `volta_fa::_info`). A kernel
 family is the kernels for one generation of GPUs: volta or turing."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,8 +1,6 @@
 """Finds and loads the native library, whose loading registers `torch.ops.volta_fa`. `import volta_fa` calls `load`. The package has one
 libvolta_fa.so for each supported torch, in torch-<release>/, and one libvolta_fa_core.so for all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,10 +1,8 @@
 """What the operators require of tensors, for Python code that checks arguments before it calls them: size limits, which the native library
 publishes, dtypes, strides and values."""
 
-from __future__ import annotations
-
 import os
-from typing import overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from .errors import bad_argument
 from .inspection import limits
 
 _LIMITS = limits()
+_T = TypeVar("_T", Tensor, Tensor | None)
 
 #: Largest headdim of `volta_fa::fwd`, `bwd` and `fwd_kvcache`.
 MAX_HEADDIM: int = _LIMITS["max_headdim"]
@@ -29,11 +28,7 @@ def takes_dtype(q: Tensor) -> bool:
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) or (q.dtype == torch.float64 and q.device.type == "cpu")
 
 
-@overload
-def with_unit_stride(t: Tensor) -> Tensor: ...
-@overload
-def with_unit_stride(t: Tensor | None) -> Tensor | None: ...
-def with_unit_stride(t: Tensor | None) -> Tensor | None:
+def with_unit_stride(t: _T) -> _T:
     """Returns t if its last dimension has stride 1, as the operators require, else a contiguous copy. flash-attn copies too."""
     return t if t is None or t.dim() == 0 or t.stride(-1) == 1 else t.contiguous()
 

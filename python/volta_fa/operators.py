@@ -1,7 +1,5 @@
 """Public Python functions for two operators: merging attention over several sets of keys, and quantizing keys once for `fwd_fast`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Shows how far a command is: a progress bar, or lines in a pipe. `check`, `versus-1cat` and the benchmarks use it. It needs rich."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -4,8 +4,6 @@ A pair of dimensions (x0, x1) at position p becomes (x0 cos - x1 sin, x0 sin + x
 2104.09864). With `interleaved` dimensions 2 i and 2 i + 1 are a pair, else i and i + rotary_dim / 2. Dimensions from rotary_dim on stay the
 same. Computes in float32, or in x's dtype if that is wider."""
 
-from __future__ import annotations
-
 from typing import Any, SupportsIndex
 
 import torch

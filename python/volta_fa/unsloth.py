@@ -1,7 +1,5 @@
 """Public name of `volta_fa.integrations.unsloth`: importing it, after unsloth, calls `enable_unsloth`. Without a suitable GPU it warns."""
 
-from __future__ import annotations
-
 import warnings
 
 from .integrations.unsloth import __all__ as __all__

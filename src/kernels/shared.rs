@@ -176,15 +176,14 @@ pub fn fused(main: Variant) -> Variant {
 /// Returns the kernel before main kernels, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have
 /// 1024 threads with two or more 16-byte loads each in flight.
 pub fn preprocess(family: Family) -> Variant {
-    let headers = ["backward/preprocess.cuh", "FAMILY/backward/row_stats.cuh"];
-    let source = source(family, &headers, "BackwardPreprocess<FAMILY::RowStats, BLOCK_ROWS, THREADS>", "p");
+    let source = source(family, &["backward/preprocess.cuh"], "BackwardPreprocess<BLOCK_ROWS, THREADS>", "p");
     Variant { headdim: 512, headdim_v: 512, block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPreprocess, source) }
 }
 
 /// Returns the kernel after main kernels with atomics, like [`preprocess`] but to headdim 256: above, `stored_backward` sums dq.
 pub fn postprocess(family: Family) -> Variant {
-    let headers = ["backward/postprocess.cuh", "FAMILY/backward/dq_accumulator.cuh", "FAMILY/backward/row_stats.cuh"];
-    let source = source(family, &headers, "BackwardPostprocess<FAMILY::RowStats, FAMILY::DqAccumulator, BLOCK_ROWS, THREADS>", "p");
+    let headers = ["backward/postprocess.cuh", "FAMILY/backward/dq_accumulator.cuh"];
+    let source = source(family, &headers, "BackwardPostprocess<FAMILY::DqAccumulator, BLOCK_ROWS, THREADS>", "p");
     Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPostprocess, source) }
 }
 

@@ -17,6 +17,7 @@ use crate::params::{CastParams, Operand, Output};
 use crate::plan::{self, DeviceLimits, PlannedKernel};
 use crate::problem::{padded_headdim, Attention};
 use crate::tensor::{self, element_type, output, Absent}; // Absent: NONE, a block of null pointers and zeros
+use std::mem::replace;
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
@@ -40,12 +41,14 @@ const MAX_SPARSE_TILES: u32 = 8;
 
 /// Passes of the kernel over the tensors, a launch each, in this order: `cast::Phase` in csrc/shared/cast/cast.cuh. The first takes the
 /// largest magnitude of each group and casts q and k unscaled (not if they are split). The second takes magnitudes again without keys that
-/// no query sees. The third casts v, and q and k where they need a scale. The last scales softmax_lse back after a forward pass.
+/// no query sees. The third casts v, and q and k where they need a scale. A backward pass with parts then casts q and k for products with
+/// gradients of scores. After a forward pass the last one scales softmax_lse back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     TakeLargest,
     LeaveOutHidden,
     CastScaled,
+    CastForGradients,
     RestoreLse,
 }
 
@@ -128,6 +131,14 @@ pub(super) fn plan(a: &Attention, has_v: bool, limits: &DeviceLimits) -> Result<
     plan::cast(a.seqlen_q.max(a.seqlen_k), heads, limits)
 }
 
+/// Fills split tensors of `columns` columns with zeros if there are columns between their parts.
+fn clear_between_parts<'t>(split: impl IntoIterator<Item = &'t Tensor>, columns: i64, low_column: i64) -> Result<()> {
+    for t in split.into_iter().filter(|_| low_column > padded_headdim(columns)) {
+        let _ = t.shallow_clone().f_zero_()?;
+    }
+    Ok(())
+}
+
 impl<'a> Cast<'a> {
     /// Casts a call's operands, to what `to` says. `softmax_lse`: given in a backward pass, contiguous; scaled in place as the scores are.
     pub fn new(inputs: &Inputs, a: &Attention, to: Operands, softmax_lse: Option<&Tensor>, launcher: &'a dyn Launcher) -> Result<Cast<'a>> {
@@ -162,12 +173,9 @@ impl<'a> Cast<'a> {
         let mut launches = Launches::begin(&given, a, launcher, written);
         launches.also_write(&[], Some(("largest", &largest)));
         launches.also_write(&[], softmax_lse.map(|t| ("softmax_lse", t)));
-        let targets = [(&cast.q, a.headdim, to.low_column), (&cast.k, a.headdim, to.low_column)];
-        let value_target = values.map(|values| (&cast.v, a.headdim_v, values.low_column));
-        for (t, ..) in targets.into_iter().chain(value_target).filter(|(_, columns, low_column)| *low_column > padded_headdim(*columns)) {
-            // columns between the parts; after begin, which fills writable memory with NaN
-            let _ = t.shallow_clone().f_zero_()?;
-        }
+        // after begin, which fills writable memory with NaN
+        clear_between_parts([&cast.q, &cast.k], a.headdim, to.low_column)?;
+        clear_between_parts(values.map(|_| &cast.v), a.headdim_v, values.map_or(0, |values| values.low_column))?;
         let shape: &[i64] = if a.total_q().is_some() { &[3, 1, a.nheads_k, 1, 1] } else { &[3, entries, 1, a.nheads_k, 1, 1] };
         let this = Cast {
             inputs: cast,
@@ -191,6 +199,25 @@ impl<'a> Cast<'a> {
         }
         this.run(&launches, Phase::CastScaled, softmax_lse)?;
         Ok(this)
+    }
+
+    /// Casts q and k, split, with exponents that bring their largest magnitudes below 1, whatever the scores: gradients of scores times q or
+    /// k need all their digits. [`Cast::gradient_exponents`] are then of these.
+    pub fn for_gradients(&mut self) -> Result<[Tensor; 2]> {
+        let Operands { low_column, .. } = self.operands;
+        let like = |t: &Tensor| tensor::empty(&t.size(), Kind::Half, self.launcher);
+        let (q, k) = (like(&self.inputs.q)?, like(&self.inputs.k)?);
+        let written = [("q_fp16", Some(&q)), ("k_fp16", Some(&k))];
+        let mut launches = Launches::begin(&self.given, &self.problem, self.launcher, written);
+        // `&[]`: no other range changes
+        launches.also_write(&[], Some(("largest", &self.largest)));
+        launches.also_write(&[], Some(("exponents", &self.exponents)));
+        clear_between_parts([&q, &k], self.problem.headdim, low_column)?;
+        let of_scores = [replace(&mut self.inputs.q, q), replace(&mut self.inputs.k, k)];
+        // None: softmax_lse stays as it is
+        self.run(&launches, Phase::CastForGradients, None)?;
+        let [q, k] = of_scores;
+        Ok([replace(&mut self.inputs.q, q), replace(&mut self.inputs.k, k)])
     }
 
     /// Gives all groups of v the largest magnitude of any group, so that the kernel computes one exponent for all.
@@ -224,7 +251,7 @@ impl<'a> Cast<'a> {
     pub fn gradient_exponents(&self) -> Result<[Tensor; 2]> {
         // dq is a sum of scale * dS * k, dk of scale * dS * q; the scale lost scale_exponent
         let lost = -i64::from(self.scale_exponent);
-        let of_q = self.exponents.f_select(0, 0)?; // those of ordinary rows
+        let of_q = self.exponents.f_select(0, 0)?; // those of rows without an exponent of their own
         Ok([self.k_exponents()?.f_add_scalar(lost)?, of_q.f_add_scalar(lost)?])
     }
 
@@ -233,7 +260,10 @@ impl<'a> Cast<'a> {
         let a = &self.problem.padded();
         let is_packed = a.total_q().is_some();
         let mut kernel = self.kernel;
-        let has_v = self.operands.v.is_some();
+        let has_v = self.operands.v.is_some() && phase != Phase::CastForGradients;
+        if phase == Phase::CastForGradients {
+            kernel.blocks[1] = (a.nheads + a.nheads_k) as u32;
+        }
         if matches!(phase, Phase::LeaveOutHidden | Phase::RestoreLse) || (phase == Phase::CastScaled && !has_v) {
             kernel.blocks[0] = kernel.blocks[0].min(MAX_SPARSE_TILES);
         }

@@ -72,8 +72,16 @@ pub(super) fn launch_forward(
     Ok(())
 }
 
-/// Computes the gradients. `mode`: what the plan must observe beyond the problem, such as fp32 gradients.
-pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
+/// Computes the gradients. `of_gradients`: with `mode.split`, q and k as factors of dk and dq, scaled otherwise than as factors of scores.
+/// `mode`: what the plan must observe beyond the problem, such as fp32 gradients.
+pub fn backward(
+    inputs: &Inputs,
+    saved: &Saved,
+    of_gradients: Option<&[Tensor; 2]>,
+    given: &Attention,
+    mode: BackwardMode,
+    launcher: &dyn Launcher,
+) -> Result<Gradients> {
     let a = &given.padded();
     let plan = plan::backward(a, mode, &launcher.limits()?)?;
     log::backward(a, mode, &plan)?;
@@ -116,6 +124,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     ranges.extend(stream_k.iter().map(|launch| written_range(SCRATCH, launch.scratch())));
     let of_stored = stored.iter().flat_map(|memory| [("p", &memory.p), ("ds", &memory.ds), ("dq_sums", &memory.dq_sums)]);
     ranges.extend(of_stored.map(|(name, t)| written_range(name, t)));
+    ranges.extend(of_gradients.into_iter().flatten().map(|t| read_range("q or k of gradients", t)));
     let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
     // after `begin`: the simulator fills writable memory with NaN there, but a sum starts from zeros. `&[]`: no other range changes
@@ -182,8 +191,12 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         if let Some(stored) = &stored {
             // `main` stores P and dS of some heads and keys; `postprocess` is then the gradients kernel, which uses them before the next
             for of_launch in stored.launches(a.nheads_k) {
-                for kernel in [Some(plan.main), plan.postprocess].iter().flatten() {
-                    let (backward, stored) = (params, of_launch);
+                let mut of_products = params;
+                if let Some([q, k]) = of_gradients {
+                    (of_products.q, of_products.k) = (operand(q, first), operand(k, first));
+                }
+                for (kernel, backward) in [(Some(plan.main), params), (plan.postprocess, of_products)] {
+                    let (Some(kernel), stored) = (&kernel, of_launch) else { continue };
                     match blocks {
                         None => launches.run(kernel, batches, bytes_of(&BwdStoredParams { backward, stored }))?,
                         Some(blocks) => launches.run(kernel, batches, bytes_of(&BwdStoredBlockParams { backward, stored, blocks }))?,

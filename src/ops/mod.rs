@@ -88,7 +88,7 @@ pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     match target {
         Target::Cpu => cpu::backward(inputs, saved, &a),
         Target::Kernels(launcher) if inputs.q.kind() != Kind::Half => scaled::backward(inputs, saved, &a, mode, &*launcher),
-        Target::Kernels(launcher) => device::backward(inputs, saved, &a, mode, &*launcher),
+        Target::Kernels(launcher) => device::backward(inputs, saved, None, &a, mode, &*launcher),
     }
 }
 

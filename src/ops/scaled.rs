@@ -232,7 +232,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
     let softmax_lse = copied(&saved.softmax_lse, Kind::Float)?;
     let largest = Largest::of(mode);
-    let (cast, v) = cast_backward(inputs, a, shared, saved, &softmax_lse, mode, launcher)?;
+    let (mut cast, v) = cast_backward(inputs, a, shared, saved, &softmax_lse, mode, launcher)?;
     let mut dout = Exponents::new(&saved.dout, &unused_rows(inputs, a)?, shared, largest.factors, a)?;
     // a copy of ([batch,] nheads, rows) as ([batch,] rows, nheads, 1)
     let mut dlse = saved.dlse.as_ref().map(|t| copied(&t.f_transpose(-1, -2)?.f_unsqueeze(-1)?, Kind::Float)).transpose()?;
@@ -255,7 +255,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     }
     let mode = BackwardMode { fp32_gradients: true, has_dlse: dlse.is_some(), ..mode };
     let scaled = Saved { out, dout: scaled_dout, softmax_lse, dlse, attn_bias_requires_grad: saved.attn_bias_requires_grad };
-    let mut g = device::backward(&cast.inputs, &scaled, &cast.problem, mode, launcher)?;
+    let of_gradients = mode.split.then(|| cast.for_gradients()).transpose()?;
+    let mut g = device::backward(&cast.inputs, &scaled, of_gradients.as_ref(), &cast.problem, mode, launcher)?;
     let kind = inputs.q.kind();
     // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone. of_dq comes from exponents of k, of_dk of q.
     let [of_dq, of_dk] = cast.gradient_exponents()?;

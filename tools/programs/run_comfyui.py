@@ -121,6 +121,7 @@ class Ready(NamedTuple):
 def paths(worker, device):
     """Returns the paths of this worker by name: functions that make a model, in a ModelPatcher, `Ready`."""
     import volta_fa
+    from volta_fa.check.kernels import environment  # sets variables in a context
 
     @contextlib.contextmanager
     def sdpa_enabled(**variables):
@@ -161,16 +162,6 @@ def paths(worker, device):
     if worker == "xformers":
         return {"xformers": Ready, "enable_xformers": through_xformers, "node instead of xformers": through_node}
     return {"split attention" if worker == "split" else "sub-quadratic attention": Ready}
-
-
-@contextlib.contextmanager
-def environment(**variables):
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
 
 
 def memory_efficient():
@@ -330,6 +321,8 @@ def run_worker(worker, folder, device, dtype, models, shared, result):
     import comfy.ldm.modules.attention
     import comfy.model_management
     import torch
+
+    from volta_fa.check.kernels import environment  # sets variables in a context
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows = []

@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
@@ -87,19 +87,14 @@ def sdpa(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[s
         yield volta_fa.sdpa_stats
 
 
-def refuse_flash(model: Model) -> None:
-    """Raises NotImplementedError for models that cannot take the backends `flash` and `_native_flash`."""
+@contextmanager
+def flash(module: Any, model: Model, device: str, backend: str = "flash") -> Iterator[Callable[[], dict[str, Any]]]:
+    """The backend `flash`, on the stand-in for flash-attn, or `_native_flash`."""
     if not model.dispatches:
         raise NotImplementedError("its attention has no backends")
     if model.has_mask:
         raise NotImplementedError("it has a mask, which diffusers refuses for this backend")
-
-
-@contextmanager
-def flash(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
-    """The backend `flash`, on the stand-in for flash-attn."""
-    refuse_flash(model)
-    module.set_attention_backend("flash")
+    module.set_attention_backend(backend)
     try:
         with counted_op() as count:
             yield count
@@ -110,18 +105,21 @@ def flash(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[
 @contextmanager
 def native_flash(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """The backend `_native_flash`, on PyTorch's registry of flash implementations. PyTorch chooses it on newer GPUs only."""
-    refuse_flash(model)
-    if next(module.parameters()).dtype == torch.float32 and device != "cpu":
-        raise NotImplementedError("PyTorch's flash op takes no float32")
     if device == "cpu":
         raise NotImplementedError("PyTorch has another flash op on the CPU, except in a ring")
-    module.set_attention_backend("_native_flash")
+    if next(module.parameters()).dtype == torch.float32:
+        raise NotImplementedError("PyTorch's flash op takes no float32")
+    with flash(module, model, device, "_native_flash") as count, registered():
+        yield count
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Activates volta_fa in PyTorch's registry of flash implementations."""
     torch.nn.attention.activate_flash_attention_impl(VOLTA)
     try:
-        with counted_op() as count:
-            yield count
+        yield
     finally:
-        module.set_attention_backend("native")
         torch.nn.attention.restore_flash_attention_impl()
 
 
@@ -195,7 +193,7 @@ def noted(row: Row) -> Iterator[None]:
     except NotImplementedError as reason:
         row.cells = {"note": str(reason).partition("\n")[0]}
     except Exception as error:
-        row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
+        row.cells, row.right = {"note": f"{type(error).__name__}: {error}".partition("\n")[0]}, False
 
 
 def fallen(stats: dict[str, Any]) -> str:
@@ -341,18 +339,13 @@ def run_in_parallel(name: str, way: str, device: str, dtype: torch.dtype) -> tup
     backend, degrees = PARALLEL[way]
     shape = (degrees.get("ring_degree", 1), degrees.get("ulysses_degree", 1))
     mesh = dist.init_device_mesh(device, shape, mesh_dim_names=("ring", "ulysses"))
-    if backend == "_native_flash":
-        torch.nn.attention.activate_flash_attention_impl(VOLTA)
-    try:
+    with registered() if backend == "_native_flash" else nullcontext():
         module.set_attention_backend(backend)
         module.enable_parallelism(config=diffusers.ContextParallelConfig(**degrees, mesh=mesh))
         with sdpa(module, model, device) if backend == "native" else counted_op() as stats:
             out, gradient = forward_backward(module, inputs, dtype)
             dist.all_reduce(gradient)  # each process has that of its part of the input
             return out.cpu().numpy(), gradient.cpu().numpy(), stats()
-    finally:
-        if backend == "_native_flash":
-            torch.nn.attention.restore_flash_attention_impl()
 
 
 def in_two_processes(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
@@ -372,7 +365,7 @@ def in_two_processes(device: str, dtype: torch.dtype, wanted: Callable[[str, str
         references: dict[str, Any] = {}
         for name, way in ways:
             row = Row(name, way)
-            try:
+            with noted(row):
                 *_, result = queue.get(timeout=180)
                 if isinstance(result, str):
                     raise RuntimeError(result)
@@ -383,11 +376,9 @@ def in_two_processes(device: str, dtype: torch.dtype, wanted: Callable[[str, str
                         references[name] = forward_backward(module.to(dtype), inputs, dtype), expected
                 found = tuple(torch.from_numpy(array).to(device) for array in result[:2])
                 row.cells, row.right = judge(models[name], found, *references[name], result[2])
-            except Exception as error:
-                row.cells, row.right = {"note": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}, False
-                yield row
-                return
             yield row
+            if "note" in row.cells:  # the processes have ended, or one waits for the other
+                return
     finally:
         for process in processes.processes:
             process.join(10)

@@ -12,10 +12,12 @@
 //
 // With low parts (low_column not 0) a number is the sum of two fp16 numbers: the rounded one and, low_column columns further, what
 // rounding took. The first phase then casts nothing, and q and k get about the same size, so that low parts are not subnormal.
+// Where all scores are tiny they still are, which no score needs; but dk and dq are products with q and k. So the backward pass
+// casts these once more, with exponents that do not cancel.
 //
 // Scores are products of q and k. So the exponents of q and k cancel, as far as fp16 holds both factors, and no kernel needs to
-// know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability, whatever their scale
-// (fp32 ones by 2^-19, docs/design/numerics.md); only the gradients need the digits of q and k. Rows of q whose scores could exceed
+// know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability, whatever their scale;
+// only the gradients need the digits of q and k. Rows of q whose scores could exceed
 // 2^max_score_exponent (log2 units: 26 forward, 23 backward) get a smaller exponent of their own, which keeps scores where fp32
 // resolves them. Their largest score stays so far above the others that their probabilities are 0 or 1 as before, unless two scores
 // agree to about 18 bits.
@@ -35,6 +37,7 @@ enum Phase : int {  // CastParams::phase
     kTakeLargest,  // takes the largest magnitude of each group, and casts q and k as if no scale were needed, which is usual
     kLeaveOutHidden,  // of groups with outlying keys or values: takes the largest magnitude without those that no query sees
     kCastScaled,  // finds the groups' Exponents, and casts v, and q and k once more where they need a scale, which is rare
+    kCastForGradients,  // with low parts: casts q and k to other memory, each with its largest magnitude in [1/2, 1)
     kRestoreLse,  // restores softmax_lse of rows that got an exponent of their own
 };
 enum Tensor : int { kQ, kK, kV };  // that a block casts
@@ -109,7 +112,7 @@ struct Exponents {
         const unsigned largest_q = p.largest[group], largest_k = largest_of(p, kK, group);
         const int exponent_q = exponent_of(largest_q) + p.scale_exponent, exponent_k = exponent_of(largest_k);
         const int sum = exponent_q + exponent_k;
-        const bool both_nonzero = largest_q && largest_k;
+        const bool are_factors = largest_q && largest_k && p.phase != kCastForGradients;  // of scores, which keep their size
         q = p.scale_exponent;
         k = 0;
         keys = exponent_k;
@@ -117,16 +120,16 @@ struct Exponents {
             return !bits || (exponent >= kMinOrdinary && exponent <= kMaxOrdinary);
         };
         has_moved = !is_ordinary(largest_q, exponent_q) || !is_ordinary(largest_k, exponent_k) ||
-                    (both_nonzero && sum + p.score_exponent > p.max_score_exponent);
+                    (are_factors && sum + p.score_exponent > p.max_score_exponent);
         if (has_moved || p.low_column) {
             const auto in_range = [](int exponent) { return min(max(exponent, kMinOrdinary), kMaxScaled); };
-            // Both factors get about the same size; where one of them is 0, the other gets that of 1. The forward pass needs no
-            // more digits of a tiny q than fp16's subnormal numbers have: its scores are 0 for the softmax.
+            // Both factors get about the same size; where one of them is 0, the other gets that of 1. Scores need no more digits
+            // of a tiny q than fp16's subnormal numbers have: they are 0 for the softmax. Gradients do, unless q is cast for them.
             const bool is_backward = p.lowered_score_exponent < p.max_score_exponent;
-            const int least = is_backward ? kMinOrdinary : -126;
-            keys = both_nonzero ? in_range((sum + 1) >> 1) : 0;
+            const int least = is_backward && !p.low_column ? kMinOrdinary : -126;
+            keys = are_factors ? in_range((sum + 1) >> 1) : 0;
             k = largest_k ? keys - exponent_k : 0;
-            q += largest_q ? (both_nonzero ? max(sum - keys, least) : 0) - exponent_q : 0;
+            q += largest_q ? (are_factors ? max(sum - keys, least) : 0) - exponent_q : 0;
         }
     }
 };
@@ -343,7 +346,7 @@ __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, 
     }
 }
 
-// Phase kCastScaled.
+// Phases kCastScaled and kCastForGradients.
 __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int slot,
                                             int batch) {
     const Exponents exponents(p, head.group);
@@ -391,7 +394,7 @@ struct Kernel {
             cast_as_is(p, head);
         else if (p.phase == kLeaveOutHidden)
             leave_out_hidden(p, head, sequence, batch);
-        else if (p.phase == kCastScaled)
+        else if (p.phase == kCastScaled || p.phase == kCastForGradients)
             cast_scaled(p, head, sequence, slot, batch);
         else
             restore_lse(p, head, sequence, slot, batch);

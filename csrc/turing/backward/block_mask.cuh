@@ -85,16 +85,6 @@ public:
 };
 
 // Template argument Blocks of the kernels: a thread block visits the steps of its list.
-struct ListedBlocks : ::ListedBlocks {
-    template <class Layout, int Rows>
-    using Bits = StepBits<Layout, Rows>;
-    __device__ __forceinline__ explicit ListedBlocks(const BlockLists& lists) : ::ListedBlocks(lists) {}
-    // The steps of the list that has row `row`; ListedSteps<Step, 2> also tells the columns of the next two. `columns`: of the
-    // sequence. Unnamed: the range of columns that masks leave, which the list replaces.
-    template <int Step>
-    __device__ __forceinline__ ListedSteps<Step, 2> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
-        return ListedSteps<Step, 2>(lists(), of_head(p, head).of(lists(), row / kListedRows), columns);
-    }
-};
+using ListedBlocks = ::ListedBlocksOf<2, StepBits>;
 
 }  // namespace turing

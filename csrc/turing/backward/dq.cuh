@@ -150,9 +150,9 @@ struct BackwardDq {
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
                 const int row = remat_warp_row(first_row) + 16 * m + Layout::first_query(remat_lane()) + Layout::row_slot(r);
-                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const long long head_row = rounded_row(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
-                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                const bool exists = row < rounded_rows(p, sequence);
                 neg_lse[m][r] = exists ? stats[RowStats::kNegLseAt] * p.problem.scale_log2 : negative_infinity();
                 neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }

@@ -199,17 +199,16 @@ struct BackwardDqWarpSpecialized {
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
                 const int row = remat_warp_row() + 16 * m + Layout::first_query(remat_lane()) + Layout::row_slot(r);
-                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const long long head_row = rounded_row(p, sequence, blockIdx.z, blockIdx.y);
                 const float* from = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
-                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                const bool exists = row < rounded_rows(p, sequence);
                 const float neg_lse = exists ? from[RowStats::kNegLseAt] : negative_infinity();
                 const float neg_delta = exists ? from[RowStats::kNegDeltaAt] : 0.f;
                 stats[m][r] =
                     is_first_role() ? fmaf(neg_lse, p.problem.scale_log2, kProbabilityBits) : neg_delta * (1.f / kProbabilityUnit);
             }
 
-        Accumulator dq[kRowTiles][2 * kOwnPairs];
-        clear_tiles(dq);
+        Accumulator dq[kRowTiles][2 * kOwnPairs] = {};
 
         StepTileLoader<S> tiles;
         auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
@@ -238,8 +237,7 @@ struct BackwardDqWarpSpecialized {
             const int key = Blocks::kListed ? keys.first() : next;
             __syncthreads();  // this step's tiles and the last step's dS are stored
             add_dq(last_slot);
-            Scores s;  // S or dP
-            clear_tiles(s);
+            Scores s = {};  // S or dP
             {
                 const u32 step = keys_by_chunks<S>(this_slot + (is_first_role() ? 0 : S::kStepTile), remat_thread() % 32);
 #pragma unroll

@@ -31,7 +31,6 @@
 #include "score_mod.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
-#include "turing/backward/row_stats.cuh"
 #include "turing/mma.cuh"
 
 namespace turing {

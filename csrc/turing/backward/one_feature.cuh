@@ -34,11 +34,9 @@ struct InitialScores {
         const float neg_slope = __fdividef(-slope, p.problem.scale);  // in units of the product
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
         const float first = static_cast<float>(coord.query(0) + sequence.seqlen_k() - sequence.seqlen_q() - coord.key(0));
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int v = 0; v < Layout::kElements; v++)
-                tile_of(s, n)[v] = neg_slope * fabsf(first + static_cast<float>(8 * n + coord.query_minus_key(v)));
+        unrolled<N, Layout::kElements>([&](int n, int v) {
+            tile_of(s, n)[v] = neg_slope * fabsf(first + static_cast<float>(8 * n + coord.query_minus_key(v)));
+        });
     }
 
     // fp16 bias of a step, loaded one step ahead: of each column tile and query of the lane, four keys
@@ -67,44 +65,35 @@ struct InitialScores {
         }
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
         const char* base = bias_base(p, head, coord.key(0), 2);
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const char* from = bias_at(p, base, coord.query(0) + 8 * n + Layout::row_slot(r), row_end, 2);
-                load_global2_constant(loaded[n][r], from);
-            }
+        unrolled<N, 2>([&](int n, int r) {
+            const char* from = bias_at(p, base, coord.query(0) + 8 * n + Layout::row_slot(r), row_end, 2);
+            load_global2_constant(loaded[n][r], from);
+        });
     }
     static __device__ __forceinline__ void add_fp32_bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
         const char* base = bias_base(p, head, coord.key(0), 4);
+        unrolled<N, 2>([&](int n, int r) {
+            const char* from = bias_at(p, base, coord.query(0) + 8 * n + Layout::row_slot(r), row_end, 4);
+            float of_keys[4];
+            Bias::to_float(p.score_options, __ldg(reinterpret_cast<const uint4*>(from)), of_keys);
 #pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const char* from = bias_at(p, base, coord.query(0) + 8 * n + Layout::row_slot(r), row_end, 4);
-                float of_keys[4];
-                Bias::to_float(p.score_options, __ldg(reinterpret_cast<const uint4*>(from)), of_keys);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float& x = tile_of(s, n)[Layout::element(r, j)];
-                    x = fmaf(of_keys[j], inverse_scale, x);
-                }
+            for (int j = 0; j < 4; j++) {
+                float& x = tile_of(s, n)[Layout::element(r, j)];
+                x = fmaf(of_keys[j], inverse_scale, x);
             }
+        });
     }
     // Sets s to the fp16 bias that was loaded (0 if the bias is fp32).
     __device__ __forceinline__ void bias(Scores& s, const BwdParams& p) const {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float2 low = to_float2(loaded[n][r].x), high = to_float2(loaded[n][r].y);
-                Tile& x = tile_of(s, n);
-                x[Layout::element(r, 0)] = low.x * inverse_scale, x[Layout::element(r, 1)] = low.y * inverse_scale;
-                x[Layout::element(r, 2)] = high.x * inverse_scale, x[Layout::element(r, 3)] = high.y * inverse_scale;
-            }
+        unrolled<N, 2>([&](int n, int r) {
+            const float2 low = to_float2(loaded[n][r].x), high = to_float2(loaded[n][r].y);
+            Tile& x = tile_of(s, n);
+            x[Layout::element(r, 0)] = low.x * inverse_scale, x[Layout::element(r, 1)] = low.y * inverse_scale;
+            x[Layout::element(r, 2)] = high.x * inverse_scale, x[Layout::element(r, 3)] = high.y * inverse_scale;
+        });
     }
 };
 

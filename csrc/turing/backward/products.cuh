@@ -30,10 +30,7 @@ template <int M, int N>
 __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdParams& p, int query, int key) {
     const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));
     const Lane lane = remat_lane();
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int m = 0; m < M; m++) mask_tile(s[n][m], mask, ScoreCoord<QueriesLayout>(lane, query + 16 * m, key + 8 * n));
+    unrolled<N, M>([&](int n, int m) { mask_tile(s[n][m], mask, ScoreCoord<QueriesLayout>(lane, query + 16 * m, key + 8 * n)); });
 }
 
 // S^T or dP^T (dq kernels: S or dP): adds the products of one pair of chunks, 16 columns of headdim, for all own rows and all step
@@ -44,12 +41,7 @@ __device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const Oper
     for (int n = 0; n < N; n += 2) {
         u32 b[4];
         load_matrices(b, address + n / 2 * 16 * S::kRowBytes);
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int m = 0; m < M; m++) mma(c[n + i][m], a[m][k], b[2 * i + k]);
+        unrolled<2, 2, M>([&](int k, int i, int m) { mma(c[n + i][m], a[m][k], b[2 * i + k]); });
     }
 }
 
@@ -61,12 +53,7 @@ __device__ __forceinline__ void accumulate_pair(Accumulator (&c)[M][Tiles], cons
     for (int n = 0; n < N; n += 2) {
         u32 b[4];
         load_matrices_transposed(b, address + n / 2 * 16 * S::kRowBytes);
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int m = 0; m < M; m++) mma(c[m][2 * pair + i], a[n + k][m], b[2 * i + k]);
+        unrolled<2, 2, M>([&](int k, int i, int m) { mma(c[m][2 * pair + i], a[n + k][m], b[2 * i + k]); });
     }
 }
 

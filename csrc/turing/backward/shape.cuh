@@ -86,7 +86,7 @@ struct HeadRows {
 
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
         : head(head_), origin_(kVarlen && !kHasScoreFeatures ? keep_in_register(sequence.q_offset()) : 0),
-          scratch(keep_in_register(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
+          scratch(keep_in_register(static_cast<int>(rounded_row(p, sequence, remat_block_batch(), head_)))) {}
     __device__ __forceinline__ int origin(const BwdParams& p) const {
         return kHasScoreFeatures ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
     }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void write_all_statistics(const BwdParams& p, const B
     const int group = p.problem.nheads / p.problem.nheads_k;
 #pragma unroll 1
     for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++)
-        write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
+        write_row_statistics<S::kHeaddim, S::kThreads>(p, sequence, head);
 }
 
 }  // namespace turing

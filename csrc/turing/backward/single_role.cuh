@@ -74,9 +74,7 @@ struct BackwardSingleRole {
         load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + 32 * warp,
                            sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 
-        Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
-        clear_tiles(dk);
-        clear_tiles(dv);
+        Accumulator dk[2][S::kChunks] = {}, dv[2][S::kChunks] = {};
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         if (kFused) write_all_statistics<S>(p, sequence);
@@ -124,14 +122,13 @@ struct BackwardSingleRole {
                 tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (kWithDq) compute_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
-                Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
+                Accumulator s[kColumnTiles][2], dp[kColumnTiles][2] = {};
                 if (kHasAlibi)
                     initial.alibi(s, p, rows.head, row, remat_block_x() * S::kRows + remat_thread() / 32 * 32);
                 else if (kHasBias)
                     initial.bias(s, p);
                 else
                     clear_tiles(s);
-                clear_tiles(dp);
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     // the lane's addresses of K as operand A, and of Q as operand B; dO lies kStepTile after Q

@@ -64,9 +64,7 @@ struct BackwardSingleRoleHalves {
         load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + 32 * warp,
                            sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 
-        Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
-        clear_tiles(dk);
-        clear_tiles(dv);
+        Accumulator dk[2][S::kChunks] = {}, dv[2][S::kChunks] = {};
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
 #pragma unroll 1
@@ -96,8 +94,7 @@ struct BackwardSingleRoleHalves {
                 tiles.store(shared + S::kStepTiles);
                 add_dq(max(row - S::kStep, first));
                 __syncthreads();  // this step's tiles are stored, and dS is free
-                Accumulator s[kColumnTiles][2];
-                clear_tiles(s);
+                Accumulator s[kColumnTiles][2] = {};
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     // the lane's addresses of K as operand A, and of Q as operand B
@@ -129,8 +126,7 @@ struct BackwardSingleRoleHalves {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const u32 tile = shared + S::kStepTiles + half * 16 * S::kRowBytes;
-                    Accumulator dp[kHalfTiles][2];
-                    clear_tiles(dp);
+                    Accumulator dp[kHalfTiles][2] = {};
                     {
                         const u32 step = by_chunks<S>(tile + S::kStepTile, remat_thread() % 32);
 #pragma unroll

@@ -2,8 +2,8 @@
 // of Q and dO, or in dq kernels of K and V (StepTileLoader). A Shape S (shape.cuh) gives sizes: kStep rows of a step, kChunks
 // chunks of a row, kRowBytes bytes, kStepTile bytes of a tile, kThreads threads of a block. A chunk is 8 columns of a row, 16
 // bytes. remat_* functions compute a value again at each use, so it holds no register. RowStats is the layout of the statistics:
-// groups of 16 queries, first their -lse/scale (kNegLseAt), then their -delta (kNegDeltaAt), kRowFloats a query (row_stats.cuh).
-// HeadRows says where the rows of a query head lie in scratch memory (shape.cuh).
+// groups of 16 queries, first their -lse/scale (kNegLseAt), then their -delta (kNegDeltaAt), kRowFloats a query
+// (backward/scratch.cuh). HeadRows says where the rows of a query head lie in scratch memory (shape.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -16,6 +16,7 @@ namespace turing {
 template <class S>
 struct StepStats {
     static constexpr int kGroups = S::kStep / RowStats::kGroupRows;
+    static_assert(RowStats::kGroupRows == 16 && RowStats::kGroupFloats == 32, "a warp loads a group");
     float x[kGroups];
 
     // `row`: the step's first, a multiple of kGroupRows (16).

@@ -14,8 +14,6 @@ namespace turing {
 // sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, kStagedTerms (32) in a
 // step: columns of TermColumns, rows of TermRows and OtherTermRows, shapes of tiles in shared memory (backward/staged_tiles.cuh).
 struct StoredFamily {
-    using RowStats = turing::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
-
     // ---- scores -----------------------------------------------------------------------------------
     // A tile is two accumulators, one after the other. Rows are keys and columns are queries, both in the order of KeysLayout<1>:
     // column 2 * quad + i of accumulator j is query 4 * quad + 2 * j + i. tile_row() gives shared memory's rows that order.
@@ -66,17 +64,10 @@ struct StoredFamily {
                 load_matrices(a[i], pair_after<TermColumns>(a_address, pair) + i * 16 * TermColumns::kRowBytes);
                 load_matrices(b[i], pair_after<TermColumns>(b_address, pair) + i * 16 * TermColumns::kRowBytes);
             }
-#pragma unroll
-            for (int k = 0; k < 2; k++)
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++)
-#pragma unroll
-                        for (int m = 0; m < 4; m++) {
-                            const OperandA keys = {a[m][2 * k], a[m][2 * k + 1]};
-                            mma(reinterpret_cast<Accumulator(&)[2]>(c[m][n])[j], keys, b[n][2 * j + k]);
-                        }
+            unrolled<2, 4, 2, 4>([&](int k, int n, int j, int m) {
+                const OperandA keys = {a[m][2 * k], a[m][2 * k + 1]};
+                mma(reinterpret_cast<Accumulator(&)[2]>(c[m][n])[j], keys, b[n][2 * j + k]);
+            });
         }
     }
     static __device__ __forceinline__ void add_scores(float (&c)[4][4][8], u32 a_address, u32 b_address) {
@@ -94,18 +85,12 @@ struct StoredFamily {
                         load_matrices(a[i], pair_after<TermColumns>(a_address, pair) + (m + i) * 16 * TermColumns::kRowBytes);
                         load_matrices(b[i], pair_after<TermColumns>(b_address, pair) + (n + i) * 16 * TermColumns::kRowBytes);
                     }
-#pragma unroll
-                    for (int k = 0; k < 2; k++)
-#pragma unroll
-                        for (int i = 0; i < 8; i++) {
-                            const OperandA keys = {a[i % 2][2 * k], a[i % 2][2 * k + 1]};
-                            mma(sums[i % 2][i / 4][i / 2 % 2], keys, b[i / 4][2 * (i / 2 % 2) + k]);
-                        }
+                    unrolled<2, 8>([&](int k, int i) {
+                        const OperandA keys = {a[i % 2][2 * k], a[i % 2][2 * k + 1]};
+                        mma(sums[i % 2][i / 4][i / 2 % 2], keys, b[i / 4][2 * (i / 2 % 2) + k]);
+                    });
                 }
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int v = 0; v < 8; v++) c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v / 4][v % 4];
+                unrolled<4, 8>([&](int i, int v) { c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v / 4][v % 4]; });
             }
     }
     // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/family.rs). Unnamed:
@@ -125,15 +110,10 @@ struct StoredFamily {
         for (int pair = 0; pair < 4; pair++) {  // of column tiles
             u32 b[4];
             load_matrices_transposed(b, pair_after<OtherTermRows>(b_address, pair));
-#pragma unroll
-            for (int k = 0; k < 2; k++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int m = 0; m < M; m++) {
-                        const OperandA rows = {a[m][2 * k], a[m][2 * k + 1]};
-                        mma(c[m][2 * pair + i], rows, b[2 * i + k]);
-                    }
+            unrolled<2, 2, M>([&](int k, int i, int m) {
+                const OperandA rows = {a[m][2 * k], a[m][2 * k + 1]};
+                mma(c[m][2 * pair + i], rows, b[2 * i + k]);
+            });
         }
     }
     // dV and dK: shared offsets of the lane's operands A, P^T or dS^T from a row on, and B, dO or Q from a column on.
@@ -165,10 +145,7 @@ struct StoredFamily {
                 load(a[0], m, terms);
                 multiply(sums, a, b_address + terms * OtherTermRows::kRowBytes);
             }
-#pragma unroll
-            for (int n = 0; n < 8; n++)
-#pragma unroll
-                for (int v = 0; v < 4; v++) c[m][n][v] = fmaf(sums[0][n][v], factor, c[m][n][v]);
+            unrolled<8, 4>([&](int n, int v) { c[m][n][v] = fmaf(sums[0][n][v], factor, c[m][n][v]); });
         }
     }
     // Adds the products times `factor`: the power of two by which the tile of dS was divided (stored_scores.cuh), for dV 1.
@@ -202,13 +179,9 @@ struct StoredFamily {
     template <class F>
     static __device__ __forceinline__ void for_each_pair(const KeySums& c, F f) {
         const Lane lane(threadIdx.x % 32);
-#pragma unroll
-        for (int m = 0; m < 4; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int n = 0; n < 8; n++)
-                    f(16 * m + 8 * h + lane.group, 8 * n + 2 * lane.quad, c[m][n][2 * h], c[m][n][2 * h + 1]);
+        unrolled<4, 2, 8>([&](int m, int h, int n) {
+            f(16 * m + 8 * h + lane.group, 8 * n + 2 * lane.quad, c[m][n][2 * h], c[m][n][2 * h + 1]);
+        });
     }
 };
 static_assert(covers_tile<StoredFamily::Layout>(), "score_layout.cuh");

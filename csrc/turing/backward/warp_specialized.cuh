@@ -157,16 +157,13 @@ struct BackwardWarpSpecialized {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 neg_lse = stats.neg_lse_of(n, lane);
-#pragma unroll
-                for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
-                        const float x_state = function.state(x), y_state = function.state(y);
-                        derivatives[n][m][h] = to_half2(ScoreFunction::derivative(x_state), ScoreFunction::derivative(y_state));
-                        x = function.score(x_state, function.constant() + neg_lse.x);
-                        y = function.score(y_state, function.constant() + neg_lse.y);
-                    }
+                unrolled<kKeyTiles, 2>([&](int m, int h) {
+                    float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
+                    const float x_state = function.state(x), y_state = function.state(y);
+                    derivatives[n][m][h] = to_half2(ScoreFunction::derivative(x_state), ScoreFunction::derivative(y_state));
+                    x = function.score(x_state, function.constant() + neg_lse.x);
+                    y = function.score(y_state, function.constant() + neg_lse.y);
+                });
             }
             send(slopes, derivatives);
         } else if (kHasScoreFeatures && !kInitial) {
@@ -217,14 +214,11 @@ struct BackwardWarpSpecialized {
             for (int n = 0; n < kColumnTiles; n++) {
                 TileDropoutMask kept;
                 kept.draw(Layout(), p, philox, row + 8 * n, key);
-#pragma unroll
-                for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const u32 halves = kept.kept[2 * m + h];
-                        sent[n][m][h] = x[n][m][h] | ~halves & 0x80008000;
-                        x[n][m][h] &= halves;
-                    }
+                unrolled<kKeyTiles, 2>([&](int m, int h) {
+                    const u32 halves = kept.kept[2 * m + h];
+                    sent[n][m][h] = x[n][m][h] | ~halves & 0x80008000;
+                    x[n][m][h] &= halves;
+                });
             }
             return;
         }
@@ -233,18 +227,13 @@ struct BackwardWarpSpecialized {
         for (int n = 0; n < kColumnTiles; n++)
             kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))
                     << 4 * n;
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const int v = 4 * m + 2 * h;
-                    const u32 signs =
-                        (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
-                    sent[n][m][h] = x[n][m][h] | signs;
-                    x[n][m][h] &= ~sign_masks(signs);
-                }
+        unrolled<kColumnTiles, kKeyTiles, 2>([&](int n, int m, int h) {
+            const int v = 4 * m + 2 * h;
+            const u32 signs =
+                (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
+            sent[n][m][h] = x[n][m][h] | signs;
+            x[n][m][h] &= ~sign_masks(signs);
+        });
     }
 
     // Computes dS^T in x, from the partner's P^T in x, and dP^T.
@@ -255,29 +244,21 @@ struct BackwardWarpSpecialized {
         // P's sign bit tells the direction of its rounding, which corrects dS (residual_signs.cuh), or, with dropout, what drops.
         const bool has_residuals = !uses_dropout(options);
         if (uses_dropout(p.score_options)) {
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-                for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
-                        first = x[n][m][h] & 0x8000 ? 0.f : first * options.dropout_scale;
-                        second = x[n][m][h] & 0x80000000 ? 0.f : second * options.dropout_scale;
-                    }
+            unrolled<kColumnTiles, kKeyTiles, 2>([&](int n, int m, int h) {
+                float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
+                first = x[n][m][h] & 0x8000 ? 0.f : first * options.dropout_scale;
+                second = x[n][m][h] & 0x80000000 ? 0.f : second * options.dropout_scale;
+            });
         }
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++) {
             const float2 neg_delta = stats.neg_delta_of(n, lane);
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const float2 probability = to_float2(x[n][m][h]);
-                    float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
-                    first = score_gradient(from_residual_sign(probability.x, has_residuals), first, neg_delta.x);
-                    second = score_gradient(from_residual_sign(probability.y, has_residuals), second, neg_delta.y);
-                }
+            unrolled<kKeyTiles, 2>([&](int m, int h) {
+                const float2 probability = to_float2(x[n][m][h]);
+                float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
+                first = score_gradient(from_residual_sign(probability.x, has_residuals), first, neg_delta.x);
+                second = score_gradient(from_residual_sign(probability.y, has_residuals), second, neg_delta.y);
+            });
         }
         if (has_bias_gradient(p)) {
             // Rolled, for code size: works on the first tile, then moves all down, the first to the end.
@@ -295,22 +276,13 @@ struct BackwardWarpSpecialized {
         if (uses_score_function(options)) {
             receive(slopes, x);
             __syncwarp();  // dS takes the place of the derivatives
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-                for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const float2 slope = to_float2(x[n][m][h]);
-                        dp[n][m][2 * h] *= slope.x, dp[n][m][2 * h + 1] *= slope.y;
-                    }
+            unrolled<kColumnTiles, kKeyTiles, 2>([&](int n, int m, int h) {
+                const float2 slope = to_float2(x[n][m][h]);
+                dp[n][m][2 * h] *= slope.x, dp[n][m][2 * h + 1] *= slope.y;
+            });
         }
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]);
+        unrolled<kColumnTiles, kKeyTiles, 2>(
+            [&](int n, int m, int h) { x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]); });
     }
 
     // Loads the shared chunks of V (kSharedPairs), in the order of KeysLayout, padded with zeros.
@@ -358,8 +330,7 @@ struct BackwardWarpSpecialized {
                                Layout::key_of_lane);
         }
 
-        Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
-        clear_tiles(gradient);
+        Accumulator gradient[kKeyTiles][S::kChunks] = {};  // dV or dK
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         const auto remat_heads_end = [&] {

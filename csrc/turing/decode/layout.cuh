@@ -76,11 +76,6 @@ struct DecodeLayout {
         for (int mt = 0; mt < RowTiles; mt++) x[mt] = make_float2(c[2 * mt], c[2 * mt + 1]);
     }
 
-    // Multiplies each output row by the factor `own` of the lanes that have the row's scores.
-    template <int Loads>
-    __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
-        each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
-    }
     // Replaces each output x by f(x, `own` of its row, whether x is among the last four of a lane's eight columns: in int4, which
     // has no turing kernel, these have another scale).
     template <int Loads, class F>

@@ -95,41 +95,32 @@ struct FastForward {
     template <int Tiles>
     __device__ __forceinline__ static void compute_scores(u32 (&s)[kRows][Tiles][2], const Codes& q, u32 k_fragment, int key,
                                                           u32 zero) {
+        unrolled<kCodeChunks / 4, Tiles>([&](int c, int t) {
+            u32 b[4];
+            load_matrices(b, chunk_after<kCodeChunks>(k_fragment, 4 * c) + (key + 8 * t) * kCodePitch);
 #pragma unroll
-        for (int c = 0; c < kCodeChunks / 4; c++)
+            for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int t = 0; t < Tiles; t++) {
-                u32 b[4];
-                load_matrices(b, chunk_after<kCodeChunks>(k_fragment, 4 * c) + (key + 8 * t) * kCodePitch);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int r = 0; r < kRows; r++) {
-                        if (c == 0 && i == 0)
-                            multiply_int8(s[r][t], q[r][0], b[0], zero);
-                        else
-                            multiply_add_int8(s[r][t], q[r][4 * c + i], b[i]);
-                    }
-            }
+                for (int r = 0; r < kRows; r++) {
+                    if (c == 0 && i == 0)
+                        multiply_int8(s[r][t], q[r][0], b[0], zero);
+                    else
+                        multiply_add_int8(s[r][t], q[r][4 * c + i], b[i]);
+                }
+        });
     }
 
     template <int Tiles>
     __device__ __forceinline__ static void subtract(u32 (&s)[kRows][Tiles][2], float x) {
-#pragma unroll
-        for (int r = 0; r < kRows; r++)
-#pragma unroll
-            for (int i = 0; i < 2 * Tiles; i++) s[r][i / 2][i % 2] = __float_as_uint(as_float(s[r][i / 2][i % 2]) - x);
+        unrolled<kRows, 2 * Tiles>([&](int r, int i) { s[r][i / 2][i % 2] = __float_as_uint(as_float(s[r][i / 2][i % 2]) - x); });
     }
     template <int Tiles>
     __device__ __forceinline__ static void scale_scores(u32 (&s)[kRows][Tiles][2], const float (&factor)[kRows],
                                                         const float (&addend)[kRows]) {
-#pragma unroll
-        for (int r = 0; r < kRows; r++)
-#pragma unroll
-            for (int i = 0; i < 2 * Tiles; i++) {
-                u32& x = s[r][i / 2][i % 2];
-                x = __float_as_uint(fmaf(as_float(x), factor[r], addend[r]));
-            }
+        unrolled<kRows, 2 * Tiles>([&](int r, int i) {
+            u32& x = s[r][i / 2][i % 2];
+            x = __float_as_uint(fmaf(as_float(x), factor[r], addend[r]));
+        });
     }
     __device__ __forceinline__ static volatile unsigned char* coarse_flag() {
         extern __shared__ __align__(1024) unsigned char shared[];
@@ -177,14 +168,11 @@ struct FastForward {
     template <int Tiles>
     __device__ __forceinline__ static void exponentiate(u32 (&packed)[kRows][Tiles], float (&sum)[kRows],
                                                         const u32 (&s)[kRows][Tiles][2]) {
-#pragma unroll
-        for (int r = 0; r < kRows; r++)
-#pragma unroll
-            for (int t = 0; t < Tiles; t++) {
-                const float a = exp2_approx(as_float(s[r][t][0])), b = exp2_approx(as_float(s[r][t][1]));
-                sum[r] += a + b;
-                packed[r][t] = pack_shifted(a, b);
-            }
+        unrolled<kRows, Tiles>([&](int r, int t) {
+            const float a = exp2_approx(as_float(s[r][t][0])), b = exp2_approx(as_float(s[r][t][1]));
+            sum[r] += a + b;
+            packed[r][t] = pack_shifted(a, b);
+        });
     }
 
     __device__ __forceinline__ static void run(const FastParams& p) {
@@ -210,11 +198,8 @@ struct FastForward {
             from.of_block = {codes.codes, codes.scales, rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                              sequence.seqlen_k() - 1, 0};
             uint4 first[kAhead][kPieces];
-#pragma unroll
-            for (int j = 0; j < kAhead; j++)
-#pragma unroll
-                for (int piece = 0; piece < kPieces; piece++)
-                    load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key));
+            unrolled<kAhead, kPieces>(
+                [&](int j, int piece) { load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key)); });
             float next_scale = load_k_scale(from, key_first);
 
             // the first scale that the thread tests (barrier_or_coarse), loaded early: the queries come before its use
@@ -230,11 +215,8 @@ struct FastForward {
             const Offsets offsets(threadIdx.x);
             from.of_block.v_factor = to_half2(power, power);
             state.store_sources(from.of_block);
-#pragma unroll
-            for (int j = 0; j < kAhead; j++)
-#pragma unroll
-                for (int piece = 0; piece < kPieces; piece++)
-                    store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes);
+            unrolled<kAhead, kPieces>(
+                [&](int j, int piece) { store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes); });
             clear(sum, o);
             // kept in shared memory: its register in the loop made the kernels of headdims 128 and 256 slower
             const bool is_coarse = barrier_or_coarse(state, first_scale, codes.scales, scale + kThreads, end_scale);
@@ -294,10 +276,8 @@ struct FastForward {
                             compute_scores(s, q, k_fragment, 8 * first, zero);
                             scale_scores(s, factor, addend);
                             exponentiate(packed, span_sum, s);
-#pragma unroll
-                            for (int r = 0; r < kRows; r++)
-#pragma unroll
-                                for (int t = 0; t < TilesAtOnce; t++) probabilities[r / 2][first + t][r % 2] = packed[r][t];
+                            unrolled<kRows, TilesAtOnce>(
+                                [&](int r, int t) { probabilities[r / 2][first + t][r % 2] = packed[r][t]; });
                         }
                     }
                     if (__any_sync(~0u, largest_of(span_sum) > kLargestSum)) return true;
@@ -322,32 +302,20 @@ struct FastForward {
                                 load_piece(data, p, state, piece, ahead);
                             }
                         u32 sums[2][RowTiles][2];  // [h: 8 of 16 columns][row tile][row], pairs of fp16
-#pragma unroll
-                        for (int h = 0; h < 2; h++)
-#pragma unroll
-                            for (int mt = 0; mt < RowTiles; mt++) sums[h][mt][0] = sums[h][mt][1] = 0;
+                        unrolled<2, RowTiles>([&](int h, int mt) { sums[h][mt][0] = sums[h][mt][1] = 0; });
 #pragma unroll
                         for (int t = 0; t < kTiles; t += 2) {
                             u32 b[4];  // two tiles of keys for 8 columns, then for the next 8
                             load_matrices_transposed(b, chunk_after<kChunks>(v_fragment, 2 * c) + 8 * t * kPitch);
-#pragma unroll
-                            for (int h = 0; h < 2; h++)
-#pragma unroll
-                                for (int half = 0; half < 2; half++)
-#pragma unroll
-                                    for (int mt = 0; mt < RowTiles; mt++)
-                                        multiply_add_fp16(sums[h][mt], probabilities[mt][t + half], b[2 * h + half]);
+                            unrolled<2, 2, RowTiles>([&](int h, int half, int mt) {
+                                multiply_add_fp16(sums[h][mt], probabilities[mt][t + half], b[2 * h + half]);
+                            });
                         }
-#pragma unroll
-                        for (int h = 0; h < 2; h++)
-#pragma unroll
-                            for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-                                for (int r = 0; r < 2; r++) {
-                                    const float2 x = to_float2(sums[h][mt][r]);
-                                    o[mt][2 * c + h][2 * r] += x.x;
-                                    o[mt][2 * c + h][2 * r + 1] += x.y;
-                                }
+                        unrolled<2, RowTiles, 2>([&](int h, int mt, int r) {
+                            const float2 x = to_float2(sums[h][mt][r]);
+                            o[mt][2 * c + h][2 * r] += x.x;
+                            o[mt][2 * c + h][2 * r + 1] += x.y;
+                        });
                     }
                     store_piece(data, state, offsets, kPieces - 1, to);
                     slot = slot + kSlotBytes < ring + kRingBytes ? slot + kSlotBytes : ring;
@@ -521,10 +489,7 @@ struct FastForward {
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             sum[r] *= of_old[r];
-#pragma unroll
-            for (int j = 0; j < kChunks; j++)
-#pragma unroll
-                for (int v = 0; v < 2; v++) o[r / 2][j][2 * (r % 2) + v] *= of_old[r];
+            unrolled<kChunks, 2>([&](int j, int v) { o[r / 2][j][2 * (r % 2) + v] *= of_old[r]; });
         }
     }
 

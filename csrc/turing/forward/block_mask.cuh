@@ -53,29 +53,21 @@ public:
     __device__ __forceinline__ static void begin_load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from,
                                                               const unsigned short* base, int row, int rows, int headdim) {
         const Lane lane(threadIdx.x & 31);
+        unrolled<RowTiles, 2>([&](int mt, int h) {
+            const int i = row + 16 * mt + ForwardLayout::row_slot(h) + ForwardLayout::first_query(lane);
+            const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int i = row + 16 * mt + ForwardLayout::row_slot(h) + ForwardLayout::first_query(lane);
-                const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
-#pragma unroll
-                for (int c = 0; c < Chunks; c++) {
-                    int x = 0;
-                    load_int_if(i < rows && c * kChunk < headdim, x, reinterpret_cast<const int*>(source + c * kChunk));
-                    q[mt][c][h] = x;
-                }
+            for (int c = 0; c < Chunks; c++) {
+                int x = 0;
+                load_int_if(i < rows && c * kChunk < headdim, x, reinterpret_cast<const int*>(source + c * kChunk));
+                q[mt][c][h] = x;
             }
+        });
     }
     template <int RowTiles, int Chunks>
     __device__ __forceinline__ static void end_load_queries(OperandA (&q)[RowTiles][Chunks],
                                                             const OperandA (&loaded)[RowTiles][Chunks], u32 sign_flip) {
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int c = 0; c < Chunks; c++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) q[mt][c][h] = loaded[mt][c][h] ^ sign_flip;
+        unrolled<RowTiles, Chunks, 2>([&](int mt, int c, int h) { q[mt][c][h] = loaded[mt][c][h] ^ sign_flip; });
     }
 };
 

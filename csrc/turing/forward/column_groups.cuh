@@ -175,11 +175,8 @@ struct ForwardColumnGroups {
         for (int n = 0; n < kFragments; n++) {
             if (n + 1 < kFragments) load_matrices_transposed(v[(n + 1) % 2], fragment_at(address, n + 1));
             between(n);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int mt = 0; mt < kRowTiles; mt++)
-                    mma(o[mt][n / kKeyTiles * 4 + i], probabilities[mt][n % kKeyTiles], v[n % 2][i]);
+            unrolled<4, kRowTiles>(
+                [&](int i, int mt) { mma(o[mt][n / kKeyTiles * 4 + i], probabilities[mt][n % kKeyTiles], v[n % 2][i]); });
         }
     }
 
@@ -284,13 +281,7 @@ struct ForwardColumnGroups {
         };
 
         SoftmaxRows<Layout, 1> softmax;
-        Output o;
-#pragma unroll
-        for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kWarpChunks; j++)
-#pragma unroll
-                for (int e = 0; e < ForwardLayout::kElements; e++) o[mt][j][e] = 0.f;
+        Output o = {};
         // The softmax's factor of scores. Those of generic kernels are in log2 units already.
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 
@@ -317,13 +308,10 @@ struct ForwardColumnGroups {
         OperandA probabilities[kRowTiles][kKeyTiles];
         const auto load_probabilities = [&] {
             const u32 from = place().p_load();
-#pragma unroll
-            for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-                for (int nt = 0; nt < kKeyTiles; nt++) {
-                    const uint2 x = load_shared2(from + (mt * kKeyTiles + nt) * kTileBytesP);
-                    probabilities[mt][nt][0] = x.x, probabilities[mt][nt][1] = x.y;
-                }
+            unrolled<kRowTiles, kKeyTiles>([&](int mt, int nt) {
+                const uint2 x = load_shared2(from + (mt * kKeyTiles + nt) * kTileBytesP);
+                probabilities[mt][nt][0] = x.x, probabilities[mt][nt][1] = x.y;
+            });
         };
         bool any_moved = false;  // whether any row_max of the block has moved, so that factors are not all 1
 #pragma unroll 1
@@ -350,14 +338,11 @@ struct ForwardColumnGroups {
                         Stream::store_all(staging, place().tile_store() + kOffsetV);
                         stream_k(key + kStep).load_all(staging);
                     }
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-#pragma unroll
-                        for (int mt = 0; mt < kRowTiles; mt++) {
-                            const int chunk = n / kKeyTiles * 4 + i;
-                            mma(s.tile[mt][n % kKeyTiles], chunk < kSharedChunks ? first[mt][chunk] : q[mt][chunk - kSharedChunks],
-                                k[n % 2][i]);
-                        }
+                    unrolled<4, kRowTiles>([&](int i, int mt) {
+                        const int chunk = n / kKeyTiles * 4 + i;
+                        mma(s.tile[mt][n % kKeyTiles], chunk < kSharedChunks ? first[mt][chunk] : q[mt][chunk - kSharedChunks],
+                            k[n % 2][i]);
+                    });
                 }
                 const Place at = place();
 #pragma unroll

@@ -72,19 +72,16 @@ template <int RowTiles, int Chunks>
 __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from, const unsigned short* base,
                                              int row, int rows, int headdim, u32 sign_flip) {
     const Lane lane(threadIdx.x & 31);
+    unrolled<RowTiles, 2>([&](int mt, int h) {
+        const int i = row + 16 * mt + ForwardLayout::row_slot(h) + ForwardLayout::first_query(lane);
+        const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
 #pragma unroll
-    for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int i = row + 16 * mt + ForwardLayout::row_slot(h) + ForwardLayout::first_query(lane);
-            const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
-#pragma unroll
-            for (int c = 0; c < Chunks; c++) {
-                q[mt][c][h] = 0;
-                if (i < rows && c * kChunk < headdim)
-                    q[mt][c][h] = __ldg(reinterpret_cast<const u32*>(source + c * kChunk)) ^ sign_flip;
-            }
+        for (int c = 0; c < Chunks; c++) {
+            q[mt][c][h] = 0;
+            if (i < rows && c * kChunk < headdim)
+                q[mt][c][h] = __ldg(reinterpret_cast<const u32*>(source + c * kChunk)) ^ sign_flip;
         }
+    });
 }
 
 // Writes out, divided by the rows' sums, and lse of the warp's rows, from `row` on. o: the sums of P V; accumulator j of a row tile

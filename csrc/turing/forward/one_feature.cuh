@@ -76,15 +76,12 @@ struct InitialBias {
     }
     // Sets the initial accumulators of tile `half` of a step. For the first tile the step's bias has been loaded.
     __device__ __forceinline__ void init_scores(Tile& s, int half) {
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float2 bias = to_float2(half ? second[mt][r] : next[mt][r].x);
-                s.tile[mt][0][2 * r] = bias.x * inverse_scale;
-                s.tile[mt][0][2 * r + 1] = bias.y * inverse_scale;
-                if (half == 0) second[mt][r] = next[mt][r].y;
-            }
+        unrolled<RowTiles, 2>([&](int mt, int r) {
+            const float2 bias = to_float2(half ? second[mt][r] : next[mt][r].x);
+            s.tile[mt][0][2 * r] = bias.x * inverse_scale;
+            s.tile[mt][0][2 * r + 1] = bias.y * inverse_scale;
+            if (half == 0) second[mt][r] = next[mt][r].y;
+        });
     }
     // Adds the bias of tile `half` of the step from `key` on, if it is fp32.
     __device__ __forceinline__ void add_fp32(const FwdParams& p, Tile& s, int half, int key) const {
@@ -102,13 +99,10 @@ private:
     template <class F>
     __device__ __forceinline__ void each(const FwdParams& p, int key, int bytes, F f) const {
         key = min(key, (p.problem.seqlen_k - 1 & ~3) - ForwardLayout::first_key(Lane(remat_lane())));
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const int i = min(row + ForwardLayout::kTileQueries * mt + ForwardLayout::row_slot(r), p.problem.seqlen_q - 1);
-                f(mt, r, base + static_cast<unsigned long long>(static_cast<unsigned>(i)) * row_bytes + key * bytes);
-            }
+        unrolled<RowTiles, 2>([&](int mt, int r) {
+            const int i = min(row + ForwardLayout::kTileQueries * mt + ForwardLayout::row_slot(r), p.problem.seqlen_q - 1);
+            f(mt, r, base + static_cast<unsigned long long>(static_cast<unsigned>(i)) * row_bytes + key * bytes);
+        });
     }
 };
 

@@ -305,10 +305,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
 #pragma unroll
             for (int c = 0; c < kGroups; c++) {
                 fragments.load_k(k_fragment, c);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) mma(scores[0].tile[mt][0], q[mt][4 * c + i], fragments.k[i]);
+                unrolled<4, RowTiles>([&](int i, int mt) { mma(scores[0].tile[mt][0], q[mt][4 * c + i], fragments.k[i]); });
             }
 
             // Ends the softmax of the tile before, number `half` of its step, while its scores s still exist. The test for too
@@ -317,10 +314,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 if (kRescaleBeforeExp) return;
                 if (__any_sync(~0u, tile_softmax.largest > kLargestSum))
                     update_row_max(p, s, tile_softmax, softmax, scale, o, p_last, dropout, half);
-#pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
+                unrolled<RowTiles, ForwardLayout::kRows>([&](int mt, int r) { softmax.row[mt][r].sum += tile_softmax.sum[mt][r]; });
             };
 
             // Stores and loads of a tile (kCopiesInTiles). A lambda inside tile() costs registers in kernels that never call it:

@@ -35,19 +35,14 @@ struct DenseGrid {
     template <int Rows, int Step>
     using Bits = NoMaskBits;
     template <int BlockRows>
-    struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
-        __device__ __forceinline__ Block(const Problem& p, const DenseGrid&)
-            : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>(p) {}
-    };
+    using Block = DenseBlock<ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>, BlockRows>;
 };
 
 // One block per row tile of Heads heads (HeadGroupBlock, forward/block.cuh).
 template <int Heads>
 struct HeadGroupGrid : DenseGrid {
     template <int BlockRows>
-    struct Block : HeadGroupBlock<BlockRows, Heads> {
-        __device__ __forceinline__ Block(const Problem& p, const HeadGroupGrid&) : HeadGroupBlock<BlockRows, Heads>(p) {}
-    };
+    using Block = DenseBlock<HeadGroupBlock<BlockRows, Heads>, BlockRows / Heads>;
 };
 
 }  // namespace turing
@@ -274,29 +269,23 @@ struct PipelinedParts {
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
         const auto rescale = rescale_output<ForwardLayout>(o);
         tile_softmax.largest = 0.f;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < ForwardLayout::kRows; r++) {
-                float m = row_max<ForwardLayout>(s.lane_maximum(mt, r));
-                if (kOnlyFunction) m = function_of(p).state(m);
-                // batch-invariant: a row moves its maximum only for its own sum, not for a neighbor's
-                if (kBatchInvariant && !(row_max<ForwardLayout>(tile_softmax.sum[mt][r]) > kLargestSum)) m = negative_infinity();
-                rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
-                p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);
-                if (kHasDropout) p_last[mt][r] = dropout.apply(p, p_last[mt][r], mt, r, half);
-            }
+        unrolled<RowTiles, ForwardLayout::kRows>([&](int mt, int r) {
+            float m = row_max<ForwardLayout>(s.lane_maximum(mt, r));
+            if (kOnlyFunction) m = function_of(p).state(m);
+            // batch-invariant: a row moves its maximum only for its own sum, not for a neighbor's
+            if (kBatchInvariant && !(row_max<ForwardLayout>(tile_softmax.sum[mt][r]) > kLargestSum)) m = negative_infinity();
+            rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
+            p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);
+            if (kHasDropout) p_last[mt][r] = dropout.apply(p, p_last[mt][r], mt, r, half);
+        });
     }
 
     // Whether a product exceeds its row's limit (up to rounding, where the limit is not kept), so that row_max must move first.
     __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
         if (kLimitsKept) return s.needs_rescale(softmax);
         bool exceeds = false;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < ForwardLayout::kRows; r++)
-                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold;
+        unrolled<RowTiles, ForwardLayout::kRows>(
+            [&](int mt, int r) { exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold; });
         return __any_sync(~0u, exceeds);
     }
     // Moves row maxima before the probabilities of s are computed. The last tile's, p_last, are packed already: rescales them.

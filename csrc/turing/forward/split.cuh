@@ -77,10 +77,7 @@ struct Split {
 #pragma unroll
                 for (int i = 0; i < kTiles; i++) mma(small[i], q[0][c], k[2 + i]);
             }
-#pragma unroll
-            for (int i = 0; i < kTiles; i++)
-#pragma unroll
-                for (int v = 0; v < 4; v++) s[i].tile[0][0][v] = large[i][v] + small[i][v];
+            unrolled<kTiles, 4>([&](int i, int v) { s[i].tile[0][0][v] = large[i][v] + small[i][v]; });
         }
         // Add the products with the high and with the low parts of K. `tile`: these parts of the step, from Q's first column on.
         __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[kTiles], Scores<Layout, 1, 1> (&large)[kTiles],
@@ -114,14 +111,11 @@ struct Split {
         OperandA high[kTiles], low[kTiles];
 
         __device__ __forceinline__ void split(const Scores<Layout, 1, 1> (&s)[kTiles]) {
-#pragma unroll
-            for (int i = 0; i < kTiles; i++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const Accumulator& p = s[i].tile[0][0];
-                    const auto x = ::split::split_probabilities(p[2 * h], p[2 * h + 1]);
-                    high[i][h] = x.high, low[i][h] = x.low;
-                }
+            unrolled<kTiles, 2>([&](int i, int h) {
+                const Accumulator& p = s[i].tile[0][0];
+                const auto x = ::split::split_probabilities(p[2 * h], p[2 * h + 1]);
+                high[i][h] = x.high, low[i][h] = x.low;
+            });
         }
     };
 

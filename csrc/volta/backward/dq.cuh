@@ -159,16 +159,15 @@ struct BackwardDq {
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
                 const int row = first_row + score_row + score_own(lane, m, Layout::element(r, 0));
-                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const long long head_row = rounded_row(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
-                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                const bool exists = row < rounded_rows(p, sequence);
                 addends.of_row[m][r] = exists ? stats[RowStats::kNegLseAt] : negative_infinity();
                 neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }
         addends.scale(p.problem.scale_log2, 0.f);
 
-        Gradient<kQueryTiles, kBlocks> dq;
-        clear(dq);
+        Gradient<kQueryTiles, kBlocks> dq = {};
 
         tiles.store(tile_address);
         __syncthreads();
@@ -179,15 +178,10 @@ struct BackwardDq {
             Bits bits;
             bits.load(blocks, keys, first_row + score_row, score_key, sequence.seqlen_k());
             Accumulator s[kScoreQueryTiles][kScoreKeyTiles], dp[kScoreQueryTiles][kScoreKeyTiles];
-#pragma unroll
-            for (int m = 0; m < kScoreQueryTiles; m++)
-#pragma unroll
-                for (int n = 0; n < kScoreKeyTiles; n++)
-#pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        s[m][n][v] = 0.f;
-                        dp[m][n][v] = neg_delta[m][Layout::row_of(v)];
-                    }
+            unrolled<kScoreQueryTiles, kScoreKeyTiles, 8>([&](int m, int n, int v) {
+                s[m][n][v] = 0.f;
+                dp[m][n][v] = neg_delta[m][Layout::row_of(v)];
+            });
 #pragma unroll kScoreUnroll
             for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
                 using Operands = Fragments<S, kScoreQueryTiles, kScoreKeyTiles>;
@@ -210,14 +204,11 @@ struct BackwardDq {
                     for (int m = 0; m < kScoreQueryTiles; m++) bits.hide(s[m], m);
                 exponentials(s, p.problem.scale_log2, addends);
                 if (kScoresInV) __syncthreads();  // V is no longer needed
+                unrolled<kScoreQueryTiles, kScoreKeyTiles>([&](int m, int n) {
 #pragma unroll
-                for (int m = 0; m < kScoreQueryTiles; m++)
-#pragma unroll
-                    for (int n = 0; n < kScoreKeyTiles; n++) {
-#pragma unroll
-                        for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v];
-                        store_packed(packed, m, n, pack_tile(dp[m][n]));
-                    }
+                    for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v];
+                    store_packed(packed, m, n, pack_tile(dp[m][n]));
+                });
             }
             // Loads of the next tile, which in a list need not be adjacent, are in flight from here on. Past the last key: none.
             if constexpr (Blocks::kListed) {

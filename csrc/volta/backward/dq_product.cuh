@@ -57,14 +57,7 @@ struct DqProduct {
         return kAllUnits % S::kWarps == 0 || u < kUnits - 1 || remat_thread_index() < kAllUnits % S::kWarps * 32;
     }
 
-    Accumulator c[2][kUnits];  // over the lane's half of the keys: of the tile that it keeps, and of the other lane's
-
-    __device__ __forceinline__ DqProduct() {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int u = 0; u < kUnits; u++) clear(c[i][u]);
-    }
+    Accumulator c[2][kUnits] = {};  // over the lane's half of the keys: of the tile that it keeps, and of the other lane's
 
     // Adds the products of dS^T and K, from a_operand() and b_operand().
     __device__ __forceinline__ void multiply(u32 a_address, u32 b_address) {

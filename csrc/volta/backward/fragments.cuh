@@ -14,9 +14,9 @@
 #pragma once
 
 #include "backward/packed_tile.cuh"
+#include "backward/scratch.cuh"
 #include "backward/score_coord.cuh"
 #include "tile.cuh"
-#include "volta/backward/row_stats.cuh"
 #include "volta/backward/shape.cuh"
 #include "volta/mma.cuh"
 
@@ -113,8 +113,8 @@ __device__ __forceinline__ PackedTile load_packed(u32 address, int m, int n) {
 
 // ---- initial accumulators -------------------------------------------------------------------------
 
-// RowStats (row_stats.cuh) has groups of four queries, each value twice, kCopyDistance floats apart: two 16-byte loads fill an
-// accumulator, whose elements are two keys of each query.
+// RowStats (backward/scratch.cuh) has groups of four queries, each value twice, kCopyDistance floats apart: two 16-byte loads fill
+// an accumulator, whose elements are two keys of each query.
 
 // Returns whether float v of a group's statistic is the value of element v's query, for all v.
 __device__ constexpr bool statistics_fill_an_accumulator() {
@@ -131,16 +131,14 @@ static_assert(statistics_fill_an_accumulator(), "load_stats loads accumulators a
 template <bool Fresh = false, int M, int N>
 __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* stats) {
     static_assert(M <= 2, "load_stats has two load instructions");
+    unrolled<M, N>([&](int m, int n) {
 #pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int v = 0; v < 8; v += 4) {
-                const float* from = stats + n * KeysLayout::kTileQueries * RowStats::kRowFloats + v;
-                const float4 x = !m ? load_global4(from) : Fresh ? load_global4_l2(from) : load_global4_constant(from);
-                c[m][n][v] = x.x, c[m][n][v + 1] = x.y, c[m][n][v + 2] = x.z, c[m][n][v + 3] = x.w;
-            }
+        for (int v = 0; v < 8; v += 4) {
+            const float* from = stats + n * KeysLayout::kTileQueries * RowStats::kRowFloats + v;
+            const float4 x = !m ? load_global4(from) : Fresh ? load_global4_l2(from) : load_global4_constant(from);
+            c[m][n][v] = x.x, c[m][n][v + 1] = x.y, c[m][n][v + 2] = x.z, c[m][n][v + 3] = x.w;
+        }
+    });
 }
 // Loads a statistic, one copy, of the lane's four queries in each tile. Not by the read-only path: a fused kernel has written it.
 template <int N>

@@ -29,7 +29,7 @@ struct JointScores {
     // What is added in the exponents of the step's queries, for kernels without score features; others load it tile by tile. It is
     // loaded as -lse / scale (row_statistics.cuh). scale() turns that into -lse in log2 units plus kExponentShift.
     using Addends = ExponentAddends<KeysLayout, 2>;
-    // Sets the initial accumulators: 0, and for dP -delta (row_stats.cuh). `stats`: the lane's statistics of the step. Dropout
+    // Sets the initial accumulators: 0, and for dP -delta (RowStats). `stats`: the lane's statistics of the step. Dropout
     // multiplies dP alone: its accumulators begin with 0, and -delta is added after.
     static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
         clear_tiles(s);

@@ -31,16 +31,10 @@ struct Fragments {
         for (int m = 1; m < M; m++) a[m] = load_shared(a_address + m * 16 * S::kRowBytes);
     }
     __device__ __forceinline__ void multiply_low(Accumulator (&c)[M][N]) const {
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int n = 0; n < N; n++) mma_row_col(c[m][n], a[m].x, a[m].y, b[n].x, b[n].y);
+        unrolled<M, N>([&](int m, int n) { mma_row_col(c[m][n], a[m].x, a[m].y, b[n].x, b[n].y); });
     }
     __device__ __forceinline__ void multiply_high(Accumulator (&c)[M][N]) const {
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int n = 0; n < N; n++) mma_row_col(c[m][n], a[m].z, a[m].w, b[n].z, b[n].w);
+        unrolled<M, N>([&](int m, int n) { mma_row_col(c[m][n], a[m].z, a[m].w, b[n].z, b[n].w); });
     }
 };
 
@@ -49,16 +43,6 @@ struct Fragments {
 // A warp's gradient. c[m][j][i]: 16 own rows m, block j of 32 columns, half i of a lane's chunk of operand B (four columns).
 template <int M, int J>
 using Gradient = Accumulator[M][J][2];
-
-template <int M, int J>
-__device__ __forceinline__ void clear(Gradient<M, J>& c) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int j = 0; j < J; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) clear(c[m][j][i]);
-}
 
 // Adds the product over the rows of a step (at most 32), from score_operand() and column_operand() (fragments.cuh). The warp has
 // every BlockStep-th block of columns, and computes the first `blocks` of them. Compact: half of the code, four rows at a time.
@@ -119,16 +103,12 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
 template <int BlockStep, int M, int J, class F>
 __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float factor, int first_row, int block, F f) {
     const Lane lane(remat_thread_index() & 31);  // else the lane is kept, or spilled, from the kernel's first use on
+    unrolled<M, J, 2>([&](int m, int j, int i) {
 #pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int j = 0; j < J; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int v = 0; v < 8; v += 2)
-                    f(first_row + score_own(lane, m, v), 32 * (block + BlockStep * j) + column_in_block(lane, i, v),
-                      c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor);
+        for (int v = 0; v < 8; v += 2)
+            f(first_row + score_own(lane, m, v), 32 * (block + BlockStep * j) + column_in_block(lane, i, v), c[m][j][i][v] * factor,
+              c[m][j][i][v + 1] * factor);
+    });
 }
 
 // Stores a warp's gradient as fp16 to a tile in shared memory, from where shared_to_output (backward/tiles.cuh) stores it.

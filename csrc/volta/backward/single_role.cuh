@@ -16,7 +16,7 @@
 //                     kScores (P^T, then dS^T); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
-//                     kRowFloats a query (row_stats.cuh)
+//                     kRowFloats a query (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
@@ -83,9 +83,7 @@ struct BackwardSingleRole {
         const int stats_lane = lane_stats_offset(lane), dq_lane = Dq::output_offset(lane, warp);
         // ALiBi's distance of the lane's first score in a step at query 0
         const int distance = Joint::first_distance(sequence, lane, first_key + warp_key);
-        Gradient<2, kBlocks> dk, dv;
-        clear(dk);
-        clear(dv);
+        Gradient<2, kBlocks> dk = {}, dv = {};
 
         // Query heads that share this block's KV head. Kernels with a score feature have no register for it across the loop:
         // nheads is hidden at each call, so each divides again.
@@ -102,7 +100,7 @@ struct BackwardSingleRole {
                 end = grid.template clip<S::kStep>(p, head, first, range.end);
                 if (first >= end) continue;
             }
-            const long long head_row = rounded_row<RowStats>(p, sequence, grid.batch(p), head);
+            const long long head_row = rounded_row(p, sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
@@ -136,10 +134,7 @@ struct BackwardSingleRole {
                 if (kHasScoreFeatures) {
                     Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left,
                                distance);
-#pragma unroll
-                    for (int m = 0; m < 2; m++)
-#pragma unroll
-                        for (int n = 0; n < 2; n++) ds[m][n] = Joint::gradients(dp[m][n]);
+                    unrolled<2, 2>([&](int m, int n) { ds[m][n] = Joint::gradients(dp[m][n]); });
                 } else {
                     if (masked) {
                         // Rare: everything is computed again, so that none of it holds a register in the loop.
@@ -151,17 +146,14 @@ struct BackwardSingleRole {
                     load_rows(addends.of_row, stats + RowStats::kNegLseAt + row * RowStats::kRowFloats);
                     addends.scale(p.problem.scale_log2, kExponentShift);
                     exponentials(s, p.problem.scale_log2, addends);
+                    unrolled<2, 2>([&](int m, int n) {
+                        // s is P * 2^-100 (kExponentShift): packing multiplies by 2^112, because it shifts fp32 bits to
+                        // fp16 (softmax.cuh), and leaves P * 2^12. kExponentUnit (2^100) restores P.
+                        store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
 #pragma unroll
-                    for (int m = 0; m < 2; m++)
-#pragma unroll
-                        for (int n = 0; n < 2; n++) {
-                            // s is P * 2^-100 (kExponentShift): packing multiplies by 2^112, because it shifts fp32 bits to
-                            // fp16 (softmax.cuh), and leaves P * 2^12. kExponentUnit (2^100) restores P.
-                            store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
-#pragma unroll
-                            for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
-                            ds[m][n] = pack_tile(dp[m][n]);
-                        }
+                        for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
+                        ds[m][n] = pack_tile(dp[m][n]);
+                    });
                 }
                 __syncwarp();
 
@@ -169,10 +161,7 @@ struct BackwardSingleRole {
                 tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
                 accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
                 __syncwarp();
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-#pragma unroll
-                    for (int n = 0; n < 2; n++) store_packed(packed, m, n, ds[m][n], keys_left);
+                unrolled<2, 2>([&](int m, int n) { store_packed(packed, m, n, ds[m][n], keys_left); });
                 __syncwarp();
                 accumulate<S, 1>(dk, packed_addresses.first(), query_addresses.first());
                 __syncthreads();  // dS is complete, Q and dO are free

@@ -21,12 +21,10 @@ namespace volta {
 // number `part` of kLoadParts. Terms are a step's 32 values of the summed index k: columns of TermColumns tiles, rows of TermRows
 // (operand A) and OtherTermRows (B) tiles (backward/staged_tiles.cuh).
 struct StoredFamily {
-    using RowStats = volta::RowStats;  // layout of -lse/scale and -delta of each query (row_stats.cuh)
-
     // ---- S^T = K Q^T and dP^T = V dO^T ------------------------------------------------------------
     using Layout = KeysLayout;
     // Floats of statistics for each query: those of the lane begin first_query() * kLaneStatistics floats after the tile's. A
-    // lane's four queries are a group (row_stats.cuh).
+    // lane's four queries are a group (RowStats).
     static constexpr int kLaneStatistics = RowStats::kRowFloats;
     static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
         volta::load_rows(x, stats);
@@ -62,10 +60,7 @@ struct StoredFamily {
                     f.multiply_low(sums);
                     f.multiply_high(sums);
                 }
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int v = 0; v < 8; v++) c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v];
+                unrolled<4, 8>([&](int i, int v) { c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v]; });
             }
     }
     static __device__ __forceinline__ bool store_bias_gradient(const Accumulator& ds, const BwdParams& p, int head, int row,
@@ -90,27 +85,20 @@ struct StoredFamily {
             __syncwarp();  // no operand is loaded before
             Gradient<1, 2> sums = {};
             accumulate<OtherTermRows, 1>(sums, a + m * 16 * kScoreRowBytes, b);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    float& x = c[m][i / 2][i % 2][v];
-                    x = fmaf(sums[0][i / 2][i % 2][v], factor, x);
-                }
+            unrolled<4, 8>([&](int i, int v) {
+                float& x = c[m][i / 2][i % 2][v];
+                x = fmaf(sums[0][i / 2][i % 2][v], factor, x);
+            });
         }
     }
     template <class F>
     static __device__ __forceinline__ void for_each_pair(const KeySums& c, F f) {
         const Lane lane;
+        unrolled<4, 2, 2>([&](int m, int j, int i) {
 #pragma unroll
-        for (int m = 0; m < 4; m++)
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int v = 0; v < 8; v += 2)
-                        f(score_own(lane, m, v), 32 * j + column_in_block(lane, i, v), c[m][j][i][v], c[m][j][i][v + 1]);
+            for (int v = 0; v < 8; v += 2)
+                f(score_own(lane, m, v), 32 * j + column_in_block(lane, i, v), c[m][j][i][v], c[m][j][i][v + 1]);
+        });
     }
 
     // ---- dQ ---------------------------------------------------------------------------------------
@@ -130,15 +118,12 @@ struct StoredFamily {
             const u32 b0 = chunk_after<kOtherChunks>(b_address, other_shift) + key * OtherTermRows::kRowBytes;
             const uint4 a[2] = {load_shared(a0), load_shared(chunk_after<kChunks>(a0, 4))};
             const uint4 b[2] = {load_shared(b0), load_shared(chunk_after<kOtherChunks>(b0, 4))};
-#pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    mma_col_row(c[m][0][j][0], a[m].x, a[m].y, b[j].x, b[j].y);
-                    mma_col_row(c[m][0][j][1], a[m].x, a[m].y, b[j].z, b[j].w);
-                    mma_col_row(c[m][1][j][0], a[m].z, a[m].w, b[j].x, b[j].y);
-                    mma_col_row(c[m][1][j][1], a[m].z, a[m].w, b[j].z, b[j].w);
-                }
+            unrolled<2, 2>([&](int m, int j) {
+                mma_col_row(c[m][0][j][0], a[m].x, a[m].y, b[j].x, b[j].y);
+                mma_col_row(c[m][0][j][1], a[m].x, a[m].y, b[j].z, b[j].w);
+                mma_col_row(c[m][1][j][0], a[m].z, a[m].w, b[j].x, b[j].y);
+                mma_col_row(c[m][1][j][1], a[m].z, a[m].w, b[j].z, b[j].w);
+            });
         }
     }
     static __device__ __forceinline__ void add_queries(QuerySums& c, u32 a_address, u32 b_address, float factor, int part) {
@@ -161,31 +146,22 @@ struct StoredFamily {
                     mma_col_row(sums[1][0], a.z, a.w, b.x, b.y);
                     mma_col_row(sums[1][1], a.z, a.w, b.z, b.w);
                 }
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        float& x = c[m][i / 2][j][i % 2][v];
-                        x = fmaf(sums[i / 2][i % 2][v], factor, x);
-                    }
+                unrolled<4, 8>([&](int i, int v) {
+                    float& x = c[m][i / 2][j][i % 2][v];
+                    x = fmaf(sums[i / 2][i % 2][v], factor, x);
+                });
             }
     }
     template <class F>
     static __device__ __forceinline__ void for_each_pair(const QuerySums& c, F f) {
         const Lane lane;
+        unrolled<2, 2, 2, 2>([&](int m, int i, int j, int h) {
 #pragma unroll
-        for (int m = 0; m < 2; m++)
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++)
-#pragma unroll
-                        for (int v = 0; v < 8; v += 2) {
-                            const int row = 32 * m + 16 * lane.qm + 8 * (lane.t >> 2) + 4 * i + (lane.t & 1) + (v & 2);
-                            f(row, 32 * j + column_in_block(lane, h, v), c[m][i][j][h][v], c[m][i][j][h][v + 1]);
-                        }
+            for (int v = 0; v < 8; v += 2) {
+                const int row = 32 * m + 16 * lane.qm + 8 * (lane.t >> 2) + 4 * i + (lane.t & 1) + (v & 2);
+                f(row, 32 * j + column_in_block(lane, h, v), c[m][i][j][h][v], c[m][i][j][h][v + 1]);
+            }
+        });
     }
 };
 

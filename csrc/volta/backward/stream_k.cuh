@@ -99,7 +99,7 @@ public:
             __threadfence();  // this thread's split is visible before the semaphore counts it
         }
         if (!is_last_block(semaphore, params_.launch_id, splits)) return false;
-        if (!keeps_own) (clear(gradients), ...);
+        if (!keeps_own) (clear_tiles(gradients), ...);
 #pragma unroll 1
         for (int i = 0; i < splits; i++, first += kSplitChunks) {
             if (keeps_own && i == index) continue;

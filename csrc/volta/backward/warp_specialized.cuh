@@ -20,7 +20,7 @@
 //                     kScores (P^T and dS^T); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
-//                     kRowFloats a query (row_stats.cuh)
+//                     kRowFloats a query (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
@@ -234,8 +234,7 @@ struct BackwardWarpSpecialized {
         const int stats_lane = lane_stats_offset(lane) + score_query0 * RowStats::kRowFloats;
         const int dq_lane = Dq::output_offset(lane, warp);
 
-        Gradient<2, kBlocks> gradient;  // dV or dK
-        clear(gradient);
+        Gradient<2, kBlocks> gradient = {};  // dV or dK
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
@@ -261,7 +260,7 @@ struct BackwardWarpSpecialized {
             };
             // Returns the rows of Q and dO that loads may touch.
             const auto rows = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
-            const long long head_row = rounded_row<RowStats>(p, sequence, grid.batch(p), head);
+            const long long head_row = rounded_row(p, sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats +
                                             (role ? RowStats::kNegDeltaAt : RowStats::kNegLseAt) + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
@@ -270,7 +269,7 @@ struct BackwardWarpSpecialized {
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
             tiles.load(p.q, p.dout, rows() - (Blocks::kListed ? queries.first() : first));
             if (kFused) {
-                write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
+                write_row_statistics<S::kHeaddim, S::kThreads>(p, sequence, head);
                 __syncthreads();
             }
             ExponentAddends<KeysLayout, kScoreQueryTiles> addends;
@@ -324,12 +323,8 @@ struct BackwardWarpSpecialized {
                                             stats + row * RowStats::kRowFloats, packed, keys_left);
                 } else {
                     // s is dP - delta here. It is divided by kProbabilityUnit, 2^12, the factor of P (probabilities.cuh).
-#pragma unroll
-                    for (int m = 0; m < kScoreKeyTiles; m++)
-#pragma unroll
-                        for (int n = 0; n < kScoreQueryTiles; n++)
-#pragma unroll
-                            for (int v = 0; v < 8; v++) s[m][n][v] *= 1.f / kProbabilityUnit;
+                    unrolled<kScoreKeyTiles, kScoreQueryTiles, 8>(
+                        [&](int m, int n, int v) { s[m][n][v] *= 1.f / kProbabilityUnit; });
                     named_sync(kProbabilitiesReady + key_group, 64 * kGroupWarps);
 #pragma unroll
                     for (int m = 0; m < kScoreKeyTiles; m++)

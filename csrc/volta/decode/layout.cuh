@@ -65,12 +65,7 @@ struct DecodeLayout {
     // fp16 numbers of a chunk times 16, because unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
-        Accumulator c[RowTiles], split[RowTiles];
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) {
-            clear(c[mt]);
-            if constexpr (Keys::kTwoScales) clear(split[mt]);
-        }
+        Accumulator c[RowTiles] = {}, split[RowTiles] = {};
 #pragma unroll
         for (int j = 0; j < Queries::kChunks; j++) {
             const uint4 k = keys.chunk(j);
@@ -98,11 +93,6 @@ struct DecodeLayout {
         }
     }
 
-    // Multiplies output rows by `own`, the factors of the lane's score_row in each row tile.
-    template <int Loads>
-    __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
-        each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
-    }
     // Replaces each output x by f(x, `own` of its row, whether x is in the last four of a lane's eight columns). In the last
     // four, int4 values have 16 times the factor (mainloop.cuh). A lane has outputs of two rows: its score_row and that of
     // lane ^ 4. e & 2 tells which.

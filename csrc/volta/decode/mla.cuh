@@ -249,12 +249,7 @@ class MlaMainloop {
 #pragma unroll
         for (int mt = 0; mt < kTiles; mt++) {
             const float factor[2] = {row_factors[8 * mt], row_factors[8 * mt + 2]};
-#pragma unroll
-            for (int j = 0; j < kLoads; j++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int e = 0; e < 8; e++) o[mt][j][i][e] *= factor[(e >> 1) & 1];
+            unrolled<kLoads, 2, 8>([&](int j, int i, int e) { o[mt][j][i][e] *= factor[(e >> 1) & 1]; });
         }
     }
 
@@ -323,9 +318,7 @@ public:
                 }
                 __syncthreads();
                 {  // phase 1: scores
-                    Accumulator c[kRowPairs][2];
-#pragma unroll
-                    for (auto& x : c) clear(x[0]), clear(x[1]);
+                    Accumulator c[kRowPairs][2] = {};
 #pragma unroll
                     for (int g = 0; g < kOperands; g++) {
                         const int offset = g == kColumnOperands ? to_rotary : 2 * operand_column(g);

@@ -328,10 +328,7 @@ struct ForwardColumnGroups {
 
         RowState softmax;
         Accumulators o;
-#pragma unroll
-        for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kOutputTiles; j++) volta::clear(o[mt][j]);
+        clear_tiles(o);
 
         const auto loads_k = [] { return Tiles::loads_k(remat_thread_index()); };
         // Where the thread's first chunk of a tile goes. (store()'s argument `false`: stores zeros past the last column too.)

@@ -111,10 +111,8 @@ public:
         for (int nt = 0; nt < KeyTiles; nt++) {
             float key_terms[ForwardLayout::kKeys];
             terms(key_terms, nt, 0.f);
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-                for (int v = 0; v < ForwardLayout::kElements; v++) s.tile[mt][nt][v] = key_terms[ForwardLayout::key_slot(v)];
+            unrolled<RowTiles, ForwardLayout::kElements>(
+                [&](int mt, int v) { s.tile[mt][nt][v] = key_terms[ForwardLayout::key_slot(v)]; });
         }
         distance_ += kKeys;
     }
@@ -126,13 +124,10 @@ public:
             float key_terms[ForwardLayout::kKeys];
             // A softcap is constant() plus a multiple of its state. of_product() omits the constant: the key's term contains it.
             terms(key_terms, nt, function.constant());
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-                for (int v = 0; v < ForwardLayout::kElements; v++) {
-                    float& x = s.tile[mt][nt][v];
-                    x = function.of_product(x, key_terms[ForwardLayout::key_slot(v)]);
-                }
+            unrolled<RowTiles, ForwardLayout::kElements>([&](int mt, int v) {
+                float& x = s.tile[mt][nt][v];
+                x = function.of_product(x, key_terms[ForwardLayout::key_slot(v)]);
+            });
         }
         distance_ += kKeys;
     }
@@ -157,27 +152,21 @@ public:
             x = fmaf(-2.f * slope_, static_cast<float>(max(past_diagonal, 0) + (last_time ? i : 0)), x);
         });
         if (!last_time) return;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < ForwardLayout::kRows; r++) {
-                const float by = 2.f * slope_ * static_cast<float>(row_of(mt, r));
-                softmax.row[mt][r].limit -= by;  // score above which row_max moves; in units of slope_, row_max in log2 units
-                softmax.row[mt][r].row_max -= by * scale(p);
-            }
+        unrolled<RowTiles, ForwardLayout::kRows>([&](int mt, int r) {
+            const float by = 2.f * slope_ * static_cast<float>(row_of(mt, r));
+            softmax.row[mt][r].limit -= by;  // score above which row_max moves; in units of slope_, row_max in log2 units
+            softmax.row[mt][r].row_max -= by * scale(p);
+        });
         slope_ = -slope_;
         set_interval(unmasked, mask, row, true);  // after the diagonal
     }
     // Adds the term that scores left out, -slope_ * (i - row), to row maxima, and so to lse.
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float scale_log2) const {
         const ForwardLane lane(remat_thread_index() & 31);
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < ForwardLayout::kRows; r++)
-                softmax.row[mt][r].row_max -=
-                    slope_ * scale_log2 *
-                    static_cast<float>(16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
+        unrolled<RowTiles, ForwardLayout::kRows>([&](int mt, int r) {
+            softmax.row[mt][r].row_max -=
+                slope_ * scale_log2 * static_cast<float>(16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
+        });
     }
 };
 

@@ -31,18 +31,13 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
     // Calls f(row tile, key tile, element, bias) for each score of the lane, with the loaded bias as float.
     template <class F>
     __device__ __forceinline__ void each(F f) const {
+        unrolled<RowTiles, KeyTiles, ForwardLayout::kRows>([&](int mt, int nt, int r) {
+            const float2 low = to_float2(loaded_[mt][nt][r].x), high = to_float2(loaded_[mt][nt][r].y);
+            const float x[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int nt = 0; nt < KeyTiles; nt++)
-#pragma unroll
-                for (int r = 0; r < ForwardLayout::kRows; r++) {
-                    const float2 low = to_float2(loaded_[mt][nt][r].x), high = to_float2(loaded_[mt][nt][r].y);
-                    const float x[4] = {low.x, low.y, high.x, high.y};
-#pragma unroll
-                    for (int v = 0; v < ForwardLayout::kElements; v++)
-                        if (ForwardLayout::row_of(v) == r) f(mt, nt, v, x[ForwardLayout::key_slot(v)]);
-                }
+            for (int v = 0; v < ForwardLayout::kElements; v++)
+                if (ForwardLayout::row_of(v) == r) f(mt, nt, v, x[ForwardLayout::key_slot(v)]);
+        });
     }
     // Returns the address of key 0 in the lane's first row. Rows past the last count as the last.
     __device__ __forceinline__ static const unsigned short* base_of(const FwdParams& p, const Grid& grid, const ForwardLane& lane,

@@ -52,10 +52,7 @@ public:
         kind_ = ScoreFunction::kMaskable;
     }
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float) const {
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].row_max += function_.constant();
+        unrolled<RowTiles, ForwardLayout::kRows>([&](int mt, int r) { softmax.row[mt][r].row_max += function_.constant(); });
     }
 };
 

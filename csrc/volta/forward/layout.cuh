@@ -229,21 +229,9 @@ struct DataParallelGrid {
     using Bits = NoMaskBits;
     template <int Chunks, int Rows, int Threads>
     using Stream = TileStream<Chunks, Rows, Threads>;
-    // A block's first row, head, KV head and batch entry, from blockIdx (forward/block.cuh).
+    // A block's first row, head, KV head, batch entry and range of keys (forward/block.cuh).
     template <int BlockRows>
-    struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
-        using Base = ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>;
-        __device__ __forceinline__ Block(const Problem& p, const DataParallelGrid&) : Base(p) {}
-        // The block's range of keys, which it takes in steps of Step: those that `mask` lets any of its rows see.
-        template <int Step>
-        __device__ __forceinline__ int key_first(const Mask& mask) const {
-            return mask.key_first(Base::row);
-        }
-        template <int Step>
-        __device__ __forceinline__ int key_end(const Mask& mask) const {
-            return mask.key_end(Base::row, BlockRows);
-        }
-    };
+    using Block = DenseBlock<ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>, BlockRows>;
     // Combines partial results of the row tile. Returns whether this block writes the output: always here, as its only block.
     template <int Threads, int RowTiles, int OutputTiles>
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>&, Accumulator (&)[RowTiles][OutputTiles]) const {
@@ -257,18 +245,7 @@ struct DataParallelGrid {
 template <int Heads>
 struct HeadGroupGrid : DataParallelGrid {
     template <int BlockRows>
-    struct Block : HeadGroupBlock<BlockRows, Heads> {
-        using Base = HeadGroupBlock<BlockRows, Heads>;
-        __device__ __forceinline__ Block(const Problem& p, const HeadGroupGrid&) : Base(p) {}
-        template <int Step>
-        __device__ __forceinline__ int key_first(const Mask& mask) const {
-            return mask.key_first(Base::row);
-        }
-        template <int Step>
-        __device__ __forceinline__ int key_end(const Mask& mask) const {
-            return mask.key_end(Base::row, BlockRows / Heads);
-        }
-    };
+    using Block = DenseBlock<HeadGroupBlock<BlockRows, Heads>, BlockRows / Heads>;
     __device__ __forceinline__ static int remat_head(const Problem&) { return remat_group_head<Heads>(); }
 };
 

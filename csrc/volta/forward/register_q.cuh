@@ -186,10 +186,7 @@ struct ForwardRegisterQ {
         SoftmaxState<kRowTiles> softmax;
         features.init_row_max(softmax, p, mask, q_base, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);
         Accumulator o[kRowTiles][kOutputTiles];
-#pragma unroll
-        for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
+        clear_tiles(o);
 
         KeyChunks first[2], tile;
 #pragma unroll
@@ -199,10 +196,7 @@ struct ForwardRegisterQ {
         loader.load(tile, keys.after(2));
         // A negative softmax_scale flips the signs of Q.
         if (!kPaged && problem.sign_flip) {
-#pragma unroll
-            for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-                for (int c = 0; c < kChunks; c++) q[mt][c] = flipped(q[mt][c], problem.sign_flip);
+            unrolled<kRowTiles, kChunks>([&](int mt, int c) { q[mt][c] = flipped(q[mt][c], problem.sign_flip); });
         }
         __syncthreads();
 
@@ -329,10 +323,7 @@ struct ForwardRegisterQ {
             slot = slot_after(1);
             const u32 k_after_next = k_lane + slot_after(1);
             __syncthreads();
-#pragma unroll
-            for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-                for (int w = 0; w < 8; w++) s.tile[mt][0][w] = even.tile[mt][0][w] + odd.tile[mt][0][w];
+            unrolled<kRowTiles, 8>([&](int mt, int w) { s.tile[mt][0][w] = even.tile[mt][0][w] + odd.tile[mt][0][w]; });
             features.add_to(p, s);
             probabilities.exchange();  // a lane gets the other eight keys' probabilities (w = 1) from its neighbor
 #pragma unroll

@@ -223,10 +223,7 @@ struct ForwardSharedQ {
         features.init_row_max(softmax, p, mask, rows_of(p.q, block.batch, block.head, sequence.q_offset()),
                               rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);
         Accumulators o;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
+        clear_tiles(o);
 
         if constexpr (kHeads == 1) {
             tiles.load_k(staging, p, keys.first());

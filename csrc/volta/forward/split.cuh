@@ -60,9 +60,7 @@ struct Split {
         // cores truncate sums, so those would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[1], u32 tile, int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
-            Accumulator small, large;
-            clear(small);
-            clear(large);
+            Accumulator small = {}, large = {};
 #pragma unroll
             for (int c = 0; c < kHalf; c++) {
                 if (c % 2 == 0) __syncwarp();  // ptxas would load ahead into all registers
@@ -134,31 +132,20 @@ struct Split {
         const int to_other = (lane.qn ? -8 : 8) * pitch;
 #pragma unroll
         for (int j = 0; j < Headdim / 32; j++) {
-            Accumulator small[2], large[2];
-#pragma unroll
-            for (int t = 0; t < 2; t++) {
-                clear(small[t]);
-                clear(large[t]);
-            }
-#pragma unroll
-            for (int w = 0; w < 2; w++)
-#pragma unroll
-                for (int u = 0; u < 2; u++) {
-                    __syncwarp();
-                    const u32 at = v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes;
-                    const uint4 v_high = load_shared(at), v_low = load_shared(at + Headdim / kChunk * kChunkBytes);
-                    const RowPair &high = p.high.part[0][w][u], &low = p.low.part[0][w][u];
-                    mma_row_row(small[0], low.lo, low.hi, v_high.x, v_high.y);
-                    mma_row_row(small[1], low.lo, low.hi, v_high.z, v_high.w);
-                    mma_row_row(large[0], high.lo, high.hi, v_high.x, v_high.y);
-                    mma_row_row(large[1], high.lo, high.hi, v_high.z, v_high.w);
-                    mma_row_row(small[0], high.lo, high.hi, v_low.x, v_low.y);
-                    mma_row_row(small[1], high.lo, high.hi, v_low.z, v_low.w);
-                }
-#pragma unroll
-            for (int t = 0; t < 2; t++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) o[0][2 * j + t][v] += large[t][v] + small[t][v];
+            Accumulator small[2] = {}, large[2] = {};
+            unrolled<2, 2>([&](int w, int u) {
+                __syncwarp();
+                const u32 at = v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes;
+                const uint4 v_high = load_shared(at), v_low = load_shared(at + Headdim / kChunk * kChunkBytes);
+                const RowPair &high = p.high.part[0][w][u], &low = p.low.part[0][w][u];
+                mma_row_row(small[0], low.lo, low.hi, v_high.x, v_high.y);
+                mma_row_row(small[1], low.lo, low.hi, v_high.z, v_high.w);
+                mma_row_row(large[0], high.lo, high.hi, v_high.x, v_high.y);
+                mma_row_row(large[1], high.lo, high.hi, v_high.z, v_high.w);
+                mma_row_row(small[0], high.lo, high.hi, v_low.x, v_low.y);
+                mma_row_row(small[1], high.lo, high.hi, v_low.z, v_low.w);
+            });
+            unrolled<2, 8>([&](int t, int v) { o[0][2 * j + t][v] += large[t][v] + small[t][v]; });
         }
     }
 
@@ -190,20 +177,12 @@ struct Split {
         const int to_other = (lane.qn ? -8 : 8) * pitch;
 #pragma unroll
         for (int j = 0; j < Headdim / 32; j++) {
-            Accumulator sums[Sums];
-#pragma unroll
-            for (int i = 0; i < Sums; i++) clear(sums[i]);
-#pragma unroll
-            for (int w = 0; w < 2; w++)
-#pragma unroll
-                for (int u = 0; u < 2; u++) {
-                    __syncwarp();
-                    add(sums, w, u, load_shared(v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes));
-                }
-#pragma unroll
-            for (int t = 0; t < 2; t++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) o[0][2 * j + t][v] += Sums > 2 ? sums[t][v] + sums[Sums - 2 + t][v] : sums[t][v];
+            Accumulator sums[Sums] = {};
+            unrolled<2, 2>([&](int w, int u) {
+                __syncwarp();
+                add(sums, w, u, load_shared(v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes));
+            });
+            unrolled<2, 8>([&](int t, int v) { o[0][2 * j + t][v] += Sums > 2 ? sums[t][v] + sums[Sums - 2 + t][v] : sums[t][v]; });
         }
     }
 

@@ -88,10 +88,7 @@ public:
         __threadfence();  // this thread's split is visible before the semaphore counts it
         if (!is_last_block(params_.semaphores + split.stream_k_tile, params_.launch_id, split.splits)) return false;
         softmax = SoftmaxState<RowTiles>();  // its own split too is read back, so that the order of additions is that of the keys
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < OutputTiles; j++) clear(o[mt][j]);
+        clear_tiles(o);
 #pragma unroll 1
         for (int i = 0; i < split.splits; i++, first += kSplitChunks)
             combine_partial(softmax, o, [&](int chunk) { return __ldcg(first + chunk * Threads); });

@@ -2,8 +2,6 @@
 twice: in tiles of 128 queries by 64 keys, and transposed, of 128 keys by 64 queries, for gradients. A cell is half of a tile in either
 direction. `source` and `mask` call this module to turn blocks of another size into cells."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

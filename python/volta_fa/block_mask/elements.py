@@ -1,8 +1,6 @@
 """Evaluates which elements of cells (64 queries by 64 keys) are visible. `packing` calls it for the cells whose state is UNKNOWN. An
 element is visible if the mask function says so, its block exists, and its query and key lie inside the lengths."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Tensors that decide about a mask may be written in place, through aliases too. S
 packing, which waits for the device once. A mask function with a Recording (its operations, constants and tensors) can be compared without
 running it. Any other function may depend on anything, so its mask is packed again at each call."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 querie
 numbers (partial tiles, full tiles, first tile of bits, launch order), then the columns of its partial tiles and of its full ones. The bits
 of a tile are 256 words. Launches of small kernels dominate the time, so both directions of a square mask are computed in one tensor."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

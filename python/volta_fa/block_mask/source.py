@@ -123,22 +123,12 @@ def source_of(block_mask: Any, batch: int, heads: int, seq_lengths: tuple[int, i
     counts, device = block_mask.kv_num_blocks, block_mask.kv_num_blocks.device
     lists = (counts, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     mask_mod = None if is_trivial(block_mask.mask_mod) else recorded(block_mask.mask_mod, device)
-    batch, heads = expanded(counts.shape, batch, heads, (may_use(mask_mod, argument=0), may_use(mask_mod, argument=1)))
-    return made_of(lists, mask_mod, block_mask.BLOCK_SIZE, seq_lengths, batch, heads)
-
-
-def made_of(
-    lists: tuple[Tensor | None, ...],
-    mask_mod: MaskMod | None,
-    block_size: tuple[int, int],
-    seq_lengths: tuple[int, int],
-    batch: int,
-    heads: int,
-) -> Source:
-    """Returns the Source of fields of torch's BlockMask. Sizes may be of other integer types, and become Python's int."""
-    assert lists[0] is not None
-    queries, keys = map(int, seq_lengths)
-    return Source(mask_mod, (queries, keys), batch, heads, lists[0].device, lists, (int(block_size[0]), int(block_size[1])))
+    # whether the mask may depend on the batch entry, and on the head
+    uses = (mask_mod.uses(0), mask_mod.uses(1)) if isinstance(mask_mod, Recording) else (mask_mod is not None, mask_mod is not None)
+    batch, heads = expanded(counts.shape, batch, heads, uses)
+    # sizes may be of other integer types than Python's int
+    (queries, keys), (rows, columns) = map(int, seq_lengths), map(int, block_mask.BLOCK_SIZE)
+    return Source(mask_mod, (queries, keys), batch, heads, device, lists, (rows, columns))
 
 
 def is_empty(block_mask: Any) -> bool:
@@ -151,11 +141,6 @@ def is_trivial(mask_mod: Callable[..., Tensor] | None) -> bool:
     from torch.nn.attention.flex_attention import noop_mask
 
     return mask_mod is None or mask_mod is noop_mask
-
-
-def may_use(mask_mod: MaskMod | None, argument: int) -> bool:
-    """Returns whether a mask may depend on an argument of its function: 0 for the batch entry, 1 for the head."""
-    return mask_mod.uses(argument) if isinstance(mask_mod, Recording) else mask_mod is not None
 
 
 def expanded(sizes: torch.Size, batch: int, heads: int, uses: tuple[bool, bool]) -> tuple[int, int]:

@@ -17,8 +17,6 @@ from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; 
 from .kernels import Target  # the device: a GPU, the simulator or the CPU
 from .problems import Part, agree  # a result's part with exact values and allowed errors; raises if two references differ
 
-#: Kernels of these passes get the problems here.
-PASSES = ("Decode", "DecodeMla", "Prefill", "PrefillStreamK", "Append", "Dequantize")
 _BITS = {row["name"]: row["bits"] for row in cache_formats()}
 #: Columns in 16 bytes (128 bits), by cache format, of the narrower of keys and values; "": fp16 and bf16. Kernels read a cache in place if
 #: its rows are multiples of 16 bytes, else a copy in q's dtype.
@@ -54,15 +52,7 @@ def problems(variant: dict[str, Any]) -> list[CacheCase]:
             _case(((3, 40, 0), (3, 17, 0), (3, 0, 0)), 40, 24, 3, dtype=variant["dtype"]),
             _case(((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, **rest),
         ]
-    of_pass = {
-        "Append": _append,
-        "Dequantize": _dequantize,
-        "DecodeMla": _mla,
-        "Decode": _decode,
-        "Prefill": _prefill,
-        "PrefillStreamK": _prefill_stream_k,
-    }
-    return of_pass[variant["pass"]](variant)
+    return _OF_PASS[variant["pass"]](variant)
 
 
 def _append(variant: dict[str, Any]) -> list[CacheCase]:
@@ -145,6 +135,18 @@ def _prefill_stream_k(variant: dict[str, Any]) -> list[CacheCase]:
         _case(((70, 377, 0),), d - 8, dv - 8, 2, page=0, packed=True, window_left=50),
         _case(((300, 310, 0),), d, dv, 3, page=64, sinks="own"),
     ]
+
+
+_OF_PASS = {
+    "Append": _append,
+    "Dequantize": _dequantize,
+    "DecodeMla": _mla,
+    "Decode": _decode,
+    "Prefill": _prefill,
+    "PrefillStreamK": _prefill_stream_k,
+}
+#: Kernels of these passes get the problems here.
+PASSES = tuple(_OF_PASS)
 
 
 def planned(target: Target, problem: CacheCase, variant: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import SIMULATE_VARIABLE, Target, environment
+from .kernels import Target, environment
 from .problems import Error  # of a result: its kind, the error, and the allowed error
 from .tolerance import max_error  # the largest absolute difference; infinity where one side alone is NaN
 
@@ -89,7 +89,7 @@ class FastInputs:
 
     def model(self, prepared: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns out and softmax_lse of the CPU backend, for keys and values from a `prepare` if given."""
-        with environment(**{SIMULATE_VARIABLE: None}):  # None unsets it: CPU tensors run on the CPU backend
+        with environment(VOLTA_FA_SIMULATE=None):  # CPU tensors run on the CPU backend
             return torch.ops.volta_fa.fwd_fast(self.q, self.k, self.v, prepared=prepared, **self.options)
 
     def prepare(self, target: Target) -> Tensor:

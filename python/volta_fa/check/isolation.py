@@ -39,8 +39,8 @@ Check = Callable[[Target, dict[str, Any], int, bool], KernelResult]
 
 
 def processes(target: Target, kernels: int) -> int:
-    """Returns how many processes check this number of kernels: one for each core, as far as GPU memory suffices."""
-    free = torch.cuda.mem_get_info(target.device)[0] // BYTES_PER_PROCESS - 1 if target.kind == "cuda" else MAX_PROCESSES
+    """Returns how many processes check this number of kernels on a GPU: one for each core, as far as its memory suffices."""
+    free = torch.cuda.mem_get_info(target.device)[0] // BYTES_PER_PROCESS - 1
     # starting a process takes as long as checking several kernels
     return max(1, min(_cores(), free, MAX_PROCESSES, kernels // 4))
 

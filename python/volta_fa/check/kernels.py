@@ -21,15 +21,14 @@ from .cases import ASKING, EVERY, Case, asking
 FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit", "ForwardSplitStreamK")
 #: The passes that `correctness` checks without a problem from here.
 WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla", "Indexer")
-#: Environment variable by which fp16 and bf16 CPU tensors run through the machine code in the simulator.
-SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
-#: Environment variable with the GPU that is simulated. Unset: a V100.
-SIMULATED_GPU_VARIABLE = "VOLTA_FA_SIM_GPU"
 
 
 @contextmanager
 def environment(**variables: str | None) -> Iterator[None]:
-    """Sets or removes environment variables within the block. The library reads them at each call."""
+    """Sets environment variables within the block, or removes those that are None. The library reads them at each call.
+
+    VOLTA_FA_SIMULATE runs fp16 and bf16 CPU tensors through the machine code in the simulator, VOLTA_FA_SIM_GPU names the simulated GPU
+    (unset: a V100)."""
     before = {name: os.environ.get(name) for name in variables}
     _update(variables)
     try:
@@ -53,7 +52,7 @@ def simulate(work: Callable[[], object], mode: str = "timing", **variables: str 
         mode: value of `VOLTA_FA_SIMULATE`: `timing`, or `launches`, which runs no kernel.
         variables: further environment variables of the simulator.
     """
-    with environment(**{SIMULATE_VARIABLE: mode}, **variables):
+    with environment(VOLTA_FA_SIMULATE=mode, **variables):
         torch.ops.volta_fa._sim_report()  # forgets earlier launches
         work()
         return json.loads(torch.ops.volta_fa._sim_report())
@@ -128,8 +127,7 @@ class Target:
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": list(failed)}))
         try:
             invariant = "1" if variant and variant.get("batch_invariant") else None
-            variables = {SIMULATE_VARIABLE: simulate, SIMULATED_GPU_VARIABLE: None, "VOLTA_FA_BATCH_INVARIANT": invariant}
-            with environment(**variables):
+            with environment(VOLTA_FA_SIMULATE=simulate, VOLTA_FA_SIM_GPU=None, VOLTA_FA_BATCH_INVARIANT=invariant):
                 yield
         finally:
             torch.ops.volta_fa._set_tuning("")

@@ -200,7 +200,13 @@ def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool,
     if target.capability == (7, 0) and target.kind == "cuda":
         speeds.predictions = load_predictions()
     advance("the card itself")
-    _attempt(speeds, "the card's figures", lambda: speeds.card.update(card_figures(target)))
+    try:
+        speeds.card = card_figures(target)
+    except Exception as error:
+        if lacks_memory(error):
+            speeds.missing = f"the card's figures: {OUT_OF_MEMORY}"
+        else:
+            speeds.troubles.append(f"the card's figures: {type(error).__name__}: {first_line(error)}")
     for cached in cached_points(target, quick):
         speeds.cached.append(cached)
         advance(str(cached))
@@ -223,17 +229,6 @@ def _predicted(predictions: dict[str, Any] | None, point: Point) -> tuple[float,
         if all(row[name] == getattr(point, name) for name in ("direction", "headdim", "seqlen", "causal", "nheads")):
             return row["tflops"], row["tflops_no_icache"]
     return None
-
-
-def _attempt(speeds: Speeds, what: str, work: Callable[[], object]) -> None:
-    """Runs `work` and records an exception: as missing figures if memory is short, else as trouble."""
-    try:
-        work()
-    except Exception as error:
-        if lacks_memory(error):
-            speeds.missing = f"{what}: {OUT_OF_MEMORY}"
-        else:
-            speeds.troubles.append(f"{what}: {type(error).__name__}: {first_line(error)}")
 
 
 def card_figures(target: Target) -> dict[str, Any]:

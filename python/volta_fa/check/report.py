@@ -138,10 +138,36 @@ def say_trouble(text: str) -> None:
 
 
 def introduce(facts: dict[str, Any]) -> None:
-    """Prints the machine, as `machine.describe` has it."""
+    """Prints the machine, as `machine.describe` has it: a name and a text in each line."""
+    versions, card = facts["versions"], facts.get("card")
     table = Table.grid(padding=(0, 2))
-    for name, value in _machine_rows(facts):
-        table.add_row(name, value)
+    if card:
+        table.add_row("card", f"{card['name']} (sm_{card['capability'].replace('.', '')}), {card['sms']} SMs, {card['memory_gib']} GiB")
+        if "nvidia_smi" in card:
+            table.add_row("clocks", f"unknown: nvidia-smi {card['nvidia_smi']}")
+        else:
+            clocks = f"SM {_of_max(card, 'sm_clock_mhz')} MHz, memory {_of_max(card, 'memory_clock_mhz')} MHz"
+            power = f"{_text(card['power_limit_w'])} of {_text(card['power_limit_max_w'])} W allowed"
+            table.add_row("driver", f"{_text(card['driver'])}; {clocks}; {power}; ECC {_text(card['ecc'])}")
+    elif facts["target"] == "simulator":
+        table.add_row("device", "a simulated V100: sm_70 machine code on this machine's CPU")
+    else:
+        table.add_row("device", "the CPU: ATen operations, no kernels")
+        if "no_gpu" in facts:
+            table.add_row("GPU", f"none: {facts['no_gpu']}")
+    built_for = " ".join(facts["torch_architectures"]) or "no GPU"
+    table.add_row("torch", f"{versions['torch']} (CUDA {versions['cuda'] or 'none'}; for {built_for}), Python {versions['python']}")
+    table.add_row("library", f"volta_fa {versions['volta_fa']}, {facts['library']}")
+    for number, family in enumerate(facts["families"]):
+        how = "its machine code" if family["native"] else "PTX, compiled by the driver"
+        then = "kernels" if number == 0 else "and then"
+        table.add_row(then, f"family {family['name']}, {how}")
+    if card and (card.get("utilization_percent") or 0) > _BUSY:
+        table.add_row("", "[yellow]another program uses this GPU: times are too long, verdicts hold[/yellow]")
+    if facts["families"] and not diagnostics.loads_machine_code():
+        table.add_row("", "[yellow]the driver is older than 525, so it compiles the kernels: loading takes minutes, once[/yellow]")
+    elif facts["families"] and not any(family["native"] for family in facts["families"]):
+        table.add_row("", "[yellow]made for older cards: results are what they are there, times are not[/yellow]")
     _console.print(table)
 
 
@@ -151,40 +177,6 @@ def say_continued(note: str, done: int, of: int) -> None:
         _console.print(f"[yellow]{note}[/yellow]", soft_wrap=True)
     if done:
         _console.print(f"continues an unfinished check: {done} of {of} kernels are done", soft_wrap=True)
-
-
-def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns (name, text) for each line about the machine."""
-    versions, card = facts["versions"], facts.get("card")
-    rows = []
-    if card:
-        rows.append(("card", f"{card['name']} (sm_{card['capability'].replace('.', '')}), {card['sms']} SMs, {card['memory_gib']} GiB"))
-        if "nvidia_smi" in card:
-            rows.append(("clocks", f"unknown: nvidia-smi {card['nvidia_smi']}"))
-        else:
-            clocks = f"SM {_of_max(card, 'sm_clock_mhz')} MHz, memory {_of_max(card, 'memory_clock_mhz')} MHz"
-            power = f"{_text(card['power_limit_w'])} of {_text(card['power_limit_max_w'])} W allowed"
-            rows.append(("driver", f"{_text(card['driver'])}; {clocks}; {power}; ECC {_text(card['ecc'])}"))
-    elif facts["target"] == "simulator":
-        rows.append(("device", "a simulated V100: sm_70 machine code on this machine's CPU"))
-    else:
-        rows.append(("device", "the CPU: ATen operations, no kernels"))
-        if "no_gpu" in facts:
-            rows.append(("GPU", f"none: {facts['no_gpu']}"))
-    built_for = " ".join(facts["torch_architectures"]) or "no GPU"
-    rows.append(("torch", f"{versions['torch']} (CUDA {versions['cuda'] or 'none'}; for {built_for}), Python {versions['python']}"))
-    rows.append(("library", f"volta_fa {versions['volta_fa']}, {facts['library']}"))
-    for number, family in enumerate(facts["families"]):
-        how = "its machine code" if family["native"] else "PTX, compiled by the driver"
-        then = "kernels" if number == 0 else "and then"
-        rows.append((then, f"family {family['name']}, {how}"))
-    if card and (card.get("utilization_percent") or 0) > _BUSY:
-        rows.append(("", "[yellow]another program uses this GPU: times are too long, verdicts hold[/yellow]"))
-    if facts["families"] and not diagnostics.loads_machine_code():
-        rows.append(("", "[yellow]the driver is older than 525, so it compiles the kernels: loading takes minutes, once[/yellow]"))
-    elif facts["families"] and not any(family["native"] for family in facts["families"]):
-        rows.append(("", "[yellow]made for older cards: results are what they are there, times are not[/yellow]"))
-    return rows
 
 
 def _text(value: Any) -> str:  # None: nvidia-smi has no value

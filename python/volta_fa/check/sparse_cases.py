@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .kernels import SIMULATE_VARIABLE, environment
+from .kernels import environment
 from .problems import Error  # of a result: its kind, the error, and the allowed error
 from .tolerance import largest, max_error  # the largest absolute value, and difference; infinity where one side alone is NaN
 
@@ -30,35 +31,30 @@ def problems(variant: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str
     kinds = (True, False) if is_any else ("e4m3" in variant["name"],)  # whether the cache has fp8 rows, or q's dtype
     dtypes = (torch.float16, torch.bfloat16) if is_any else (torch.bfloat16 if variant["cache"] == "bfloat16" else torch.float16,)
     heads = 16 if is_any else variant["block_rows"]
-    for headdim in headdims:
-        for is_fp8 in kinds:
-            for dtype in dtypes:
-                arguments, exact = _draw(seed, headdim, is_fp8, dtype, heads)
-                with environment(**{SIMULATE_VARIABLE: None}):  # None unsets it: CPU tensors run on the CPU backend
-                    expected = torch.ops.volta_fa.fwd_sparse_mla(**exact)
-                kind = "fp8" if is_fp8 else "rows"
-                yield f"sparse latents, {kind}, {heads} heads of {headdim}, {str(dtype).removeprefix('torch.')}", arguments, expected
+    for headdim, is_fp8, dtype in itertools.product(headdims, kinds, dtypes):
+        arguments = _draw(seed, headdim, is_fp8, dtype, heads)
+        exact = {name: t.double() if t.dtype == dtype else t for name, t in arguments.items()}
+        with environment(VOLTA_FA_SIMULATE=None):  # CPU tensors run on the CPU backend
+            expected = torch.ops.volta_fa.fwd_sparse_mla(**exact)
+        kind = "fp8" if is_fp8 else "rows"
+        yield f"sparse latents, {kind}, {heads} heads of {headdim}, {str(dtype).removeprefix('torch.')}", arguments, expected
 
 
-def _draw(seed: int, headdim: int, is_fp8: bool, dtype: torch.dtype, heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns arguments of a problem over two caches (the second: "extra_"), and the same in fp64. Some indices name no token."""
+def _draw(seed: int, headdim: int, is_fp8: bool, dtype: torch.dtype, heads: int) -> dict[str, Tensor]:
+    """Returns arguments of a problem over two caches (the second: "extra_"). Some indices name no token."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(3, heads, headdim, generator=generator).to(dtype)
-    arguments: dict[str, Any] = {"q": q, "sinks": torch.randn(heads, generator=generator)}
-    exact = {"q": q.double(), "sinks": arguments["sinks"]}
+    arguments = {"q": q, "sinks": torch.randn(heads, generator=generator)}
     for prefix, pages, page_size, topk in (("", 3, 64, 70), ("extra_", 9, 5, 40)):
         if is_fp8:
-            cache = exact_cache = _fp8_cache(pages, page_size, headdim, generator)
+            cache = _fp8_cache(pages, page_size, headdim, generator)
         else:
             cache = torch.randn(pages, page_size, 1, headdim, generator=generator).to(dtype)
-            exact_cache = cache.double()
         indices = torch.randint(-20, pages * page_size + 20, (3, topk), generator=generator).int()
         # of three queries, the number of indices that count
         lengths = torch.tensor([topk, 0 if prefix else topk // 2, topk - 1], dtype=torch.int32)
-        names = (f"{prefix}cache", f"{prefix}indices", f"{prefix}topk_length")
-        arguments |= dict(zip(names, (cache, indices, lengths)))
-        exact |= dict(zip(names, (exact_cache, indices, lengths)))
-    return arguments, exact
+        arguments |= {f"{prefix}cache": cache, f"{prefix}indices": indices, f"{prefix}topk_length": lengths}
+    return arguments
 
 
 def _fp8_cache(pages: int, page_size: int, headdim: int, generator: torch.Generator) -> Tensor:

@@ -210,44 +210,31 @@ class Rounded:
     rms: float = 0.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Budget:
     """How far one result may be from the fp64 reference: `factor` times the error of eager attention in the same dtype on the same inputs.
 
     Both the largest error and the root mean square must be inside. (One key of a thousand left out changes less than the largest rounding
     error of the first rows, but more than the mean.) Eager's error may be nearly zero: with one key, every probability is exactly 1. So at
     least the unavoidable error is allowed, which a perfect implementation has too: rounding of the result by half a unit in the last
-    place, of the sums that lead to it (`sums`), and of the probabilities in them (`rounded`).
+    place, of the sums that lead to it (`sums`), and of the probabilities in them (`rounded`)."""
 
-    `largest` and `rms` are the magnitudes of the reference."""
-
-    eager_error: float
+    eager_error: float  # the largest
     eager_rms: float
-    factor: float
-    largest: float
-    rms: float
-    sums: float
-    dtype: torch.dtype
-    rounded: Rounded
+    allowed: float  # the largest error
+    allowed_rms: float
 
     @classmethod
-    def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float, rounded: Rounded | None = None) -> Budget:
+    def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float, rounded: Rounded = Rounded()) -> Budget:
         """Returns the budget for eager attention's result and the reference."""
-        size = (largest(ref), rms_error(ref, torch.zeros_like(ref)))
-        return cls(max_error(eager, ref), rms_error(eager, ref), factor, *size, sums, eager.dtype, rounded or Rounded())
+        errors = max_error(eager, ref), rms_error(eager, ref)
+        sizes = largest(ref), rms_error(ref, torch.zeros_like(ref))  # of the reference
+        unavoidable = (cls._unavoidable(size, sums, more, eager.dtype) for size, more in zip(sizes, (rounded.largest, rounded.rms)))
+        return cls(*errors, *(max(factor * error, least) for error, least in zip(errors, unavoidable)))
 
-    def _unavoidable(self, size: float, rounded: float) -> float:
-        return torch.finfo(self.dtype).eps / 2 * size + self.sums + rounded
-
-    @property
-    def allowed(self) -> float:
-        """The allowed largest error."""
-        return max(self.factor * self.eager_error, self._unavoidable(self.largest, self.rounded.largest))
-
-    @property
-    def allowed_rms(self) -> float:
-        """The allowed root mean square error."""
-        return max(self.factor * self.eager_rms, self._unavoidable(self.rms, self.rounded.rms))
+    @staticmethod
+    def _unavoidable(size: float, sums: float, rounded: float, dtype: torch.dtype) -> float:
+        return torch.finfo(dtype).eps / 2 * size + sums + rounded
 
 
 def largest(t: Tensor) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..demo.simulated import aligned, microseconds  # a tensor aligned as by CUDA's allocator; the time of all simulated kernels
 from ..integrations.flash_attn import v100
 from . import tolerance
-from .kernels import SIMULATED_GPU_VARIABLE, Target, lacks_memory, simulate
+from .kernels import Target, lacks_memory, simulate
 from .performance import median_ms
 
 NHEADS, NHEADS_K, HEADDIM = 6, 1, 256  # query heads, KV heads
@@ -238,7 +238,7 @@ def _simulated(shape: Shape) -> Outcome:
         return Outcome(missing=_TOO_LONG)
     try:
         work = ours(Inputs(shape, torch.device("cpu")))
-        reports = simulate(work, mode="timing", **{SIMULATED_GPU_VARIABLE: SIMULATED_GPU})  # one for each kernel launch
+        reports = simulate(work, VOLTA_FA_SIM_GPU=SIMULATED_GPU)  # one for each kernel launch
     except Exception as error:
         return _missing(error)
     return Outcome(microseconds(reports) / 1e3, kernels=[report["kernel"] for report in reports])

@@ -1,8 +1,6 @@
 """The command line: `python -m volta_fa COMMAND`, with one module per command. A command's module has SUMMARY and DESCRIPTION for --help,
 `add_arguments(parser)`, and `run(arguments)`, which returns the exit status."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

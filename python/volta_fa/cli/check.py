@@ -1,8 +1,6 @@
 """`python -m volta_fa check`: parses the arguments of the check of all kernels, which is in volta_fa/check. `demo` and
 `versus-1cat` also choose their device by `choose_device`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

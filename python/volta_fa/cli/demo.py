@@ -1,7 +1,5 @@
 """`python -m volta_fa demo`: trains a small GPT with volta_fa and with PyTorch's attention, and compares."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

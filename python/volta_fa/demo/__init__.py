@@ -47,8 +47,9 @@ def run_demo(
     report.introduce(settings, device, len(tokens), files, runs)
     with report.Progress(settings.steps, runs) as progress:
         train.train(settings, runs, tokens, device, progress.on_step)
-    peaks = train.measure_memory(settings, (reference, candidate), tokens, device)
-    of_candidate, *of_controls = train.gradient_distances(settings, reference, (candidate, *controls), tokens, device)
+    batch = train.fresh_batch(settings, tokens, device)
+    peaks = [run.peak_memory(*batch) for run in (reference, candidate)]
+    of_candidate, *of_controls = train.gradient_distances(reference, (candidate, *controls), batch)
     losses = (run.losses for run in controls)
     comparison = compare(reference.losses, list(losses), candidate.losses, gradient_controls=of_controls, gradient_candidate=of_candidate)
     report.summarize((reference, candidate), peaks, comparison)

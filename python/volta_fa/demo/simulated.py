@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..check.cases import Case
-from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment, simulate  # sets variables; runs and reports
+from ..check.kernels import environment, simulate  # sets variables; runs and reports
 from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward  # tensors, and results in fp64 as parts
 from ..inspection import info
 
@@ -84,9 +84,8 @@ def _time(gpu: Gpu) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     # Only times matter here, and of all values only q and k affect them. So out, dout and v are zeros, and lse is that of scores of
     # variance 1, log(SEQLEN * exp(1 / 2)).
     lse = aligned((BATCH, NHEADS, SEQLEN), torch.float32).fill_(math.log(SEQLEN) + 0.5)
-    on_gpu = {SIMULATED_GPU_VARIABLE: gpu.name}
-    forward = simulate(lambda: torch.ops.volta_fa.fwd(q, k, v), mode="timing", **on_gpu)
-    return forward, simulate(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse), mode="timing", **on_gpu)
+    forward = simulate(lambda: torch.ops.volta_fa.fwd(q, k, v), VOLTA_FA_SIM_GPU=gpu.name)
+    return forward, simulate(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse), VOLTA_FA_SIM_GPU=gpu.name)
 
 
 def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
@@ -96,9 +95,7 @@ def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
     choices = [{"pass": v["pass"], "variant": v["name"]} for v in info()["variants"] if v["name"] in names]
     torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": []}))
     try:
-        with environment(
-            **{SIMULATE_VARIABLE: "1", SIMULATED_GPU_VARIABLE: gpu.name, "VOLTA_FA_SIM_THREADS": str(torch.get_num_threads())}
-        ):
+        with environment(VOLTA_FA_SIMULATE="1", VOLTA_FA_SIM_GPU=gpu.name, VOLTA_FA_SIM_THREADS=str(torch.get_num_threads())):
             out, lse, rng_state = inputs.forward()
             found = {"out": out, **inputs.gradients(out, lse, rng_state)}
     finally:

@@ -8,7 +8,7 @@ import os
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -186,22 +186,13 @@ def train(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device:
         on_step(step)
 
 
-def measure_memory(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device: torch.device) -> list[int]:
-    """Returns the peak memory of one training step of each run, in bytes."""
-    batch = _fresh_batch(settings, tokens, device)
-    return [run.peak_memory(*batch) for run in runs]
-
-
-def gradient_distances(
-    settings: Settings, reference: Run, others: Iterable[Run], tokens: torch.Tensor, device: torch.device
-) -> list[float]:
+def gradient_distances(reference: Run, others: Iterable[Run], batch: Sequence[torch.Tensor]) -> list[float]:
     """Returns |g - g_reference| / |g_reference| of each other run at the reference's weights. Overwrites their weights."""
-    batch = _fresh_batch(settings, tokens, device)
     weights = reference.model.state_dict()
     expected = reference.gradients(weights, *batch)
     return [((run.gradients(weights, *batch) - expected).norm() / expected.norm()).item() for run in others]
 
 
-def _fresh_batch(settings: Settings, tokens: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+def fresh_batch(settings: Settings, tokens: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
     """Returns a batch from another seed than the training's."""
     return [t.to(device) for t in next(batches(tokens, settings.batch, settings.seqlen, settings.seed + 1))]

@@ -3,8 +3,6 @@
 A rank with other arguments, or one that has ended, would leave the others waiting in a collective. So the ranks exchange their arguments as
 JSON text through the key-value store of the process group. This does not synchronize with a GPU, and every rank raises the same error."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta

@@ -119,8 +119,7 @@ def ring_attention(
     Raises the same on all ranks, before any tensor is sent: ValueError if arguments of any rank are wrong or differ, NotImplementedError
     for unsupported ones. Raises RuntimeError if a rank does not make the call within the group's timeout.
     """
-    grid = Grid.of(ring=group_of("ring_attention", group))
-    return _attention("ring_attention", grid, **_all(locals(), ("group", "grid")))
+    return _attention("ring_attention", Grid.of(ring=group_of("ring_attention", group)), **locals())
 
 
 def ulysses_attention(
@@ -149,8 +148,7 @@ def ulysses_attention(
     exchange, and a rank's memory is that of the whole sequence for its heads.
 
     Arguments, result and errors are those of `ring_attention`."""
-    grid = Grid.of(ulysses=group_of("ulysses_attention", group))
-    return _attention("ulysses_attention", grid, **_all(locals(), ("group", "grid")))
+    return _attention("ulysses_attention", Grid.of(ulysses=group_of("ulysses_attention", group)), **locals())
 
 
 def context_parallel_attention(
@@ -176,13 +174,7 @@ def context_parallel_attention(
 
     The second dimension should lie inside a machine, because kernels wait for its exchanges. A group or a mesh of one dimension is a
     ring. Arguments, result and errors are those of `ring_attention`."""
-    grid = grid_of("context_parallel_attention", mesh)
-    return _attention("context_parallel_attention", grid, **_all(locals(), ("mesh", "grid")))
-
-
-def _all(arguments: dict[str, Any], but: Sequence[str]) -> dict[str, Any]:
-    """Returns a function's locals() without those named in `but`: the arguments of `_attention`."""
-    return {name: value for name, value in arguments.items() if name not in but}
+    return _attention("context_parallel_attention", grid_of("context_parallel_attention", mesh), **locals())
 
 
 def _groups(grid: Grid) -> list[dist.ProcessGroup]:
@@ -202,10 +194,13 @@ def _attention(
     cu_seqlens: Tensor | Sequence[int] | None,
     layout: str,
     generator: torch.Generator | None,
+    group: Group = None,
+    mesh: Group = None,
     **options: Any,
 ) -> Tensor:
-    """Computes the public function `op`, whose arguments these are, on the ranks of `grid`. Returns this rank's shard of the output.
-    `options`: softmax_scale, is_causal, window_left, window_right, softcap, dropout_p and deterministic, as of `volta_fa::fwd`."""
+    """Computes the public function `op`, whose arguments these are, on the ranks of `grid`, made of group or mesh. Returns this rank's
+    shard of the output. `options`: softmax_scale, is_causal, window_left, window_right, softcap, dropout_p and deterministic, as of
+    `volta_fa::fwd`."""
     require_tensors(q=q, k=k, v=v)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -429,23 +424,23 @@ class Grid:
         return shard_ranges(seqlen, self.ring_size, r, layout, self.ulysses_size, u)
 
 
-def group_of(op: str, group: Group, *, name: str = "group") -> dist.ProcessGroup:
+def group_of(op: str, group: Group) -> dist.ProcessGroup:
     """Returns the process group of an argument. Raises ValueError if this rank is not in it, RuntimeError without process groups."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"volta_fa.distributed.{op}: no process group: call torch.distributed.init_process_group first")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             expected = "one dimension of it, as mesh['ring'], or context_parallel_attention, which takes two"
-            raise bad_argument(name, f"a mesh of {group.ndim} dimensions", expected, op=f"distributed.{op}")
+            raise bad_argument("group", f"a mesh of {group.ndim} dimensions", expected, op=f"distributed.{op}")
         if group.get_coordinate() is None:
-            raise bad_argument(name, f"a mesh without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
+            raise bad_argument("group", f"a mesh without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
         return group.get_group()
     found: Any = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         given = "the result of new_group on a rank outside it" if found == dist.GroupMember.NON_GROUP_MEMBER else repr(found)
-        raise bad_argument(name, given, f"a process group or mesh that rank {dist.get_rank()} is in", op=f"distributed.{op}")
+        raise bad_argument("group", given, f"a process group or mesh that rank {dist.get_rank()} is in", op=f"distributed.{op}")
     if dist.get_rank(found) < 0:
-        raise bad_argument(name, f"a group without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
+        raise bad_argument("group", f"a group without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
     return found
 
 

@@ -7,8 +7,6 @@ plain tensors count as replicated. Inside PyTorch's `context_parallel` the seque
 The rules are handlers of DTensor's dispatcher, as those of PyTorch's context parallelism, because strategies of its sharding propagator
 do not see tensors among keyword arguments. `integrations.dtensor` calls `register` when an operator first receives a DTensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ is the op's window in a rectangle of `rows` x `keys` with
 Neither may be negative. If op_right is negative, no row sees the last keys; these are cut off until it is 0. If op_left is negative, the
 last rows see no key; they are cut off. First rows and keys without a visible pair are cut off too, which saves work."""
 
-from __future__ import annotations
-
 import enum
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence

@@ -79,8 +79,10 @@ def derived_generator(device: torch.device, numbers: tuple[int, ...]) -> torch.G
     return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
 
-def _operand(launch: Launch, t: Tensor) -> Tensor:  # here packed tensors have a batch of 1; the operator takes them without
-    return t[0] if launch.packed else t
+def _operand(launch: Launch, t: Tensor, rows: Range) -> Tensor:
+    """Returns rows of (batch, seqlen, ...), as a view. Here packed tensors have a batch of 1; the operator takes them without."""
+    part = t[:, slice(*rows)]
+    return part[0] if launch.packed else part
 
 
 def _arguments(p: Problem, launch: Launch, q: Tensor) -> tuple[dict[str, Any], Tensor | None]:
@@ -122,16 +124,6 @@ def _far_away(rows: int, keys: int, offset: int, distance: Distance, slopes: Ten
     return bias.unsqueeze(2), of_rows
 
 
-def _rows(t: Tensor, rows: Range) -> Tensor:
-    """Returns rows of (batch, seqlen, ...), as a view."""
-    return t[:, rows[0] : rows[1]]
-
-
-def _lse_rows(t: Tensor, rows: Range) -> Tensor:
-    """Returns rows of a softmax_lse, (batch, nheads, seqlen), as a view."""
-    return t[:, :, rows[0] : rows[1]]
-
-
 def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns this rank's out in q's dtype, softmax_lse over all keys, and the rng_state of each launch. q, k, v: this rank's shards,
     (batch, rows, heads, headdim); packed sequences have a batch of 1. sinks: (nheads)."""
@@ -144,14 +136,15 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
         for launch in step.launches:
             options, row_scores = _arguments(p, launch, q)
             generator = p.generator(len(states), q.device)
-            operands = (_operand(launch, _rows(t, rows)) for t, rows in ((q, launch.q), (keys, launch.k), (values, launch.k)))
+            operands = (_operand(launch, t, rows) for t, rows in ((q, launch.q), (keys, launch.k), (values, launch.k)))
             part, part_lse, rng_state = torch.ops.volta_fa.fwd(*operands, generator=generator, **options)
             states.append(rng_state)
             if launch.packed:
                 part, part_lse = part.unsqueeze(0), part_lse.unsqueeze(0)
             if row_scores is not None:
                 part_lse = part_lse + row_scores
-            torch.ops.volta_fa.merge_attention_states_(_rows(out, launch.q), _lse_rows(lse, launch.q), part, part_lse)
+            rows = slice(*launch.q)
+            torch.ops.volta_fa.merge_attention_states_(out[:, rows], lse[:, :, rows], part, part_lse)
     if sinks is not None and seqlen_q:
         # a sink is a key of each head with a value of 0; one of -inf is no key, which softmax_lse represents by inf
         of_sinks = sinks.float().masked_fill(sinks.float() == -math.inf, math.inf).view(1, -1, 1).expand_as(lse).contiguous()
@@ -179,12 +172,12 @@ def backward(
             dkeys, dvalues = (_Sum(x, wide if step.adds_up else x.dtype) for x in (keys, values))
         for launch in step.launches:
             options, row_scores = _arguments(p, launch, q)
-            rows_lse = _lse_rows(lse, launch.q)
+            rows_lse = lse[:, :, slice(*launch.q)]
             if row_scores is not None:
                 rows_lse = rows_lse - row_scores
             found = torch.ops.volta_fa.bwd(
-                *(_operand(launch, _rows(t, launch.q)) for t in (dout, q)), *(_operand(launch, _rows(t, launch.k)) for t in (keys, values)),
-                _operand(launch, _rows(out, launch.q)), _operand(launch, rows_lse.contiguous()),
+                *(_operand(launch, t, launch.q) for t in (dout, q)), *(_operand(launch, t, launch.k) for t in (keys, values)),
+                _operand(launch, out, launch.q), (rows_lse[0] if launch.packed else rows_lse).contiguous(),
                 rng_state=states[number] if p.dropout_p else None, deterministic=p.deterministic, **options,
             )  # fmt: skip
             number += 1
@@ -235,7 +228,7 @@ class _Sum:
         if self._total is None and rows == (0, self._like.shape[1]) and part.dtype == self._dtype:
             self._total = part
         else:
-            _rows(self.total(), rows).add_(part)
+            self.total()[:, slice(*rows)].add_(part)
 
     def total(self) -> Tensor:
         if self._total is None:

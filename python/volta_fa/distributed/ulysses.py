@@ -1,8 +1,6 @@
 """Ulysses (arXiv 2309.14509): each rank exchanges its positions of all heads for all positions of its heads, and back. attention.py calls
 `to_heads` before attention, and `to_sequence` after it. Tensors are (batch, positions, heads, headdim)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -47,63 +45,47 @@ def _positions(order: Order, seqlen: int, device: torch.device) -> Tensor | None
     return torch.cat([torch.arange(*r) for r in ranges]).to(device, non_blocking=True)
 
 
-def _in_order(t: Tensor, order: Order) -> Tensor:
-    """Returns concatenated shards, (batch, positions, ...), in the order of their positions."""
-    where = _positions(order, t.shape[1], t.device)
-    return t if where is None else torch.empty_like(t).index_copy_(1, where, t)
-
-
-def _by_shard(t: Tensor, order: Order) -> Tensor:
-    """The inverse of `_in_order`."""
-    where = _positions(order, t.shape[1], t.device)
-    return t if where is None else t.index_select(1, where)
-
-
-class _ToHeads(torch.autograd.Function):
+def _to_heads(t: Tensor, op: str, group: dist.ProcessGroup, lengths: list[int], heads: list[tuple[int, int]], order: Order) -> Tensor:
     """Exchanges this rank's positions of all heads for all positions of `heads[this rank]`, ranges that may overlap. `lengths`: numbers of
     positions of each rank."""
+    mine = heads[dist.get_rank(group)]
+    sizes = [(t.shape[0], n, mine[1] - mine[0], t.shape[3]) for n in lengths]
+    parts = _all_to_all(op, group, [t[:, :, first:last] for first, last in heads], sizes)
+    shards = torch.cat(parts, 1)
+    where = _positions(order, shards.shape[1], shards.device)
+    return shards if where is None else torch.empty_like(shards).index_copy_(1, where, shards)
+
+
+def _to_sequence(t: Tensor, op: str, group: dist.ProcessGroup, lengths: list[int], heads: list[tuple[int, int]], order: Order) -> Tensor:
+    """The reverse exchange, and the derivative of the first: sums heads that several ranks have."""
+    rows, nheads = lengths[dist.get_rank(group)], heads[-1][1]
+    sizes = [(t.shape[0], rows, last - first, t.shape[3]) for first, last in heads]
+    where = _positions(order, t.shape[1], t.device)
+    shards = t if where is None else t.index_select(1, where)
+    parts = _all_to_all(op, group, shards.split(lengths, 1), sizes)
+    if sum(last - first for first, last in heads) == nheads:
+        return torch.cat(parts, 2)
+    # several ranks read the same KV heads: their gradients are summed in fp32
+    wide = torch.promote_types(t.dtype, torch.float32)
+    total = torch.zeros(t.shape[0], rows, nheads, t.shape[3], dtype=wide, device=t.device)
+    for (first, last), part in zip(heads, parts):
+        total[:, :, first:last].add_(part)
+    return total.to(t.dtype)
+
+
+class _Exchange(torch.autograd.Function):
+    """`_to_heads` if `forth`, else `_to_sequence`. Each is the other's derivative."""
 
     @staticmethod
-    def forward(
-        ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], heads: list[tuple[int, int]], order: Order
-    ) -> Tensor:
-        ctx.arguments = (op, group), (lengths, heads, order)
-        mine = heads[dist.get_rank(group)]
-        sizes = [(t.shape[0], n, mine[1] - mine[0], t.shape[3]) for n in lengths]
-        parts = _all_to_all(op, group, [t[:, :, first:last] for first, last in heads], sizes)
-        return _in_order(torch.cat(parts, 1), order)
+    def forward(ctx: Any, t: Tensor, forth: bool, *arguments: Any) -> Tensor:
+        ctx.arguments = (not forth, *arguments)
+        return (_to_heads if forth else _to_sequence)(t, *arguments)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         # A function of autograd, so that create_graph=True records this exchange: a second derivative then raises, as attention has none.
-        apply: Any = _ToSequence.apply
-        return None, None, apply(*ctx.arguments[0], gradient, *ctx.arguments[1]), None, None, None
-
-
-class _ToSequence(torch.autograd.Function):
-    """The reverse exchange, and the derivative of the first: sums heads that several ranks have."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], heads: list[tuple[int, int]], order: Order
-    ) -> Tensor:
-        ctx.arguments = (op, group), (lengths, heads, order)
-        rows, nheads = lengths[dist.get_rank(group)], heads[-1][1]
-        sizes = [(t.shape[0], rows, last - first, t.shape[3]) for first, last in heads]
-        parts = _all_to_all(op, group, _by_shard(t, order).split(lengths, 1), sizes)
-        if sum(last - first for first, last in heads) == nheads:
-            return torch.cat(parts, 2)
-        # several ranks read the same KV heads: their gradients are summed in fp32
-        wide = torch.promote_types(t.dtype, torch.float32)
-        total = torch.zeros(t.shape[0], rows, nheads, t.shape[3], dtype=wide, device=t.device)
-        for (first, last), part in zip(heads, parts):
-            total[:, :, first:last].add_(part)
-        return total.to(t.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        apply: Any = _ToHeads.apply
-        return None, None, apply(*ctx.arguments[0], gradient, *ctx.arguments[1]), None, None, None
+        apply: Any = _Exchange.apply
+        return apply(gradient, *ctx.arguments), *(None,) * len(ctx.arguments)
 
 
 def to_heads(
@@ -113,14 +95,14 @@ def to_heads(
     messages. `lengths`: numbers of queries of each rank, and of keys. `heads`: (first, end) of the KV heads for each rank's query heads."""
     q, k, v = tensors
     of_queries = _even_ranges(q.shape[2] // group.size(), group)
-    apply: Any = _ToHeads.apply
-    return [apply(op, group, t, lengths[i], which, order) for t, i, which in ((q, 0, of_queries), (k, 1, heads), (v, 1, heads))]
+    apply: Any = _Exchange.apply
+    return [apply(t, True, op, group, lengths[i], which, order) for t, i, which in ((q, 0, of_queries), (k, 1, heads), (v, 1, heads))]
 
 
 def to_sequence(op: str, group: dist.ProcessGroup, out: Tensor, lengths: list[int], order: Order) -> Tensor:
     """Returns this rank's positions of all heads, from all positions of its heads. Differentiable."""
-    apply: Any = _ToSequence.apply
-    return apply(op, group, out, lengths, _even_ranges(out.shape[2], group), order)
+    apply: Any = _Exchange.apply
+    return apply(out, False, op, group, lengths, _even_ranges(out.shape[2], group), order)
 
 
 def _even_ranges(each: int, group: dist.ProcessGroup) -> list[tuple[int, int]]:

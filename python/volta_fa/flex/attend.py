@@ -15,7 +15,7 @@ from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of  # Source
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
 from ..operands import takes_dtype, with_unit_stride
-from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values  # values: a score function's values for scores of 0
+from .score_mod import ScoreMod, Scores, Unrecognized, values  # values: a score function's values for scores of 0
 
 #: Maximum size in bytes (256 MiB) of the bias for score functions whose added terms are not ALiBi's. Larger ones run on torch's function.
 MAX_BIAS_BYTES = 256 << 20
@@ -31,34 +31,24 @@ def results(out: Tensor, lse: Tensor, return_lse: bool, return_aux: Any, max_sco
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod | None,
-    captured: tuple[Any, ...],
-    scores: Scores,
-    mask: BlockMask | None,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, score_mod: ScoreMod | None, mask: BlockMask | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Returns out (batch, heads, queries, headdim) and lse (batch, heads, queries), -inf for a query without a visible key.
 
     Raises Unrecognized before anything runs if the operator does not compute the call.
 
     Args:
-        captured: arguments of score_mod after the first five: tensors that it reads.
-        scores: what `recognize` found in score_mod; options(scale) gives the operator's softmax_scale and softcap.
+        scores, score_mod: what `recognize` returned; scores.options(scale) gives the operator's softmax_scale and softcap.
     """
     options: dict[str, Any] = scores.options(query.shape[-1] ** -0.5 if scale is None else scale)
-    if scores.needs_gradient:
-        score_mod, captured = in_float32(score_mod, captured)
     if score_mod is not None and scores.bias is None and scores.hides is not None and mask is None and not tracing():
-        mask = _hidden(query, key, score_mod, captured, scores.hides)
+        mask = _hidden(query, key, score_mod, scores.hides)
     elif score_mod is not None and (scores.bias is not None or scores.hides is not None):
-        slopes = _slopes(query, key, score_mod, captured, scores, mask)
+        slopes = _slopes(query, key, score_mod, scores, mask)
         if slopes is not None:
             options["alibi_slopes"] = slopes
         else:
-            options["attn_bias"] = _bias(query, key, score_mod, captured, scores, mask)
+            options["attn_bias"] = _bias(query, key, score_mod, scores, mask)
             mask = None
     if mask is not None:
         options |= mask.options()
@@ -107,21 +97,19 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
 
 
-def _hidden(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, ...], hides: tuple[bool, ...]) -> BlockMask:
+def _hidden(query: Tensor, key: Tensor, score_mod: ScoreMod, hides: tuple[bool, ...]) -> BlockMask:
     """Returns the block mask of a score function that only hides elements. `hides`: the indices that decide, as in `Scores`."""
     entries, heads = (n if used else 1 for n, used in zip(query.shape, hides[:2]))
     zero = torch.zeros((), device=query.device)
 
     def shown(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return score_mod(zero, b, h, q, kv, *captured) != -math.inf
+        return score_mod(zero, b, h, q, kv) != -math.inf
 
     mask_mod = recorded(shown, query.device)
     return kept.block_mask_of(Source(mask_mod, (query.shape[2], key.shape[2]), entries, heads, query.device))
 
 
-def _slopes(
-    query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, ...], scores: Scores, mask: BlockMask | None
-) -> Tensor | None:
+def _slopes(query: Tensor, key: Tensor, score_mod: ScoreMod, scores: Scores, mask: BlockMask | None) -> Tensor | None:
     """Returns ALiBi's slopes, (heads) or (batch, heads), or None if the added term is something else."""
     learned = torch.is_grad_enabled() and scores.needs_gradient
     if scores.alibi is None or learned or query.shape[2] != key.shape[2]:
@@ -133,12 +121,12 @@ def _slopes(
     entries: Tensor | int = torch.arange(batch, device=query.device) if scores.bias[0] else 0
     with torch.no_grad():  # the slope is the added term of query 0 and key 1, whose distance is 1
         places = (entries, torch.arange(heads, device=query.device), 0, 1)
-        step = values(score_mod, captured, places, torch.float32, query.device)[..., 0, 0].float()
+        step = values(score_mod, places, torch.float32, query.device)[..., 0, 0].float()
     slopes = step if scores.alibi == "relative" else -step  # the operators subtract slope * distance
     return slopes.contiguous() if scores.bias[0] else slopes[0].contiguous()
 
 
-def _bias(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, ...], scores: Scores, mask: BlockMask | None) -> Tensor:
+def _bias(query: Tensor, key: Tensor, score_mod: ScoreMod, scores: Scores, mask: BlockMask | None) -> Tensor:
     """Returns what score_mod adds, and -inf where it or the mask hides, as attn_bias. Dimensions that none depends on have size 1."""
     sizes = (*query.shape[:3], key.shape[2])
     none = (False,) * 4
@@ -149,7 +137,7 @@ def _bias(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, 
     if math.prod(shape) * dtype.itemsize > MAX_BIAS_BYTES:
         raise Unrecognized(f"an added term of more than {MAX_BIAS_BYTES >> 20} MiB")
     places = tuple(torch.arange(size, device=query.device) if u else 0 for u, size in zip(used, sizes))
-    bias = values(score_mod, captured, places, dtype, query.device).to(dtype)
+    bias = values(score_mod, places, dtype, query.device).to(dtype)
     if mask is not None:
         seen = mask.dense()
         entry, head = (torch.arange(size, device=query.device) % own for size, own in zip(shape[:2], seen.shape))

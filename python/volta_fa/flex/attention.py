@@ -1,7 +1,5 @@
 """`volta_fa.flex_attention`: torch's FlexAttention, forward and backward, on `volta_fa::fwd` and `bwd`, or else by torch's own function."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable
@@ -78,8 +76,8 @@ def _run(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, block_mask: Any, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Runs the operators. Eager score functions hold their tensors themselves, so nothing is captured: ()."""
-    scores, score_mod = recognize(score_mod, (), query.dtype, query.device)
-    return attend(query, key, value, score_mod, (), scores, block_mask_of(block_mask, query, key), scale)
+    recognized = recognize(score_mod, (), query.dtype, query.device)
+    return attend(query, key, value, *recognized, block_mask_of(block_mask, query, key), scale)
 
 
 @functools.cache

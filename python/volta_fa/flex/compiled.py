@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from ..block_mask import BlockMask, kept  # kept: a cache of packed masks
 from ..block_mask.cells import grid_shape
 from ..block_mask.recording import recorded  # a mask function as a list of operations, if possible
-from ..block_mask.source import NO_BLOCKS, expanded, is_trivial, made_of  # made_of: a mask before it is packed, from torch's fields
+from ..block_mask.source import NO_BLOCKS, Source, expanded, is_trivial  # Source: a mask before it is packed
 from . import attention
 from .attend import attend, check_arguments, check_operands, results  # attend: by volta_fa::fwd; checks; results: as torch returns them
 from .score_mod import Scores, Unrecognized, recognize  # recognize: what a score function does, else raises Unrecognized
@@ -54,7 +54,7 @@ def traced(
         check_arguments(query, key, value, block_mask, enable_gqa)
         if score_mod is not None or (return_aux is not None and return_aux.max_scores):
             raise NotImplementedError("volta_fa.flex_attention: block_mask: got volta_fa.BlockMask, expected torch's in compiled code")
-        out, lse = attend(query, key, value, score_mod=None, captured=(), scores=Scores(), mask=block_mask, scale=scale)
+        out, lse = attend(query, key, value, Scores(), score_mod=None, mask=block_mask, scale=scale)
         return results(out, lse, return_lse, return_aux)
     if score_mod is None:
         score_mod = _identity
@@ -104,9 +104,9 @@ def _kernel(
             check_operands(query, key, value)
             # symbolic ints become constants, because vmap takes none for the score function's scalars
             captured = tuple(map(_constant, score_mod_other_buffers))
-            scores, recognized = recognize(score_mod, captured, query.dtype, query.device)
+            recognized = recognize(score_mod, captured, query.dtype, query.device)
             mask = None if _finds_shapes(query) else pack_mask(block_mask, mask_mod_other_buffers, query, key)
-            out, lse = attend(query, key, value, recognized, captured, scores, mask, scale)
+            out, lse = attend(query, key, value, *recognized, mask, scale)
             # to base 2 too, and in later releases with the maxima, which are not asked for
             return (out, lse / math.log(2.0), lse.new_empty(0))[: _results_of_torch()]
         except Unrecognized as unrecognized:
@@ -263,14 +263,15 @@ def _pack_mask(
 
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
         read = recorded(mask_mod, counts.device) if program else None
-        sizes = (block_size[0], block_size[1]), (seq_lengths[0], seq_lengths[1])
-        mask = kept.block_mask_of(made_of((counts, indices, full_counts, full_indices), read, *sizes, batch, heads))
-    # copies, because compiled programs may reuse the memory of results, and the cache owns the mask's
-    none = torch.zeros(1, 256, dtype=torch.int32, device=counts.device)
-    lists, bits, lists_t, bits_t = (
-        none.clone() if t is None else t.clone() for t in (mask.block_lists, mask.block_bits, mask.block_lists_t, mask.block_bits_t)
-    )
-    return lists, bits, lists_t, bits_t
+        lists, lengths = (counts, indices, full_counts, full_indices), (seq_lengths[0], seq_lengths[1])
+        source = Source(read, lengths, batch, heads, counts.device, lists, (block_size[0], block_size[1]))
+        mask = kept.block_mask_of(source)
+
+    def copied(t: Tensor | None) -> Tensor:
+        """Returns a copy, because compiled programs may reuse the memory of results, and the cache owns the mask's."""
+        return torch.zeros(1, 256, dtype=torch.int32, device=counts.device) if t is None else t.clone()
+
+    return copied(mask.block_lists), copied(mask.block_bits), copied(mask.block_lists_t), copied(mask.block_bits_t)
 
 
 @_pack_mask.register_fake

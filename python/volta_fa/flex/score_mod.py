@@ -50,12 +50,13 @@ class Scores:
 def recognize(
     score_mod: ScoreMod | None, captured: tuple[Any, ...] = (), dtype: torch.dtype = torch.float32, device: torch.device = _CPU
 ) -> tuple[Scores, ScoreMod | None]:
-    """Returns what a score function does, and a function that computes it. Raises Unrecognized for anything but the forms of `Scores`.
+    """Returns what a score function does, and a function of the first five arguments that computes it. Raises Unrecognized for anything
+    but the forms of `Scores`.
 
     That is score_mod itself if it is a graph, else the trace, because a second call of score_mod may take other branches.
 
     Args:
-        captured: values of arguments after the first five, which the returned function needs too.
+        captured: values of arguments after the first five.
         dtype, device: of the score: torch passes query's.
     """
     if score_mod is None:
@@ -70,29 +71,29 @@ def recognize(
         raise Unrecognized(f"a factor of {found.factor:g}")
     if found.softcap and not 1e-4 <= found.softcap <= 1e4:  # the operators' range (`inspection.limits()["softcap"]`)
         raise Unrecognized(f"a softcap of {found.softcap:g}")
-    return found, score_mod if isinstance(score_mod, fx.GraphModule) else traced
+    function: ScoreMod = score_mod if isinstance(score_mod, fx.GraphModule) else traced
+    if found.needs_gradient:
+        function, captured = _in_float32(function, captured)
+    return found, lambda *arguments: function(*arguments, *captured)
 
 
-def values(
-    score_mod: ScoreMod, captured: tuple[Any, ...], places: tuple[Tensor | int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def values(score_mod: ScoreMod, places: tuple[Tensor | int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the function's values for a score of 0, (batch, heads, queries, keys): what it adds, and -inf where it hides.
     `places`: int64 vectors of batch entries, heads, queries and keys, or one number for a dimension of size 1."""
     function: Callable[..., Any] = score_mod
-    none = (None,) * len(captured)
     for dimension in (3, 2, 1, 0):
         if isinstance(places[dimension], Tensor):
             in_dims = tuple(0 if i == dimension else None for i in range(4))
-            function = torch.vmap(function, in_dims=(None, *in_dims, *none))
+            function = torch.vmap(function, in_dims=(None, *in_dims))
     vectors = [p if isinstance(p, Tensor) else torch.full((), p, dtype=torch.int64, device=device) for p in places]
     with indexable_scalars():  # a function may index its tensors with the scalars
-        result = function(torch.zeros((), dtype=dtype, device=device), *vectors, *captured)
+        result = function(torch.zeros((), dtype=dtype, device=device), *vectors)
     if isinstance(result, (tuple, list)):  # graphs return a tuple
         (result,) = result
     return result.reshape([p.shape[0] if isinstance(p, Tensor) else 1 for p in places])  # len() would fix a symbolic size
 
 
-def in_float32(score_mod: ScoreMod | None, captured: tuple[Any, ...]) -> tuple[ScoreMod | None, tuple[Any, ...]]:
+def _in_float32(score_mod: ScoreMod, captured: tuple[Any, ...]) -> tuple[ScoreMod, tuple[Any, ...]]:
     """Returns a score function and its captured arguments with 16-bit tensors in float32. Many scores may read one element, as in a
     relative bias. The sum of their gradients is then in float32, and rounded once."""
 

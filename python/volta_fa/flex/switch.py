@@ -2,8 +2,6 @@
 torch.nn.attention.flex_attention. Compiled programs, and programs that imported the function before, such as transformers, reach torch's
 higher-order operator `flex_attention`; `compiled` replaces that operator's kernel."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 have no memory, so that it takes the same branches as for torch: `isinstance(score, Tensor)` is true, and dtypes and devices are those of
 the call. FX's own proxies have neither a tensor's type nor a dtype."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

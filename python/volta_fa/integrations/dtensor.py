@@ -6,8 +6,6 @@ The hook waits until then, because importing torch.distributed.tensor takes long
 
 If DTensor's internals differ in a torch, no rule is added: DTensor raises its own error, and `enable_sdpa` falls back to PyTorch."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -7,8 +7,6 @@ The native library registers another kernel for that operator. No Python name is
 C++ code and modules that imported the function earlier use it too. Calls without a kernel in volta_fa run the implementation that
 PyTorch would have chosen; `sdpa_stats()` counts them by reason, and docs/guides/sdpa.md explains the reasons."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import warnings

@@ -2,8 +2,6 @@
 
 Users call the `install_` functions, the shims' packages `provide_submodules`, and `volta_fa.vllm` `provide_flash_attn_v100`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -8,17 +8,15 @@ volta_fa then runs `torch.nn.attention.varlen.varlen_attn`, `aten::_flash_attent
 PyTorch chooses flash attention. PyTorch never does on Volta and Turing: use `volta_fa.enable_sdpa()` there.
 Nothing falls back: arguments without a kernel raise NotImplementedError."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import bad_argument
+from ..errors import bad_argument, require_none
 from ..operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
-from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
+from .flash_attn.interface import _lengths, _options  # arguments of volta_fa's operators by name
 
 #: The name for `activate_flash_attention_impl`.
 NAME = "VOLTA"
@@ -51,18 +49,14 @@ def _register_kernels() -> _Handle:
     return _Handle(library)
 
 
-def _bound(window: int | None) -> int:
-    return -1 if window is None else max(-1, window)  # -1: no limit
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    """Returns flash-attn's window_size, in which -1 is no limit."""
+    return -1 if left is None else left, -1 if right is None else right
 
 
-def _no_random_numbers(q: Tensor) -> Tensor:
-    """Returns the rng_state of a call without dropout."""
-    return torch.empty(2, dtype=torch.uint64, device=q.device)
-
-
-def _unused(q: Tensor) -> Tensor:
-    """Returns the result that aten's schemas name `unused`, or `philox_offset`."""
-    return torch.empty((), dtype=torch.uint64, device=q.device)
+def _unused(q: Tensor, *shape: int) -> Tensor:
+    """Returns the rng_state (2) of a call without dropout, or the result () that aten's schemas name `unused`, or `philox_offset`."""
+    return torch.empty(shape, dtype=torch.uint64, device=q.device)
 
 
 def _forward(
@@ -89,14 +83,7 @@ def _forward(
     Returns out, softmax_lse, rng_state, unused and an empty debug mask."""
     if return_debug_mask:
         raise bad_argument("return_debug_mask", True, "False: the probabilities are never in memory", error=NotImplementedError)
-    options: dict[str, Any] = {
-        "softmax_scale": scale,
-        "is_causal": is_causal,
-        "window_left": _bound(window_size_left),
-        # volta_fa rejects a positive window_right with is_causal, which limits it to 0 anyway
-        "window_right": -1 if is_causal else _bound(window_size_right),
-        "alibi_slopes": with_unit_stride(alibi_slopes),
-    }
+    options = _options(scale, is_causal, _window(window_size_left, window_size_right), softcap=0.0, alibi_slopes=alibi_slopes)
     q, k, v = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     cum_seq_q, cum_seq_k, seqused_k, block_table = (with_unit_stride(t) for t in (cum_seq_q, cum_seq_k, seqused_k, block_table))
     if cum_seq_q is not None:
@@ -109,16 +96,14 @@ def _forward(
             seqused_k = cum_seq_k.diff()
         options["num_splits"] = max(0, num_splits or 0)
         out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(q, k, v, cache_seqlens=seqused_k, block_table=block_table, **options)
-        return out, softmax_lse, _no_random_numbers(q), _unused(q), q.new_empty(0)
+        return out, softmax_lse, _unused(q, 2), _unused(q), q.new_empty(0)
     if cum_seq_k is not None:
         options |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        for name, t in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
-            if t is not None:
-                expected = "None: aten::_flash_attention_backward has no such argument"
-                raise bad_argument(name, "a tensor with inputs that require grad", expected, error=NotImplementedError)
+        got, expected = "a tensor with inputs that require grad", "None: aten::_flash_attention_backward has no such argument"
+        require_none(expected, got=got, seqused_k=seqused_k, alibi_slopes=alibi_slopes)
     out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=dropout_p, seqused_k=seqused_k, **options)
-    rng_state = rng_state.view(torch.uint64) if dropout_p else _no_random_numbers(q)
+    rng_state = rng_state.view(torch.uint64) if dropout_p else _unused(q, 2)
     return out, softmax_lse, rng_state, _unused(q), q.new_empty(0)
 
 
@@ -150,16 +135,14 @@ def _backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implements `aten::_flash_attention_backward`."""
-    options: dict[str, Any] = {}
+    options = _options(scale, is_causal, _window(window_size_left, window_size_right), softcap=0.0, alibi_slopes=None)
     # the schema requires both tensors, so a dense call gives None or empty ones
     if cum_seq_q is not None and cum_seq_k is not None and cum_seq_q.numel():
-        options = _lengths(cum_seq_q, cum_seq_k, max_q, max_k)
+        options |= _lengths(cum_seq_q, cum_seq_k, max_q, max_k)
     q, k, v = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     dq, dk, dv, _, _ = torch.ops.volta_fa.bwd(
         grad_out, q, k, v, out, logsumexp, rng_state=rng_state.view(torch.int64) if dropout_p else None,
-        dropout_p=dropout_p, softmax_scale=scale, is_causal=is_causal, window_left=_bound(window_size_left),
-        window_right=-1 if is_causal else _bound(window_size_right),
-        deterministic=torch.are_deterministic_algorithms_enabled(), **options,
+        dropout_p=dropout_p, deterministic=torch.are_deterministic_algorithms_enabled(), **options,
     )  # fmt: skip
     return dq, dk, dv
 

@@ -56,7 +56,10 @@ def enable_xformers(device: str | torch.device | int | None = None, *, force: bo
     device that does not exist.
     """
     global _devices, _original, _replaced
-    fmha = _import_fmha()
+    try:
+        fmha = importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise ImportError(f"volta_fa.enable_xformers: it needs xformers {_RELEASES} ({error}): run `pip install xformers`") from error
     wanted = devices_of("enable_xformers", device, force)
     with _lock:
         current = getattr(fmha, _NAME, None)
@@ -99,13 +102,6 @@ def xformers_stats(reset: bool = False) -> dict[str, Any]:
 
 
 # ---- the patch point ---------------------------------------------------------------------------------------------------
-
-
-def _import_fmha() -> ModuleType:
-    try:
-        return importlib.import_module(_MODULE)
-    except ImportError as error:
-        raise ImportError(f"volta_fa.enable_xformers: it needs xformers {_RELEASES} ({error}): run `pip install xformers`") from error
 
 
 def _check_structure(fmha: ModuleType) -> None:
@@ -183,7 +179,7 @@ def _run(inp: Any) -> Tensor:
     compute, options_of = rule
     # xformers computes in the dtype of its inputs
     with torch.autocast(q.device.type, enabled=False):
-        return compute(inp.attn_bias, q, k, v, options | options_of(inp.attn_bias))
+        return compute(inp.attn_bias, q, k, v, options | (options_of(inp.attn_bias) if options_of else {}))
 
 
 def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,10 +204,6 @@ def _bias_name(bias: Any) -> str:
 
 
 # ---- options of the operators that a bias stands for: functions of `_RULES` --------------------------------------------------
-
-
-def _no_options(bias: Any) -> dict[str, Any]:
-    return {}
 
 
 def _window(bias: Any) -> dict[str, Any]:
@@ -333,26 +325,26 @@ def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) 
 
 
 _Compute = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
-#: By `_bias_name` of the bias: the function that computes attention with it, and the options that it stands for.
-_RULES: dict[str, tuple[_Compute, Callable[[Any], dict[str, Any]]]] = {
-    "None": (_fwd, _no_options),
-    "Tensor": (_tensor, _no_options),
-    "LowerTriangularMask": (_top_left, _no_options),
-    "LowerTriangularMaskWithTensorBias": (_top_left_with_tensor, _no_options),
+#: By `_bias_name` of the bias: the function that computes attention with it, and the options that it stands for; None: no options.
+_RULES: dict[str, tuple[_Compute, Callable[[Any], dict[str, Any]] | None]] = {
+    "None": (_fwd, None),
+    "Tensor": (_tensor, None),
+    "LowerTriangularMask": (_top_left, None),
+    "LowerTriangularMaskWithTensorBias": (_top_left_with_tensor, None),
     "LowerTriangularFromBottomRightMask": (_fwd, _causal),
     "LowerTriangularFromBottomRightLocalAttentionMask": (_fwd, _causal),
     "LocalAttentionFromBottomRightMask": (_fwd, _window),
-    "BlockDiagonalMask": (_packed, _no_options),
-    "BlockDiagonalCausalMask": (_top_left_blocks, _no_options),
-    "BlockDiagonalCausalLocalAttentionMask": (_top_left_blocks, _no_options),
+    "BlockDiagonalMask": (_packed, None),
+    "BlockDiagonalCausalMask": (_top_left_blocks, None),
+    "BlockDiagonalCausalLocalAttentionMask": (_top_left_blocks, None),
     "BlockDiagonalCausalFromBottomRightMask": (_packed, _causal),
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask": (_packed, _causal),
-    "BlockDiagonalPaddedKeysMask": (_packed, _no_options),
+    "BlockDiagonalPaddedKeysMask": (_packed, None),
     "BlockDiagonalCausalWithOffsetPaddedKeysMask": (_packed, _causal),
     "BlockDiagonalCausalLocalAttentionPaddedKeysMask": (_packed, _causal),
     "BlockDiagonalLocalAttentionPaddedKeysMask": (_packed, _window),
-    "BlockDiagonalGappyKeysMask": (_packed, _no_options),
+    "BlockDiagonalGappyKeysMask": (_packed, None),
     "BlockDiagonalCausalWithOffsetGappyKeysMask": (_packed, _causal),
-    "PagedBlockDiagonalPaddedKeysMask": (_pages, _no_options),
+    "PagedBlockDiagonalPaddedKeysMask": (_pages, None),
     "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": (_pages, _causal),
 }

@@ -2,8 +2,6 @@
 functions attend twice, to the window and to the anchors before it, and merge the results by softmax_lse. That takes no kernel of its own,
 and each key is read once. `volta_fa` exports both."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, SupportsIndex
 

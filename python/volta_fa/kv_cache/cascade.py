@@ -1,7 +1,5 @@
 """Cascade attention, exported by `volta_fa`: sequences with a shared prefix in a paged KV cache, which is read once for all of them."""
 
-from __future__ import annotations
-
 from typing import SupportsIndex
 
 import torch

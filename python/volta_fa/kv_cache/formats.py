@@ -1,8 +1,6 @@
 """The formats of quantized KV caches: the meaning of their bytes, and `quantize_kv` and `dequantize_kv`, which `volta_fa` exports. This
 code is the definition of the formats. The CPU backend and the kernels give bitwise identical results, and tests compare them with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

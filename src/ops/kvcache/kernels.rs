@@ -29,44 +29,48 @@ pub fn append_and_attend(
     sequences: Option<&[CachedSequence]>,
     launcher: &dyn Launcher,
 ) -> Result<(Tensor, Tensor)> {
-    let planned = plan_before_append(inputs, a, seqlen_k, launcher)?;
+    let route = plan_before_append(inputs, a, seqlen_k, launcher)?;
     let rotated = append(inputs, a, launcher)?;
     let inputs = rotated.as_ref().unwrap_or(inputs);
-    if let Some(plans) = planned {
-        return attend_with(plans, inputs, a, launcher);
-    }
-    // The dequantize kernel leaves tokens before a window unwritten. Beside a tree mask a window counts a token's ancestors, and reaches
-    // further back for some queries than for others.
-    let is_tree_in_window = a.features.tree && a.window.left.is_some();
-    let dequantized = match a.cache_format() == CacheFormat::Unquantized || seqlen_k == 0 || a.has_no_output() || is_tree_in_window {
-        true => None,
-        false => Some(dequantize(inputs, &Attention { seqlen_k, ..*a }, sequences, launcher)?),
-    };
-    match dequantized {
+    match route {
         _ if a.has_no_output() => gather::no_output(inputs, a),
-        Some(keys) => gather::attend_to(&inputs.q, inputs, a, keys, seqlen_k),
-        None => gather::attend(inputs, a, seqlen_k),
+        Route::InPlace(plans) => attend_with(plans, inputs, a, launcher),
+        Route::Copy(None) => gather::attend(inputs, a, seqlen_k),
+        Route::Copy(Some(planned)) => {
+            let keys = dequantize(&planned, inputs, &Attention { seqlen_k, ..*a }, sequences, launcher)?;
+            gather::attend_to(&inputs.q, inputs, a, keys, seqlen_k)
+        }
     }
 }
 
 /// The decode and the prefill kernel over a cache that they read in place; None: the call does not need it.
 type Plans = (Option<DecodePlan>, Option<PlannedKernel>);
 
-/// Plans the kernels that attend to the cache, before the append: a call must not write and then raise. None: the cache is not read in
-/// place, and kernels for its copy, of `seqlen_k` keys a sequence, exist; or there is no output.
-fn plan_before_append(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<Option<Plans>> {
+/// How a call attends to its cache.
+enum Route {
+    /// Kernels read the cache.
+    InPlace(Plans),
+    /// `fwd` reads a copy, which the kernel of this plan dequantizes; None: ATen makes the copy.
+    Copy(Option<PlannedKernel>),
+}
+
+/// Plans the kernels that attend to the cache, before the append: a call must not write and then raise. A copy has `seqlen_k` keys a
+/// sequence, and `fwd` has kernels for it.
+fn plan_before_append(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<Route> {
     if a.is_empty() {
-        return Ok(None);
+        return Ok(Route::Copy(None));
     }
     let limits = &launcher.limits()?;
     if reads_in_place(inputs, a) {
-        return plans(&a.padded(), limits).map(Some);
+        return plans(&a.padded(), limits).map(Route::InPlace);
     }
-    if a.cache_format() != CacheFormat::Unquantized && seqlen_k > 0 {
-        plan::dequantize(seqlen_k, a.nheads_k, limits)?;
-    }
+    // The dequantize kernel leaves tokens before a window unwritten. Beside a tree mask a window counts a token's ancestors, and reaches
+    // further back for some queries than for others.
+    let is_tree_in_window = a.features.tree && a.window.left.is_some();
+    let dequantizes = a.cache_format() != CacheFormat::Unquantized && seqlen_k > 0 && !is_tree_in_window;
+    let dequantize = dequantizes.then(|| plan::dequantize(seqlen_k, a.nheads_k, limits)).transpose()?;
     ops::check_forward_plan(&gather::dense(a, seqlen_k), limits)?;
-    Ok(None)
+    Ok(Route::Copy(dequantize))
 }
 
 /// Checks that kernels exist for the selected tokens of a call with `kv_indices`, then appends, as [`append`].
@@ -223,13 +227,13 @@ fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, 
 /// kernel computes the counts unless the sequences are `known`, with -1 for invalid lengths or pages. a.seqlen_k and the cache's size are
 /// not 0. Keys and values of different formats have a launch each, in which the other has headdim 0.
 fn dequantize(
+    planned: &PlannedKernel,
     inputs: &Inputs,
     a: &Attention,
     known: Option<&[CachedSequence]>,
     launcher: &dyn Launcher,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let planned = plan::dequantize(a.seqlen_k, a.nheads_k, &launcher.limits()?)?;
-    log::dequantize(a, &planned)?;
+    log::dequantize(a, planned)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let kind = if a.dtype == DType::BFloat16 { Kind::BFloat16 } else { Kind::Half };
     let values = |headdim| empty(&[a.batch, a.seqlen_k, a.nheads_k, headdim], kind);
@@ -257,14 +261,14 @@ fn dequantize(
             element,
         };
         if !a.cache_format().is_pair() {
-            launches.run(&planned, batches, bytes_of(&params))?;
+            launches.run(planned, batches, bytes_of(&params))?;
             continue;
         }
         let [keys, values] = a.cache_format().parts();
         for (format, headdim, headdim_v) in [(keys, problem.headdim, 0), (values, 0, problem.headdim_v)] {
             let problem = Problem { headdim, headdim_v, ..problem };
             let part = DequantizeParams { problem, scales: CacheScales { format, ..scales }, ..params };
-            launches.run(&planned, batches, bytes_of(&part))?;
+            launches.run(planned, batches, bytes_of(&part))?;
         }
     }
     Ok((k, v, counts))

@@ -8,8 +8,6 @@ what flash-attn's private Python functions do (private.py), and write the result
 - rng_state: dropout's seed and offset, for the backward pass.
 - dq, dk, dv; and softmax_d, the sum of dout * out over each row."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

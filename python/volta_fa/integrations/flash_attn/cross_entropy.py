@@ -7,8 +7,6 @@ classes c, a row has
     loss = lse - (1 - s) * x[label] - s * mean(x) + lse_square_scale * lse ** 2
     d loss / d x[c] = softmax(x)[c] * (1 + 2 * lse_square_scale * lse) - s / classes - (1 - s) * (c == label)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

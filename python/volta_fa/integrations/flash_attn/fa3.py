@@ -6,15 +6,13 @@ Arguments that choose a schedule on Hopper have no effect on the result and are 
 pack_gqa, sm_margin, scheduler_metadata. q_descale, k_descale and v_descale only scale float8 tensors, as in FlashAttention 3.
 attention_chunk and qv have gradients here, which FlashAttention 3 lacks. docs/guides/flash-attn.md lists the differences."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument, require_tensors
+from ...errors import bad_argument, require_none, require_tensors
 
 # `in_range` returns which values are possible, and raises for the others where values are read. `with_unit_stride` copies tensors whose
 # last dimension is not contiguous.
@@ -207,9 +205,7 @@ def flash_attn_with_kvcache(
     Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    if qv is not None:
-        remedy = "None: call volta_fa.flash_mla.flash_mla_with_kvcache, or torch.ops.volta_fa.fwd_mla, with a cache of latents"
-        raise bad_argument("qv", "a tensor", remedy, error=NotImplementedError)
+    require_none("None: call volta_fa.flash_mla.flash_mla_with_kvcache, or torch.ops.volta_fa.fwd_mla, with a cache of latents", qv=qv)
     _check_dtype(q)
     if (k is None) != (v is None):
         missing, there = ("k", "v") if k is None else ("v", "k")
@@ -237,8 +233,9 @@ def flash_attn_with_kvcache(
         "cache_batch_idx": with_unit_stride(cache_batch_idx),
         "leftpad_k": with_unit_stride(cache_leftpad),
         "cache_seqlens": cache_seqlens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
     }
-    queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     appended: dict[str, Any] = {"cu_seqlens_k_new": cu_seqlens_k_new}
     q = with_unit_stride(q)
     if rotary_cos is not None and rotary_sin is not None and (attention_chunk > 0 or rotary_seqlens is not None):
@@ -263,9 +260,9 @@ def flash_attn_with_kvcache(
         appended |= {**tables, "rotary_interleaved": rotary_interleaved}
     new = () if k is None or v is None else (with_unit_stride(k), with_unit_stride(v))
     if attention_chunk > 0:
-        found = _chunked_cache(q, k_cache, v_cache, new, attention_chunk, cache, queries, appended, options)
+        found = _chunked_cache(q, k_cache, v_cache, new, attention_chunk, cache, appended, options)
     else:
-        found = torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, *new, **cache, **queries, **appended, **options)
+        found = torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, *new, **cache, **appended, **options)
     out, softmax_lse = found
     empty = softmax_lse.new_empty(0)
     return (out, _lse_of_fa3(softmax_lse), empty, empty) if return_softmax_lse else out
@@ -382,7 +379,6 @@ def _chunked_cache(
     new: tuple[Tensor, ...],
     chunk: int,
     cache: dict[str, Any],
-    queries: dict[str, Any],
     appended: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
@@ -393,19 +389,19 @@ def _chunked_cache(
 
     Args:
         new: new keys and values, or ().
-        cache: arguments of `volta_fa::fwd_kvcache` that describe the cache: block_table, cache_batch_idx, leftpad_k, cache_seqlens.
-        queries: its arguments cu_seqlens_q and max_seqlen_q.
+        cache: arguments of `volta_fa::fwd_kvcache` that describe cache and queries: block_table, cache_batch_idx, leftpad_k,
+            cache_seqlens, cu_seqlens_q and max_seqlen_q.
         appended: its arguments for the append alone.
         options: its other arguments.
     """
-    cu_seqlens_q, max_seqlen_q = queries["cu_seqlens_q"], queries["max_seqlen_q"]
-    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    pack_here = cache["cu_seqlens_q"] is None
+    batch = q.shape[0] if pack_here else len(cache["cu_seqlens_q"]) - 1
     lengths = cache["cache_seqlens"]
-    if cache["leftpad_k"] is not None and cache["block_table"] is not None:
-        raise bad_argument("cache_leftpad", "a tensor", "None with page_table", error=NotImplementedError)
+    if cache["block_table"] is not None:
+        require_none("None with page_table", cache_leftpad=cache["leftpad_k"])
     one_key = options | {"window_left": 0, "window_right": 0}
-    first = q[:, :1] if cu_seqlens_q is None else q  # of equal numbers of queries one is enough
-    _, checked = torch.ops.volta_fa.fwd_kvcache(first, k_cache, v_cache, *new, **cache, **queries, **appended, **one_key)
+    first = q[:, :1] if pack_here else q  # of equal numbers of queries one is enough
+    _, checked = torch.ops.volta_fa.fwd_kvcache(first, k_cache, v_cache, *new, **cache, **appended, **one_key)
     if new:
         cu_seqlens_k_new = appended["cu_seqlens_k_new"]
         lengths = lengths + (new[0].shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
@@ -413,15 +409,12 @@ def _chunked_cache(
         table = cache["block_table"]
         room = k_cache.shape[1] * (1 if table is None else table.shape[1])
         lengths = torch.full((batch,), room, dtype=torch.int32, device=q.device)
-    pack_here = cu_seqlens_q is None
     seqlen_q = q.shape[1]
     if pack_here:
-        cu_seqlens_q, max_seqlen_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q, seqlen_q
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+        cache = cache | {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": seqlen_q}
         q = q.flatten(0, 1)
-    k_cache, v_cache, chunked, chunks_per_sequence = _split_cache(
-        cu_seqlens_q, max_seqlen_q, lengths, cache["leftpad_k"], cache["cache_batch_idx"], cache["block_table"], k_cache, v_cache, chunk,
-        options["window_left"],
-    )  # fmt: skip
+    k_cache, v_cache, chunked, chunks_per_sequence = _split_cache(cache, lengths, k_cache, v_cache, chunk, options["window_left"])
     for name in ("k_descale", "v_descale"):
         t = options[name]
         if t is not None and t.dim() == 2:  # (batch, nheads_k): a scale for each sequence
@@ -546,25 +539,19 @@ def _split_sequences(
 
 
 def _split_cache(
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    lengths: Tensor,
-    leftpad_k: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    block_table: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    chunk: int,
-    window_left: int,
+    cache: dict[str, Any], lengths: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: int, window_left: int
 ) -> tuple[Tensor, Tensor, dict[str, Any], int]:
     """Splits the queries of a call with a cache into chunks, and describes each chunk's keys as those of a sequence of its own.
 
     Args:
+        cache: as for `_chunked_cache`, with packed queries. Its cache_seqlens is not read.
         lengths: int32 (batch), keys of each entry, those of leftpad_k included.
 
     Returns k_cache and v_cache, options of `volta_fa::fwd_kvcache` for packed queries, and the number of chunks of each sequence.
     Where a chunk may begin within a page, the chunks' keys are copied, because kernels begin with a whole page.
     """
+    cu_seqlens_q, max_seqlen_q, leftpad_k = cache["cu_seqlens_q"], cache["max_seqlen_q"], cache["leftpad_k"]
+    cache_batch_idx, block_table = cache["cache_batch_idx"], cache["block_table"]
     chunk = min(chunk, 2**29)  # hides no more keys, because no sequence is that long; sums stay int32
     # the most chunks into which max_seqlen_q neighboring positions fall
     count = -(-(max_seqlen_q - 1) // chunk) + 1 if max_seqlen_q else 1

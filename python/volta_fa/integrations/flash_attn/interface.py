@@ -4,16 +4,14 @@
 query sees the last key. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
 docs/guides/flash-attn.md lists the differences from flash-attn."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument, require_tensors
-from ...operands import MAX_HEADDIM, with_unit_stride  # the latter: a copy of tensors whose last dimension is not contiguous
+from ...errors import bad_argument, require_none, require_tensors
+from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -84,8 +82,7 @@ def flash_attn_kvpacked_func(
     """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
     `kv`: (batch, seqlen_k, 2, nheads_k, headdim)."""
     k, v = _unbind("kv", kv, "batch, seqlen_k", 2)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -102,8 +99,7 @@ def flash_attn_qkvpacked_func(
     """Computes `flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor too.
     `qkv`: (batch, seqlen, 3, nheads, headdim)."""
     q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -143,34 +139,22 @@ def flash_attn_varlen_func(
     (nheads, total_q)) and S_dmask ((batch, nheads, max_seqlen_q, max_seqlen_k), 0 outside of the sequences).
     """
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
-    if block_table is not None:
-        out, softmax_lse = _paged(q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, options)
-        return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
     options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        out, softmax_lse = _paged(q, k, v, dropout_p, block_table, options)
+        return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
     return _attention(q, k, v, options, dropout_p, deterministic, return_attn_probs)
 
 
 def _paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    block_table: Tensor,
-    options: dict[str, Any],
-    seqused_k: Tensor | None = None,
-    num_splits: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, block_table: Tensor, options: dict[str, Any], num_splits: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Computes `flash_attn_varlen_func` over pages. Returns out and softmax_lse.
-
-    Args:
-        options: arguments of `volta_fa::fwd_kvcache` that describe masks and scores (`_options`).
-        seqused_k: the sequences' lengths, instead of those in cu_seqlens_k.
-    """
-    require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    """Computes `flash_attn_varlen_func` over pages. Returns out and softmax_lse. `options`: what `_options` and `_lengths` return, and
+    seqused_k, the sequences' lengths, unless those in cu_seqlens_k count."""
+    require_tensors(q=q, k=k, v=v)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = (
+        options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k")
+    )
     if dropout_p != 0.0:
         raise bad_argument("dropout_p", dropout_p, "0: a cache is for inference")
     if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.dtype != torch.int32:
@@ -179,8 +163,8 @@ def _paged(
     if max_seqlen_k < 0:
         raise bad_argument("max_seqlen_k", max_seqlen_k, "the length of the longest sequence")
     return torch.ops.volta_fa.fwd_kvcache(
-        with_unit_stride(q), k, v, cu_seqlens_q=with_unit_stride(cu_seqlens_q), max_seqlen_q=max_seqlen_q,
-        cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else with_unit_stride(seqused_k),
+        with_unit_stride(q), k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
         block_table=with_unit_stride(block_table), num_splits=num_splits, **options,
     )  # fmt: skip
 
@@ -283,13 +267,14 @@ def flash_attn_with_kvcache(
     memory of other entries for it.
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_headdims(q, k_cache, v_cache)
+    for name, operand in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if operand.dim() != 4:
+            expected = "rank 4, (batch, seqlen, nheads, headdim)"
+            raise bad_argument(name, f"a tensor of rank {operand.dim()} with shape {tuple(operand.shape)}", expected)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     batch = q.shape[0]
     if k is None:
-        for name, t in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
-            if t is not None:
-                raise bad_argument(name, "a tensor", "None: k is not given")
+        require_none("None: k is not given", error=ValueError, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     elif v is None:
         raise bad_argument("v", "None", "a value: k is given")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
@@ -338,7 +323,7 @@ def _attention(
     out, softmax_lse, rng_state = _fwd(q, k, v, **options)
     if not return_attn_probs:
         return out
-    return out, softmax_lse, _s_dmask(q, k, softmax_lse, rng_state, **options) if dropout_p > 0 else q.new_empty(0)
+    return out, softmax_lse, _s_dmask(q, k, softmax_lse, rng_state, options) if dropout_p > 0 else q.new_empty(0)
 
 
 def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
@@ -378,18 +363,6 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tenso
     return torch.ops.volta_fa.fwd(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), **options)
 
 
-def _check_headdims(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises the operator's errors about rank and headdim under the argument names of `flash_attn_with_kvcache`."""
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if t.dim() != 4:
-            expected = "rank 4, (batch, seqlen, nheads, headdim)"
-            raise bad_argument(name, f"a tensor of rank {t.dim()} with shape {tuple(t.shape)}", expected)
-        if not 1 <= t.shape[-1] <= MAX_HEADDIM:
-            raise bad_argument(name, f"headdim {t.shape[-1]}", f"a headdim from 1 to {MAX_HEADDIM}")
-    if k_cache.shape[-1] != q.shape[-1]:
-        raise bad_argument("k_cache", f"headdim {k_cache.shape[-1]}", f"headdim {q.shape[-1]}, that of q")
-
-
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
     """Returns the `count` tensors in dimension -3 of `packed`. `leading` names the dimensions before it, for the error. torch.unbind's
     backward stacks the gradients once. Separate slices would fill and add `count` tensors of the whole size."""
@@ -417,37 +390,20 @@ def _is_integer(bound: Any) -> bool:
 
 
 @torch.no_grad()
-def _s_dmask(
-    q: Tensor,
-    k: Tensor,
-    softmax_lse: Tensor,
-    rng_state: Tensor,
-    *,
-    dropout_p: float,
-    softmax_scale: float | None,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    alibi_slopes: Tensor | None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    **_: Any,
-) -> Tensor:
+def _s_dmask(q: Tensor, k: Tensor, softmax_lse: Tensor, rng_state: Tensor, options: dict[str, Any]) -> Tensor:
     """Returns flash-attn's S_dmask: the probabilities, (batch, nheads, max_seqlen_q, max_seqlen_k), negative where dropped.
-    In plain PyTorch, because only tests ask for it. Dropout excludes softcap, so that is no option here."""
-    nheads, nheads_k = q.shape[-2], k.shape[-2]
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    In plain PyTorch, because only tests ask for it. `options`: those of `volta_fa::fwd`. Dropout excludes softcap, so that is not read."""
+    nheads, nheads_k, alibi_slopes = q.shape[-2], k.shape[-2], options["alibi_slopes"]
+    is_causal, window_left, window_right = options["is_causal"], options["window_left"], options["window_right"]
+    softmax_scale = q.shape[-1] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+    if options.get("cu_seqlens_q") is None:
         batch, max_seqlen_q, max_seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         sequences = zip(q, k, softmax_lse)
     else:
-        batch = len(cu_seqlens_q) - 1
-        lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        batch, max_seqlen_q, max_seqlen_k = len(options["cu_seqlens_q"]) - 1, options["max_seqlen_q"], options["max_seqlen_k"]
+        lengths_q, lengths_k = options["cu_seqlens_q"].diff().tolist(), options["cu_seqlens_k"].diff().tolist()
         sequences = zip(q.split(lengths_q), k.split(lengths_k), softmax_lse.split(lengths_q, dim=-1))
-    keep = torch.ops.volta_fa._dropout_mask(rng_state, batch, nheads, max_seqlen_q, max_seqlen_k, dropout_p)
+    keep = torch.ops.volta_fa._dropout_mask(rng_state, batch, nheads, max_seqlen_q, max_seqlen_k, options["dropout_p"])
     result = q.new_zeros(keep.shape)
     wide = torch.promote_types(q.dtype, torch.float32)
     for b, (q_b, k_b, lse_b) in enumerate(sequences):

@@ -4,8 +4,6 @@
 CrossAttention, which take padding masks, call PyTorch's attention, which `volta_fa.enable_sdpa()` can route to volta_fa.
 ParallelMHA and depthwise convolutions are left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -385,15 +383,14 @@ class MHA(nn.Module):
                 self.rotary_emb._update_cos_sin_cache(params.max_seqlen, device=q.device, dtype=q.dtype)
                 options |= {"rotary_cos": self.rotary_emb._cos_cached, "rotary_sin": self.rotary_emb._sin_cached}
             (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
-            context = flash_attn_with_kvcache(
+            out: Any = flash_attn_with_kvcache(
                 q, k_cache, v_cache, k, v, cache_seqlens=begin if lengths is None else lengths[first : first + len(kv)],
                 rotary_interleaved=rotates and self.rotary_emb.interleaved, **options,
             )  # fmt: skip
-            return context if isinstance(context, Tensor) else context[0]
+            return out
         if lengths is not None and begin > 0:
             raise bad_argument("lengths_per_sample", "a tensor", "None without use_flash_attn, or with xPos", error=NotImplementedError)
         if rotates:
             q, kv = self.rotary_emb(q, kv, seqlen_offset=begin, max_seqlen=params.max_seqlen)
         cache[:, begin : begin + kv.shape[1]] = kv
-        context = self.inner_cross_attn(q, cache[:, : begin + kv.shape[1]])
-        return context if isinstance(context, Tensor) else context[0]
+        return self.inner_cross_attn(q, cache[:, : begin + kv.shape[1]])

@@ -5,8 +5,6 @@ because programs read these with `inspect`. Signatures are those of 2.8.3, with 
 docs/guides/flash-attn.md lists the differences from flash-attn.
 All raise ValueError for wrong arguments, and NotImplementedError for what this build does not support."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument, require_tensors
+from ...errors import bad_argument, require_none, require_tensors
 
 # `in_range` returns which values are possible, and raises for the others where values are read. `with_unit_stride` copies a tensor unless
 # its last dimension is contiguous.
@@ -101,25 +99,22 @@ def _flash_attn_varlen_forward(
     """
     require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if return_softmax and (leftpad_k is not None or seqused_k is not None):
         raise bad_argument("return_softmax", True, "False with leftpad_k or seqused_k", error=NotImplementedError)
     if block_table is not None:
-        if leftpad_k is not None:
-            raise bad_argument("leftpad_k", "a tensor", "None with block_table", error=NotImplementedError)
+        require_none("None with block_table", leftpad_k=leftpad_k)
         if num_splits > 1:
             message = "volta_fa: num_splits > 1 is not supported with block_table, as in flash-attn: got {}, expected 0 or 1"
             raise NotImplementedError(message.format(num_splits))
         _check_return_softmax(return_softmax, dropout_p)
         with torch.no_grad(), _no_autocast(q):
-            out, softmax_lse = _paged(
-                q, k, v, _effective(dropout_p), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, options, seqused_k,
-                num_splits,
-            )  # fmt: skip
+            options |= {"seqused_k": with_unit_stride(seqused_k)}
+            out, softmax_lse = _paged(q, k, v, _effective(dropout_p), block_table, options, num_splits)
         return out, softmax_lse, q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
     if leftpad_k is not None:
-        k, v, seqused_k = _without_padding(k, v, cu_seqlens_k, leftpad_k, seqused_k)
-    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {"seqused_k": with_unit_stride(seqused_k)}
-    return _forward(q, k, v, dropout_p, return_softmax, options)
+        k, v, seqused_k = _without_padding(k, v, options["cu_seqlens_k"], leftpad_k, seqused_k)
+    return _forward(q, k, v, dropout_p, return_softmax, options | {"seqused_k": with_unit_stride(seqused_k)})
 
 
 def _flash_attn_backward(
@@ -213,7 +208,7 @@ def _forward(
     options = options | {"dropout_p": _effective(dropout_p)}
     with _no_autocast(q):
         out, softmax_lse, rng_state = _fwd(q, k, v, **options)
-    s_dmask = _s_dmask(q, k, softmax_lse, rng_state, **options) if return_softmax and rng_state.numel() else q.new_empty(0)
+    s_dmask = _s_dmask(q, k, softmax_lse, rng_state, options) if return_softmax and rng_state.numel() else q.new_empty(0)
     return out, softmax_lse, s_dmask, rng_state
 
 

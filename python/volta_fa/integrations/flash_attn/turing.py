@@ -5,8 +5,6 @@ Queries, keys and values have flash-attn's layouts, causal masks are aligned bot
 log-sum-exp of each row of scores, float32 (batch, nheads, seqlen_q): +inf for a query without a visible key, for which that package has 0.
 All functions call those of `compiled`, volta_fa's replacement for flash-attn's compiled module."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ Three packages for V100s, of other authors, have that name:
 Tensors are (batch, seqlen, nheads, headdim), in functions with "bhmd" (batch, nheads, seqlen, headdim). The paged functions are for
 inference: they have no gradients."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

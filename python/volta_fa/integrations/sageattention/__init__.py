@@ -6,14 +6,12 @@ Calls with a mask that is added to scores run on `volta_fa::fwd`, which is exact
 quantizations (`qk_quant_gran`, `pv_accum_dtype`, `quantization_backend`, `smooth_v`) are checked and change nothing: there is one kernel.
 Functions that multiply in fp8 raise NotImplementedError, because Volta and Turing cannot."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument
+from ...errors import bad_argument, require_none
 from ..flash_attn.interface import as_int32  # a tensor of any integer dtype
 
 __all__ = [
@@ -134,8 +132,7 @@ def sageattn_varlen(
         sm_scale, smooth_k: as in `sageattn`.
     """
     op = "sageattention.sageattn_varlen"
-    if kwargs.get("attn_mask") is not None:
-        raise bad_argument("attn_mask", "a mask", "None: packed sequences take none. Use sageattn", op=op, error=NotImplementedError)
+    require_none("None: packed sequences take none. Use sageattn", got="a mask", op=op, attn_mask=kwargs.get("attn_mask"))
     _check_choices(op, kwargs)
     is_same = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q, cu_seqlens_k = as_int32("cu_seqlens_q", cu_seqlens_q), as_int32("cu_seqlens_k", cu_seqlens_k)

@@ -3,8 +3,6 @@
 `registration` registers it. It translates transformers' arguments, and masks (which `mask_function` makes), into options of
 `volta_fa::fwd`, or of `volta_fa::fwd_kvcache` for few queries and many keys, as in decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -77,8 +75,10 @@ def attention(
     if sharded is not None:
         unsupported = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
         _check_supported(module, query, key, value, attention_mask=None, packed=False, kwargs=kwargs)
-        causal = _is_causal(module, is_causal)
-        return sharded.attention(query, key, value, unsupported, options, dropout, sliding_window, causal, bool(deterministic)), None
+        causal, window = _is_causal(module, is_causal), -1 if sliding_window is None else sliding_window - 1
+        options |= {"is_causal": causal, "window_left": window, "window_right": -1 if causal else window}
+        options |= {"dropout_p": dropout, "deterministic": bool(deterministic)}
+        return sharded.attention(query, key, value, unsupported, options), None
     packed = cu_seq_lens_q is not None
     cache = kwargs.pop("cache", None)
     if cache is not None:

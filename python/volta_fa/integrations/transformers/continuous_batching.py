@@ -3,8 +3,6 @@
 `attention_function` calls `continuous_batch`. `registration` calls `register`, which makes transformers treat volta_fa like flash-attn,
 which it recognizes by the implementation's name."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `registration` registers it. transformers passes its result to `attention` (`attention_function`) in each layer. A mask becomes a
 `MaskRule` (`mask_rule`: a few numbers instead of memory) if possible, else a `MaskRule` with a block mask, else a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +62,8 @@ def mask(
     if sharded is not None:
         sharded.check_mask(mask_function, attention_mask)
         return None
-    if _calculates_with_masks(kwargs.get("config")):
+    config = kwargs.get("config")
+    if getattr(config, "model_type", None) in _CALCULATE_WITH_MASKS or type(config).__name__ in _CONFIGS_THAT_CALCULATE_WITH_MASKS:
         return masking_utils.eager_mask(
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
@@ -80,7 +79,7 @@ def mask(
             and (tracing or (pattern.window_right == 0 and not allow_is_causal_skip))
         ):
             # decoding gets a tensor of the same shape at every step, as compiled code and static caches need
-            return _range(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs.get("device", "cpu"), kwargs.get("q_offset", 0))
+            return _range(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs)
         if tracing:
             raise NeedsTensor
         # transformers forbids None where compiled code expects a tensor at every step. For packed sequences it always forbids that,
@@ -97,11 +96,6 @@ def mask(
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs,
         )  # fmt: skip
-
-
-def _calculates_with_masks(config: Any) -> bool:
-    by_class = type(config).__name__ in _CONFIGS_THAT_CALCULATE_WITH_MASKS
-    return by_class or getattr(config, "model_type", None) in _CALCULATE_WITH_MASKS
 
 
 def _is_tracing() -> bool:
@@ -127,7 +121,7 @@ def _queries(
 def _rule(
     pattern: Pattern, batch: int, kv_length: int, kv_offset: int, padding_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Returns the mask of a pattern with padding: None, a MaskRule, or the range of one query's keys. Raises NeedsTensor otherwise."""
+    """Returns the mask of a pattern with padding: None, a MaskRule, or a tensor of `_padding`. Raises NeedsTensor otherwise."""
     device, seqlen_q, q_offset = _queries(**kwargs)
     left, right, seqlen_k = pattern.window_left, pattern.window_right, kv_length
     if left >= 0 or right >= 0:
@@ -141,68 +135,67 @@ def _rule(
         if right >= seqlen_q - 1 and right > 0:
             right = -1
 
-    cu_seqlens_q = cu_seqlens_k = leftpad_k = None
+    limits: Tensor | dict[str, Any] = {}
     if pattern.sequences is not None:
         if seqlen_q != seqlen_k or padding_mask is not None:
             raise NeedsTensor
-        cu_seqlens_q = cu_seqlens_k = _cu_seqlens(_run_starts(pattern.sequences.expand(batch, -1)))
+        limits = _sequences(_run_starts(pattern.sequences.expand(batch, -1)))
     elif padding_mask is not None:
-        tokens = _tokens(padding_mask, batch, kv_offset + kv_length)[:, kv_offset : kv_offset + seqlen_k]
-        run_starts = _run_starts(tokens)
-        token_starts = run_starts & tokens  # where runs of tokens begin
-        answers = [tokens.all(), (token_starts.sum(1) > 1).any(), tokens[:, -1].all()]
-        no_padding, padding_between_tokens, all_end_with_tokens = torch.stack(answers).tolist()  # one wait for the GPU
-        unlimited = left < 0 and (right < 0 or seqlen_q == 1)
-        if no_padding:
-            pass
-        elif unlimited and seqlen_q == 1 and not padding_between_tokens:
-            return _range_of_tokens(tokens)
-        elif unlimited and padding_between_tokens:
-            # all queries see the same keys, so the mask has one row
-            return F.pad(tokens, (0, kv_length - seqlen_k))[:, None, None, :]
-        elif padding_between_tokens:
-            raise NeedsTensor
-        elif unlimited:
-            # Every query sees the keys that are not padding (also in cross-attention). Each run of keys is a packed sequence: all queries
-            # of an entry belong to its run of tokens, or to its only run if all is padding, and none to other runs of padding.
-            cu_seqlens_k = _cu_seqlens(run_starts)
-            token_starts[:, 0] |= ~tokens.any(1)
-            cu_seqlens_q = F.pad(token_starts[run_starts].cumsum(0).int() * seqlen_q, (1, 0))
-        elif seqlen_q == seqlen_k:
-            cu_seqlens_q = cu_seqlens_k = _cu_seqlens(run_starts)
-        elif all_end_with_tokens:
-            leftpad_k = tokens.to(torch.int8).argmax(1).int()  # index of the first token
-        else:
-            raise NeedsTensor
-
-    if cu_seqlens_q is not None and len(cu_seqlens_q) != batch + 1:  # with batch sequences, each entry is one
-        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens_q, cu_seqlens_k)
+        is_unlimited = left < 0 and (right < 0 or seqlen_q == 1)
+        limits = _padding(_tokens(padding_mask, batch, kv_offset, seqlen_k), seqlen_q, kv_length, is_unlimited)
+    if isinstance(limits, Tensor):
+        return limits
+    if "cu_seqlens_q" in limits and len(limits["cu_seqlens_q"]) == batch + 1:  # with batch sequences, each entry is one
+        limits = {}
     # Limits on keys need a rule: given None, `attention` reads the module's is_causal, which some causal modules lack. A single query
     # without a left limit sees all keys, causal or not. Nor may `attention` read the module's window, whose meaning differs between models:
     # a window to both sides may be one key larger.
-    if left >= 0 or (right >= 0 and seqlen_q > 1) or pattern.window_right > 0 or seqlen_k != kv_length:
-        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, leftpad_k=leftpad_k)
+    if limits or left >= 0 or (right >= 0 and seqlen_q > 1) or pattern.window_right > 0 or seqlen_k != kv_length:
+        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, **limits)
     return None
 
 
+def _padding(tokens: Tensor, seqlen_q: int, kv_length: int, is_unlimited: bool) -> Tensor | dict[str, Any]:
+    """Returns padding as arguments of `MaskRule`: {} for none. Returns a tensor if it is the whole mask: the range of one query's keys, or
+    bool (batch, 1, 1, kv_length), one row for all queries. Raises NeedsTensor otherwise.
+    `tokens`: (batch, seqlen_k) bool, False for padding. `is_unlimited`: whether nothing else hides keys."""
+    run_starts = _run_starts(tokens)
+    token_starts = run_starts & tokens  # where runs of tokens begin
+    answers = [tokens.all(), (token_starts.sum(1) > 1).any(), tokens[:, -1].all()]
+    no_padding, padding_between_tokens, all_end_with_tokens = torch.stack(answers).tolist()  # one wait for the GPU
+    if no_padding:
+        return {}
+    if is_unlimited and padding_between_tokens:
+        # all queries see the same keys, so the mask has one row
+        return F.pad(tokens, (0, kv_length - tokens.shape[1]))[:, None, None, :]
+    if padding_between_tokens:
+        raise NeedsTensor
+    if is_unlimited and seqlen_q == 1:
+        return _range_of_tokens(tokens)
+    if is_unlimited:
+        # Every query sees the keys that are not padding (also in cross-attention). Each run of keys is a packed sequence: all queries
+        # of an entry belong to its run of tokens, or to its only run if all is padding, and none to other runs of padding.
+        token_starts[:, 0] |= ~tokens.any(1)
+        return _sequences(run_starts) | {"cu_seqlens_q": F.pad(token_starts[run_starts].cumsum(0).int() * seqlen_q, (1, 0))}
+    if seqlen_q == tokens.shape[1]:
+        return _sequences(run_starts)
+    if all_end_with_tokens:
+        return {"leftpad_k": tokens.to(torch.int8).argmax(1).int()}  # index of the first token
+    raise NeedsTensor
+
+
 def _range(
-    pattern: Pattern,
-    batch: int,
-    kv_length: int,
-    kv_offset: int | Tensor,
-    padding_mask: Tensor | None,
-    device: torch.device | str,
-    q_offset: int | Tensor,
+    pattern: Pattern, batch: int, kv_length: int, kv_offset: int | Tensor, padding_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Returns the range of keys that one query at position q_offset sees. Does not read q_offset's value, so it may be traced."""
-    position = torch.as_tensor(q_offset - kv_offset, dtype=torch.int32, device=device)
+    """Returns the range of keys that one query at position q_offset sees. May be traced without a padding_mask, because it then reads no
+    values. Raises NeedsTensor for padding between tokens."""
+    position = torch.as_tensor(kwargs.get("q_offset", 0) - kv_offset, dtype=torch.int32, device=kwargs.get("device", "cpu"))
     left, right = pattern.window_left, pattern.window_right
     begin = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
     end = torch.full_like(position, kv_length) if right < 0 else (position + right + 1).clamp(max=kv_length)
     seen = torch.stack((begin, end)).view(2, 1).expand(2, batch)
     if padding_mask is not None and not bool(padding_mask.all()):
-        offset = int(kv_offset)
-        tokens = _tokens(padding_mask, batch, offset + kv_length)[:, offset : offset + kv_length]
+        tokens = _tokens(padding_mask, batch, int(kv_offset), kv_length)
         if bool(((_run_starts(tokens) & tokens).sum(1) > 1).any()):  # padding between tokens
             raise NeedsTensor
         first, last = _range_of_tokens(tokens)[:, 0, 0]
@@ -211,9 +204,9 @@ def _range(
     return seen.contiguous()[:, None, None]
 
 
-def _tokens(padding_mask: Tensor, batch: int, keys: int) -> Tensor:
-    """Returns a padding mask, True for tokens, for a batch and at least this number of keys; further ones are padding."""
-    return F.pad(padding_mask, (0, max(0, keys - padding_mask.shape[1]))).expand(batch, -1)
+def _tokens(padding_mask: Tensor, batch: int, first: int, keys: int) -> Tensor:
+    """Returns a padding mask, True for tokens, for a batch and this number of keys from the first on. Keys past its end are padding."""
+    return F.pad(padding_mask, (0, max(0, first + keys - padding_mask.shape[1])))[:, first : first + keys].expand(batch, -1)
 
 
 def _range_of_tokens(tokens: Tensor) -> Tensor:
@@ -229,13 +222,14 @@ def is_range(attention_mask: Tensor | None) -> bool:
 
 
 def _run_starts(values: Tensor) -> Tensor:
-    """Returns where runs of equal values begin in each row of `values`, (batch, seqlen) bool."""
+    """Returns where runs of equal values begin in each row of `values`, (batch, seqlen) of any dtype: bool."""
     return F.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
 
 
-def _cu_seqlens(begins: Tensor) -> Tensor:
-    """Returns cu_seqlens of sequences that begin where `begins`, (batch, seqlen) bool, is True."""
-    return F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=begins.numel())
+def _sequences(begins: Tensor) -> dict[str, Any]:
+    """Returns cu_seqlens, of queries and keys alike, of sequences that begin where `begins`, (batch, seqlen) bool, is True."""
+    cu_seqlens = F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=begins.numel())
+    return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
 
 
 def _block_rule(
@@ -250,7 +244,7 @@ def _block_rule(
     if seqlen_q < MIN_QUERIES or batch * seqlen_q * kv_length < MIN_ELEMENTS:
         return None
     if padding_mask is not None:
-        padding_mask = _tokens(padding_mask, batch, kv_offset + kv_length)
+        padding_mask = _tokens(padding_mask, batch, 0, kv_offset + kv_length)
         mask_function = masking_utils.and_masks(mask_function, masking_utils.padding_mask_function(padding_mask))
     mask_function = masking_utils.add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     try:

@@ -1,8 +1,6 @@
 """Registers `attention` and `mask` with transformers, and makes it refuse them for models that would ignore them.
 `import volta_fa.transformers` calls `register`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The installed release of transformers, and the names under which it knows volta_fa. Importing it fails without a usable transformers."""
 
-from __future__ import annotations
-
 from ...version import __version__
 
 try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...errors import bad_argument
+from ...errors import bad_argument, require_none
 from .mask_rule import NeedsTensor, pattern_of  # raises NeedsTensor for masks that are more than windows and packed sequences
 
 if TYPE_CHECKING:
@@ -76,26 +76,12 @@ class Sharded:
             expected = "causality or a window of transformers' own"
             raise bad_argument("attention_mask", got, expected, error=NotImplementedError) from error
 
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        unsupported: Mapping[str, Any],
-        scores: Mapping[str, Any],
-        dropout: float,
-        sliding_window: int | None,
-        is_causal: bool,
-        deterministic: bool,
-    ) -> Tensor:
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, unsupported: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
         """Replaces the attention function on this rank's shards: (batch, nheads, seqlen, headdim) in, (batch, seqlen, nheads, headdim) out.
-        `unsupported`: arguments that must be None, by name. `scores`: softmax_scale, softcap and sinks. `sliding_window`: keys that a
-        query sees, its own included."""
+        `unsupported`: arguments that must be None, by name. `options`: those of `context_parallel_attention`."""
         from ...distributed import context_parallel_attention
 
-        for name, argument in unsupported.items():
-            if argument is not None:
-                raise bad_argument(name, "it with context_parallel", "None", error=NotImplementedError)
+        require_none("None", got="it with context_parallel", **unsupported)
         if query.shape[2] != key.shape[2]:
             got = f"{key.shape[2]} keys for {query.shape[2]} queries with context_parallel"
             raise bad_argument("key", got, "training, without a cache", error=NotImplementedError)
@@ -105,9 +91,5 @@ class Sharded:
             if batch != 1:
                 raise bad_argument("cu_seqlens", f"a batch of {batch} with context_parallel", "1: all tokens in one row")
             q, k, v = (t[0] for t in (q, k, v))
-        window = -1 if sliding_window is None else sliding_window - 1
-        out = context_parallel_attention(
-            q, k, v, self.mesh, is_causal=is_causal, window_left=window, window_right=-1 if is_causal else window,
-            dropout_p=dropout, cu_seqlens=self.cu_seqlens, layout=self.layout, deterministic=deterministic, **scores,
-        )  # fmt: skip
+        out = context_parallel_attention(q, k, v, self.mesh, cu_seqlens=self.cu_seqlens, layout=self.layout, **options)
         return out if self.cu_seqlens is None else out.unsqueeze(0)

@@ -1,8 +1,6 @@
 """What the replaced functions of unsloth (`dispatch`, `gqa_sdpa`, `sinks`) share: which calls volta_fa supports, in which dtype, and the
 counts of `unsloth_stats`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import max_headdim
+from ..devices import Devices, max_headdim
+
+#: Returns the enabled devices; None: off. Replacements ask at each call, because loaded models and other programs' wrappers keep them.
+Enabled = Callable[[], Devices | None]
 
 _HALF = (torch.float16, torch.bfloat16)
 _counts: Counter[tuple[str, str]] = Counter()  # of calls, by what became of them (a key of `unsloth_stats`) and the reason
@@ -63,17 +64,12 @@ def unsloth_stats(reset: bool = False) -> dict[str, Any]:
     return result
 
 
-def count_run() -> None:
-    """Counts a call that volta_fa runs."""
+def count(kind: str, reason: str = "") -> None:
+    """Counts a call: "ran" if volta_fa runs it, "fell_back" with the reason if unsloth's function does."""
     if torch.compiler.is_compiling():
-        _count_while_tracing("traced", "")
+        _count_while_tracing("traced" if kind == "ran" else kind, reason)
     else:
-        _count("ran", "")
-
-
-def count_fallback(reason: str) -> None:
-    """Counts a call that unsloth's function runs."""
-    (_count_while_tracing if torch.compiler.is_compiling() else _count)("fell_back", reason)
+        _count(kind, reason)
 
 
 def _count(kind: str, reason: str) -> None:

@@ -1,29 +1,24 @@
 """Attention of unsloth's own models: Llama, Mistral, Qwen 3, Gemma 2, Granite, Cohere and Falcon H1, with packed sequences too.
 
-All of them call `unsloth.utils.attention_dispatch.run_attention`, which calls `_run_attention` of the same module: `switch` replaces that
-by what `make` returns. The configuration that the models pass holds the arguments of flash-attn's functions, whether flash-attn is
+All of them call `unsloth.utils.attention_dispatch.run_attention`, which calls `_run_attention` of the same module: `replacements` returns
+what `switch` puts in its place. The configuration that the models pass holds the arguments of flash-attn's functions, whether flash-attn is
 installed or not. The replacement calls volta_fa's functions of these names with them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from ...errors import bad_argument
-from ..devices import Devices
 from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
 from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth.utils.attention_dispatch"
-NAME = "_run_attention"
+_NAME = "_run_attention"
 #: A flag of these modules. If True, Gemma 2 calls `run_attention`, with its softcap, instead of eager attention over masks in memory.
-FLAG = "HAS_FLASH_ATTENTION_SOFTCAPPING"
-FLAG_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
-# Parameters of the replaced function, and fields of its first two arguments, in tested releases: `check` compares.
+_FLAG = "HAS_FLASH_ATTENTION_SOFTCAPPING"
+_FLAG_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
+# Parameters of the replaced function, and fields of its first two arguments, in tested releases, for comparison.
 _PARAMETERS = ("config", "context", "Q", "K", "V")
 _CONFIG = frozenset({
     "backend", "n_kv_heads", "n_groups", "flash_dense_kwargs", "flash_varlen_kwargs", "sdpa_kwargs", "xformers_kwargs",
@@ -38,24 +33,21 @@ _ARGUMENTS = {"causal", "window_size", "softmax_scale", "softcap", "dropout_p"}
 _CAUSAL_MASKS = ("NoneType", "bool", "LowerTriangularMask", "BlockDiagonalCausalMask", "BlockDiagonalCausalLocalAttentionMask")
 
 
-def check() -> tuple[ModuleType, Any]:
-    """Returns the module and its function. Raises ImportError, with the versions, if unsloth has changed them."""
+def replacements(enabled: Enabled) -> list[releases.Replacement]:
+    """Returns a function that calls flash-attn's functions of volta_fa, or unsloth's function, and the flags. Raises ImportError, with the
+    versions, if unsloth has changed what they replace.
+
+    The function takes unsloth's AttentionConfig and AttentionContext, and Q, K, V (batch, nheads, seqlen, headdim), and returns (batch,
+    seqlen, nheads, headdim). `context.seq_info` describes packed sequences."""
     module = releases.module(MODULE)
-    original = releases.find_function(module, NAME, _PARAMETERS)
+    original = releases.find_function(module, _NAME, _PARAMETERS)
     releases.check_fields(module, "AttentionConfig", _CONFIG)
     releases.check_fields(module, "AttentionContext", _CONTEXT)
-    releases.find_function(module, "cover_padded_cu_seqlens", ("seq_info", "total_tokens"))
-    releases.find_function(module, "_ring_attention_active", ())
-    return module, original
-
-
-def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[[], Devices | None]) -> Callable[..., Tensor]:
-    """Returns the function that takes the place of `original`: it calls flash-attn's functions of volta_fa, or `original`. Another program
-    may wrap it and keep it, so it asks `enabled` for the devices at each call; None: off. Of `module` it uses two helper functions.
-
-    It takes unsloth's AttentionConfig and AttentionContext, and Q, K, V (batch, nheads, seqlen, headdim), and returns (batch, seqlen,
-    nheads, headdim). `context.seq_info` describes packed sequences."""
-    cover_padded_cu_seqlens, ring_active = module.cover_padded_cu_seqlens, module._ring_attention_active
+    cover_padded_cu_seqlens = releases.find_function(module, "cover_padded_cu_seqlens", ("seq_info", "total_tokens"))
+    ring_active = releases.find_function(module, "_ring_attention_active", ())
+    flags = [(releases.module(name), _FLAG, True) for name in _FLAG_MODULES]
+    for flagged, name, _ in flags:
+        releases.find(flagged, name)
 
     def run_attention(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
         devices = enabled()
@@ -85,9 +77,9 @@ def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[
         if reason:
             if softcap and reason not in ("prefix", "context_parallel"):
                 raise bad_argument("softcap", f"it with a call that has no kernel ({reason})", "none", error=NotImplementedError)
-            count_fallback(reason)
+            count("fell_back", reason)
             return original(config=config, context=context, Q=Q, K=K, V=V)
-        count_run()
+        count("ran")
         if not context.is_causal:
             arguments["causal"] = False
         dtype = kernel_dtype(Q, K, V)
@@ -102,7 +94,7 @@ def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[
             out = flash_attn_func(q, k, v, **arguments)
         return out.to(Q.dtype)
 
-    return run_attention
+    return [(module, _NAME, run_attention), *flags]
 
 
 def _mismatch(config: Any, context: Any, arguments: dict[str, Any], q: Tensor, k: Tensor) -> str:

@@ -1,25 +1,21 @@
-"""Attention of Gemma 3 and Gemma 4 in unsloth: `make` returns the replacement for unsloth_zoo's `make_gqa_sdpa`, which `switch` installs.
+"""Attention of Gemma 3 and Gemma 4 in unsloth: a replacement for unsloth_zoo's `make_gqa_sdpa`, which `switch` installs.
 
 unsloth_zoo's layers for these models compute in float32 on GPUs without bfloat16, with masks in memory. Here causal masks and windows are
 recognized by their values, and need no memory."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..devices import Devices
 from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
-NAME = "make_gqa_sdpa"
+_NAME = "make_gqa_sdpa"
 _PARAMETERS = ("scaled_dot_product_attention",)
 #: A module that keeps q, k and v of Qwen3-MoE in float32, because its gradients overflow in float16: unsloth's function runs for it.
 _FLOAT32_MODULE = "unsloth_zoo.temporary_patches.qwen3_moe_float32"
@@ -32,20 +28,15 @@ _MAX_KNOWN = 8
 _known_windows: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
 
 
-def check() -> tuple[ModuleType, Any]:
-    """Returns the module and its function. Raises ImportError, with the versions, if unsloth_zoo has changed them."""
+def replacements(enabled: Enabled) -> list[releases.Replacement]:
+    """Returns a function that takes the place of unsloth_zoo's. unsloth calls it when it loads a model, and the model's layers keep the
+    function that it returns, of tensors (batch, nheads, seqlen, headdim) with `groups` query heads for each KV head.
+    Raises ImportError, with the versions, if unsloth_zoo has changed what it replaces."""
     module = releases.module(MODULE)
     releases.module(_FLOAT32_MODULE)
-    original = releases.find_function(module, NAME, _PARAMETERS)
+    original = releases.find_function(module, _NAME, _PARAMETERS)
     made = original(torch.nn.functional.scaled_dot_product_attention)
-    releases.check_parameters(f"{MODULE}.{NAME}(...)", made, _INNER_PARAMETERS)
-    return module, original
-
-
-def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) -> Callable[..., Any]:
-    """Returns the function that takes the place of `original`. unsloth calls it when it loads a model, and the model's layers keep the
-    function that it returns, of tensors (batch, nheads, seqlen, headdim) with `groups` query heads for each KV head. So that function
-    asks `enabled` for the devices at each call; None: off."""
+    releases.check_parameters(f"{MODULE}.{_NAME}(...)", made, _INNER_PARAMETERS)
 
     def make_gqa_sdpa(scaled_dot_product_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         theirs = original(scaled_dot_product_attention)
@@ -71,9 +62,9 @@ def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) ->
             if not reason and attn_mask is not None and not _is_usable(attn_mask, query, key, is_causal):
                 reason = "attention_mask"
             if reason:
-                count_fallback(reason)
+                count("fell_back", reason)
                 return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, groups)
-            count_run()
+            count("ran")
             dtype = kernel_dtype(query, key, value)
             q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
             options = {"is_causal": is_causal} if attn_mask is None else _mask_options(attn_mask)
@@ -83,7 +74,7 @@ def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) ->
         # not compiled, like unsloth's function, because the code depends on a mask's values
         return torch.compiler.disable(gqa_sdpa, recursive=True)
 
-    return make_gqa_sdpa
+    return [(module, _NAME, make_gqa_sdpa)]
 
 
 def _is_called_by(module: str) -> bool:

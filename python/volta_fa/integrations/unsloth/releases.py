@@ -1,8 +1,6 @@
 """The releases of unsloth that ran with this package, and checks that the installed one has the same functions and arguments.
 `enable_unsloth` makes the checks before it replaces anything."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect
@@ -12,6 +10,8 @@ from typing import Any
 
 from ...errors import bad_argument
 
+#: A module of unsloth, the name of an attribute, and its new value.
+Replacement = tuple[ModuleType, str, Any]
 #: Releases of unsloth and unsloth_zoo that ran with this package.
 TESTED = ("2026.10.9",)
 

@@ -1,36 +1,27 @@
-"""Attention of gpt-oss in unsloth's training: `make` returns the replacement for unsloth_zoo's `flex_attention_with_sink`, which `switch`
+"""Attention of gpt-oss in unsloth's training: a replacement for unsloth_zoo's `flex_attention_with_sink`, which `switch`
 installs. unsloth_zoo calls compiled FlexAttention and scales its result by the sinks. `volta_fa::fwd` has sinks itself."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..devices import Devices
 from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import count_fallback, count_run, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
 MODULE = "unsloth_zoo.flex_attention"
-NAME = "flex_attention_with_sink"
+_NAME = "flex_attention_with_sink"
 _PARAMETERS = ("self_attn", "query", "key", "value", "attention_mask", "scale", "sliding_window", "compile", "has_static_cache")
 
 
-def check() -> tuple[ModuleType, Any]:
-    """Returns the module and its function, None where unsloth_zoo has none because this PyTorch or machine has no FlexAttention.
-    Raises ImportError, with the versions, if unsloth_zoo has changed them."""
+def replacements(enabled: Enabled) -> list[releases.Replacement]:
+    """Returns a function that takes the place of unsloth_zoo's: of query, key and value (batch, nheads, seqlen, headdim), with a result
+    (batch, seqlen, nheads, headdim). Returns [] where unsloth_zoo has no function, because this PyTorch or machine has no FlexAttention:
+    gpt-oss runs eager attention of transformers then. Raises ImportError, with the versions, if unsloth_zoo has changed its function."""
     module = releases.module(MODULE)
-    if releases.find(module, NAME) is None and not releases.find(module, "HAS_FLEX_ATTENTION"):
-        return module, None
-    return module, releases.find_function(module, NAME, _PARAMETERS)
-
-
-def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None]) -> Callable[..., Tensor]:
-    """Returns the function that takes the place of `original`: of query, key and value (batch, nheads, seqlen, headdim), with a result
-    (batch, seqlen, nheads, headdim). Loaded models keep it, so it asks `enabled` for the devices at each call; None: off."""
+    if releases.find(module, _NAME) is None and not releases.find(module, "HAS_FLEX_ATTENTION"):
+        return []
+    original = releases.find_function(module, _NAME, _PARAMETERS)
 
     def flex_attention_with_sink(
         self_attn: Any,
@@ -56,9 +47,9 @@ def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None])
         if not reason and sinks is None:
             reason = "arguments"
         if reason:
-            count_fallback(reason)
+            count("fell_back", reason)
             return original(self_attn, query, key, value, attention_mask, scale, sliding_window, compile, has_static_cache)
-        count_run()
+        count("ran")
         window = sliding_window or getattr(self_attn, "sliding_window", None)
         dtype = kernel_dtype(query, key, value)
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
@@ -69,4 +60,4 @@ def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None])
         out = torch.ops.volta_fa.fwd(q, k, v, softmax_scale=scale, is_causal=True, window_left=left, sinks=sinks)[0]
         return out.to(query.dtype)
 
-    return flex_attention_with_sink
+    return [(module, _NAME, flex_attention_with_sink)]

@@ -1,7 +1,5 @@
 """`enable_unsloth` replaces the attention functions of unsloth's modules, `disable_unsloth` restores them."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import ModuleType
@@ -14,12 +12,8 @@ from ..devices import Devices, devices_of  # devices_of: those that the user nam
 _lock = threading.Lock()
 #: Module, name, unsloth's function, and volta_fa's.
 _replaced: list[tuple[ModuleType, str, Any, Any]] = []
-#: The enabled devices; None: off. The functions read it at each call, because loaded models and other programs' wrappers keep them.
+#: The enabled devices; None: off.
 _devices: Devices | None = None
-
-
-def _enabled() -> Devices | None:
-    return _devices
 
 
 def enable_unsloth(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
@@ -44,21 +38,12 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
     devices = devices_of("enable_unsloth", device, force)
     with _lock:
         _restore()
-        attention_module, attention = dispatch.check()
-        gemma_module, make_gqa_sdpa = gqa_sdpa.check()
-        sink_module, flex_attention_with_sink = sinks.check()
-        flags = [(releases.module(name), dispatch.FLAG) for name in dispatch.FLAG_MODULES]
-        for module, name in flags:
-            releases.find(module, name)
+        found = [replacement for part in (dispatch, gqa_sdpa, sinks) for replacement in part.replacements(lambda: _devices)]
         releases.warn_if_untested()
         prepare_for_tracing()
-
-        _replace(attention_module, dispatch.NAME, dispatch.make(attention_module, attention, _enabled))
-        for module, name in flags:  # by which Gemma 2 sends its attention to the function replaced above
-            _replace(module, name, value=True)
-        _replace(gemma_module, gqa_sdpa.NAME, gqa_sdpa.make(make_gqa_sdpa, _enabled))
-        if flex_attention_with_sink is not None:  # else gpt-oss runs eager attention of transformers
-            _replace(sink_module, sinks.NAME, sinks.make(flex_attention_with_sink, _enabled))
+        for module, name, value in found:
+            _replaced.append((module, name, getattr(module, name), value))
+            setattr(module, name, value)
         _devices = devices
 
 
@@ -67,11 +52,6 @@ def disable_unsloth() -> None:
     another program has replaced or wrapped volta_fa's functions since then, its functions stay."""
     with _lock:
         _restore()
-
-
-def _replace(module: ModuleType, name: str, value: Any) -> None:
-    _replaced.append((module, name, getattr(module, name), value))
-    setattr(module, name, value)
 
 
 def _restore() -> None:

@@ -29,7 +29,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from ...errors import bad_argument
+from ...errors import bad_argument, require_none
 from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE  # columns; tokens
 from . import paged
 from .paged import anchored_window
@@ -48,6 +48,11 @@ class VoltaMetadata(paged.Batch, AttentionMetadata):
 
     max_seq_len: int = 0
     slot_mapping: Tensor | None = None
+
+
+def answer(value: object) -> Any:
+    """Returns a class method without arguments that returns `value`: the form of vLLM's questions about a backend."""
+    return classmethod(lambda cls: value)
 
 
 def _has_spans(vllm_config: Any) -> bool:  # whether the model's image tokens see each other (`spans`)
@@ -191,20 +196,13 @@ class VoltaBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar[list[Any]] = paged.cache_dtypes(beside_codes=hasattr(AttentionBackend, "customize_spec"))
     forward_includes_kv_cache_update = False  # vLLM calls `do_kv_cache_update` before `forward`
 
-    @staticmethod
-    def get_name() -> str:
-        """Returns the registered name."""
-        return "CUSTOM"
+    get_name = answer("CUSTOM")  # the registered name
+    get_builder_cls = answer(VoltaMetadataBuilder)
 
     @staticmethod
     def get_impl_cls() -> type[VoltaAttentionImpl]:
         """Returns the class of a layer's attention."""
         return VoltaAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[VoltaMetadataBuilder]:
-        """Returns the class that builds a step's metadata."""
-        return VoltaMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -254,39 +252,21 @@ class VoltaBackend(AttentionBackend):
         """Returns True for decoders, encoders and attention between both."""
         return attn_type in (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Returns True: the kernels have sinks, as gpt-oss uses them."""
-        return True
+    supports_sink = answer(True)  # the kernels have sinks, as gpt-oss uses them
+    supports_batch_invariance = answer(True)  # with VLLM_BATCH_INVARIANT every call is batch-invariant, and no prefix is shared
+    supports_sliding_window = answer(True)  # (0.33)
+    supports_non_causal = answer(True)  # (0.33)
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
         """Returns whether vLLM's metadata has the spans of images, whose queries also see later tokens: from 0.26 on."""
         return "mm_req_doc_ranges" in CommonAttentionMetadata.__dataclass_fields__
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Returns True: with VLLM_BATCH_INVARIANT every call is batch-invariant, and no prefix is shared."""
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """(0.33) Returns True."""
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """(0.33) Returns True."""
-        return True
-
 
 class VoltaV100Backend(VoltaBackend):
     """The same backend under the name of 1Cat-vLLM's (a fork of vLLM) for V100s, by which that program decides about features."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Returns the registered name."""
-        return "FLASH_ATTN_V100"
+    get_name = answer("FLASH_ATTN_V100")
 
 
 class VoltaAttentionImpl(AttentionImpl):
@@ -314,14 +294,11 @@ class VoltaAttentionImpl(AttentionImpl):
     ) -> None:
         paged.check_cache_dtype(kv_cache_dtype)
         if getattr(self, "dcp_world_size", 1) > 1:
-            unsupported = {
-                "alibi_slopes": alibi_slopes, "sliding_window": sliding_window,
-                "kv_sharing_target_layer_name": kv_sharing_target_layer_name, "VOLTA_FA_VLLM_ANCHORED_WINDOW": anchored_window()
-            }  # fmt: skip
-            for name, option in unsupported.items():
-                if option is not None:
-                    expected = "None with decode context parallelism: remove --decode-context-parallel-size"
-                    raise bad_argument(name, option, expected, error=NotImplementedError)
+            require_none(
+                "None with decode context parallelism: remove --decode-context-parallel-size", got=None, alibi_slopes=alibi_slopes,
+                sliding_window=sliding_window, kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+                VOLTA_FA_VLLM_ANCHORED_WINDOW=anchored_window(),
+            )  # fmt: skip
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -333,9 +310,7 @@ class VoltaAttentionImpl(AttentionImpl):
         # not for layers with a sliding window of their own, whose first tokens vLLM frees
         if attn_type == AttentionType.DECODER and sliding_window is None and (given := anchored_window()) is not None:
             anchors, sliding_window = given
-            if alibi_slopes is not None:
-                expected = "None with VOLTA_FA_VLLM_ANCHORED_WINDOW: unset the variable"
-                raise bad_argument("alibi_slopes", "slopes", expected, error=NotImplementedError)
+            require_none("None with VOLTA_FA_VLLM_ANCHORED_WINDOW: unset the variable", got="slopes", alibi_slopes=alibi_slopes)
         self._attention = paged.Attention(
             {"softmax_scale": self.scale, "softcap": logits_soft_cap or 0.0, "sinks": sinks}
             | ({"batch_invariant": True} if paged.is_batch_invariant() else {}),
@@ -364,9 +339,7 @@ class VoltaAttentionImpl(AttentionImpl):
             kv_cache: (blocks, 2, block_size, num_kv_heads, head_size), or (0.33) (blocks, num_kv_heads, block_size, 2 * head_size).
             attn_metadata: None while vLLM measures memory: output becomes zeros.
         """
-        for name, t in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
-            if t is not None:
-                raise bad_argument(name, "a tensor", "None: the output is not quantized", error=NotImplementedError)
+        require_none("None: the output is not quantized", output_scale=output_scale, output_block_scale=output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         attention = self._attention.to(query.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...operators import merge_attention_states
-from .paged import attend_packed, split_latents  # attention of packed sequences; a layer's latents and their scales
+from .paged import attend_packed  # attention of packed sequences
 
 #: Maximum number of new tokens of a sequence for which the absorbed form costs less, with the sizes above: 170.
 MOST_ABSORBED_QUERIES = 2 * 512 * (128 + 128) // (2 * (576 + 512) - 2 * (192 + 128))
@@ -103,15 +103,7 @@ class Expansion:
 
 
 def attend_to_expanded(
-    q: Tensor,
-    latent: Tensor,
-    rotary: Tensor,
-    cache: Tensor,
-    prompts: Prompts,
-    expansion: Expansion,
-    softmax_scale: float,
-    kv_cache_dtype: str = "auto",
-    k_scale: Tensor | None = None,
+    q: Tensor, new: tuple[Tensor, Tensor], cached: tuple[Tensor, dict[str, Tensor]], prompts: Prompts, expansion: Expansion, scale: float
 ) -> Tensor:
     """Returns causal attention of the new tokens to themselves and to earlier tokens, (tokens, num_heads, v_head_dim).
 
@@ -120,29 +112,29 @@ def attend_to_expanded(
 
     Args:
         q: (tokens, num_heads, qk_nope_head_dim + rotary).
-        latent: (tokens, kv_lora_rank); rotary: (tokens, rotary) or (tokens, 1, rotary).
-        cache, kv_cache_dtype, k_scale: as for `paged.split_latents`.
+        new: latents of the new tokens (tokens, kv_lora_rank), and their rotary parts (tokens, rotary) or (tokens, 1, rotary).
+        cached: the results of `paged.split_latents`.
+        scale: softmax_scale.
     """
     starts, longest = prompts.cu_seqlens_q, prompts.max_seqlen_q
-    k, v = expansion.keys_and_values(latent, rotary)
-    out, softmax_lse = attend_packed(q, k, v, starts, longest, is_causal=True, softmax_scale=softmax_scale)
-    page, columns = cache.shape[1], rotary.shape[-1]
+    k, v = expansion.keys_and_values(*new)
+    out, softmax_lse = attend_packed(q, k, v, starts, longest, is_causal=True, softmax_scale=scale)
+    page, columns = cached[0].shape[1], new[1].shape[-1]
     for part in prompts.parts(page, max(expansion.tokens_at_a_time(columns) // page, 1)):
-        earlier = _read(cache, part.blocks, kv_cache_dtype, k_scale).to(q.dtype)
+        earlier = _read(*cached, part.blocks).to(q.dtype)
         k, v = expansion.keys_and_values(earlier[:, :-columns].contiguous(), earlier[:, -columns:])
         more, more_lse, _ = torch.ops.volta_fa.fwd(
             q, k, v, cu_seqlens_q=starts, cu_seqlens_k=part.cu_seqlens_k, max_seqlen_q=longest,
-            max_seqlen_k=part.max_seqlen_k, seqused_k=part.seqused_k, softmax_scale=softmax_scale,
+            max_seqlen_k=part.max_seqlen_k, seqused_k=part.seqused_k, softmax_scale=scale,
         )  # fmt: skip
         out, softmax_lse = merge_attention_states(out, softmax_lse, more, more_lse)
     return out
 
 
-def _read(cache: Tensor, blocks: Tensor, kv_cache_dtype: str, k_scale: Tensor | None) -> Tensor:
+def _read(latents: Tensor, scales: dict[str, Tensor], blocks: Tensor) -> Tensor:
     """Returns the latents of these blocks with their rotary parts, (blocks * block_size, columns). Entries of a block table after a
     sequence's end may be any numbers, so they are clamped to blocks of the cache."""
-    latents, scales = split_latents(cache, kv_cache_dtype, k_scale)
-    at = blocks.clamp(0, len(cache) - 1)
+    at = blocks.clamp(0, len(latents) - 1)
     found = latents[at].flatten(0, 2)
     if "descale" in scales:  # fp8: one scale of the layer
         return found.float() * scales["descale"]

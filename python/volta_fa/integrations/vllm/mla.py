@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MLAAttentionImpl
 
-from ...errors import bad_argument
+from ...errors import bad_argument, require_none
 from . import paged
-from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
+from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder, answer
 from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
 
 #: Columns of the rotary part after a latent, in all MLA models so far.
@@ -99,16 +99,16 @@ class VoltaMLABackend(VoltaBackend):
     """Tells vLLM what the backend supports, before it builds a model."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [name for name in VoltaBackend.supported_kv_cache_dtypes if name != paged.INT8K_INT4V]
+    get_builder_cls = answer(VoltaMLAMetadataBuilder)
+    is_mla = answer(True)
+    supports_mm_prefix = answer(False)  # neither form of latent attention has spans, runs of image tokens that see each other
+    supports_sink = answer(False)  # no model has latents and sinks
+    supports_sliding_window = answer(False)  # (0.33)
 
     @staticmethod
     def get_impl_cls() -> type[VoltaMLAImpl]:
         """Returns the class of a layer's attention."""
         return VoltaMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[VoltaMLAMetadataBuilder]:
-        """Returns the class that builds a step's metadata."""
-        return VoltaMLAMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(
@@ -134,26 +134,6 @@ class VoltaMLABackend(VoltaBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Returns True for decoders."""
         return attn_type == AttentionType.DECODER
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Returns False: neither form of latent attention has spans, runs of image tokens that see each other."""
-        return False
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Returns False: no model has latents and sinks."""
-        return False
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """(0.33) Returns False."""
-        return False
 
 
 class VoltaMLAImpl(MLAAttentionImpl):
@@ -182,18 +162,14 @@ class VoltaMLAImpl(MLAAttentionImpl):
         indexer: object | None = None,
         q_pad_num_heads: int | None = None,
     ) -> None:
-        options = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
-            "indexer": indexer,
-        }
-        for name, value in options.items():
-            if value is not None:
-                raise bad_argument(name, value, "None in latent attention", error=NotImplementedError)
+        require_none(
+            "None in latent attention", got=None, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap, kv_sharing_target_layer_name=kv_sharing_target_layer_name, indexer=indexer,
+        )  # fmt: skip
         paged.check_cache_dtype(kv_cache_dtype, of_latents=True)
-        paged.check_latents(head_size, kv_lora_rank)
+        if not paged.takes_latents(head_size, kv_lora_rank):
+            got = f"{head_size} with kv_lora_rank {kv_lora_rank}"
+            raise bad_argument("head_size", got, "sizes that volta_fa::fwd_mla takes", error=NotImplementedError)
         _use_no_prefill()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
@@ -218,11 +194,11 @@ class VoltaMLAImpl(MLAAttentionImpl):
             kv_c_normed: (tokens, kv_lora_rank); k_pe: (tokens, 1, rotary). The cache has them too.
             kv_c_and_k_pe_cache: the cache for `paged.split_latents`.
         """
-        if output_scale is not None:
-            raise bad_argument("output_scale", "a tensor", "None", error=NotImplementedError)
+        require_none("None", output_scale=output_scale)
         assert attn_metadata.prefill is not None
-        arguments = kv_c_and_k_pe_cache, attn_metadata.prefill, self.expansion, self.scale, self.kv_cache_dtype, k_scale
-        output.copy_(attend_to_expanded(q, kv_c_normed, k_pe, *arguments).view_as(output))
+        cached = paged.split_latents(kv_c_and_k_pe_cache, self.kv_cache_dtype, k_scale)
+        out = attend_to_expanded(q, (kv_c_normed, k_pe), cached, attn_metadata.prefill, self.expansion, self.scale)
+        output.copy_(out.view_as(output))
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: VoltaMLAMetadata, layer: Any
@@ -236,12 +212,9 @@ class VoltaMLAImpl(MLAAttentionImpl):
         """
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        scale = None if layer is None else layer._k_scale
         assert attn_metadata.decode is not None
-        out = paged.attend_to_latents(
-            q, kv_c_and_k_pe_cache, self.kv_lora_rank, self.scale, attn_metadata.decode, self.kv_cache_dtype, scale
-        )
-        return out, None
+        cached = paged.split_latents(kv_c_and_k_pe_cache, self.kv_cache_dtype, None if layer is None else layer._k_scale)
+        return paged.attend_to_latents(q, *cached, self.kv_lora_rank, self.scale, attn_metadata.decode), None
 
     def do_kv_cache_update(
         self,
@@ -288,10 +261,7 @@ def __getattr__(name: str) -> Any:
     class NoPrefill(MLAPrefillBackend):
         """Supports all models, and computes nothing."""
 
-        @staticmethod
-        def get_name() -> str:
-            """Returns the registered name."""
-            return "CUSTOM"
+        get_name = answer("CUSTOM")
 
         @classmethod
         def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:

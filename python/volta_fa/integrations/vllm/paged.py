@@ -366,22 +366,12 @@ def write_latents(
 
 
 def attend_to_latents(
-    query: Tensor,
-    cache: Tensor,
-    kv_lora_rank: int,
-    softmax_scale: float,
-    batch: Batch,
-    kv_cache_dtype: str = "auto",
-    k_scale: Tensor | None = None,
+    query: Tensor, latents: Tensor, scales: dict[str, Tensor], kv_lora_rank: int, softmax_scale: float, batch: Batch
 ) -> Tensor:
     """Returns attention of queries (tokens, nheads, kv_lora_rank + rotary) to the cache's one head, (tokens, nheads, kv_lora_rank).
+    `latents`, `scales`: the results of `split_latents`.
 
-    Calls `volta_fa::fwd_mla` for the sizes of DeepSeek's models, and `volta_fa::fwd_kvcache` for others, up to `MAX_HEADDIM` columns.
-
-    Args:
-        cache, kv_cache_dtype, k_scale: as for `split_latents`.
-    """
-    latents, scales = split_latents(cache, kv_cache_dtype, k_scale)
+    Calls `volta_fa::fwd_mla` for the sizes of DeepSeek's models, and `volta_fa::fwd_kvcache` for others, up to `MAX_HEADDIM` columns."""
     options: dict[str, Any] = {
         "cu_seqlens_q": batch.query_start_loc,
         "max_seqlen_q": batch.max_query_len,
@@ -402,20 +392,13 @@ def attend_to_latents(
 
 def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
     """Returns whether the operators support these sizes, by a call with meta tensors. `head_size`: kv_lora_rank and rotary columns."""
-    query, cache = (
-        torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_SIZE_MULTIPLE, head_size))
+    query, latents = (
+        torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_SIZE_MULTIPLE, 1, head_size))
     )
     ints = torch.empty(2, dtype=torch.int32, device="meta")
     batch = Batch(num_actual_tokens=1, max_query_len=1, query_start_loc=ints, seq_lens=ints[:1], block_table=ints[:1, None])
     try:
-        out = attend_to_latents(query, cache, kv_lora_rank, softmax_scale=1.0, batch=batch)
+        out = attend_to_latents(query, latents, {}, kv_lora_rank, softmax_scale=1.0, batch=batch)
     except (AttributeError, ValueError, NotImplementedError):  # AttributeError: a build without fwd_mla
         return False
     return out.shape[-1] == kv_lora_rank
-
-
-def check_latents(head_size: int, kv_lora_rank: int) -> None:
-    """Raises NotImplementedError for sizes that the operators do not support."""
-    if not takes_latents(head_size, kv_lora_rank):
-        got = f"{head_size} with kv_lora_rank {kv_lora_rank}"
-        raise bad_argument("head_size", got, "sizes that volta_fa::fwd_mla takes", error=NotImplementedError)

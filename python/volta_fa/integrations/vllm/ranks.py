@@ -6,8 +6,6 @@ softmax_lse, and each merges its heads' with those of the new tokens.
 
 Does not import vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ softcap, sinks and all cache formats work, without another kernel.
 
 Does not import vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

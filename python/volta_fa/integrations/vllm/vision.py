@@ -3,8 +3,6 @@
 vLLM's own `--mm-encoder-attn-backend TORCH_SDPA` waits for the device, cuts the images apart and calls
 `scaled_dot_product_attention` for each. This class makes it one call of packed sequences, without waiting."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
