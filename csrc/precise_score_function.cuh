@@ -36,7 +36,7 @@ public:
     }
 };
 
-using PreciseScoreFunction = PreciseSoftcap;
+using PreciseScoreFunction = PreciseSoftcap;  // the name that kernels use, as ScoreFunction for 16-bit tensors
 
 // Returns the score of a product plus `addend`, the other terms of exp2's argument, in log2 units. An overload of the function for
 // 16-bit tensors in backward/modifiers.cuh.

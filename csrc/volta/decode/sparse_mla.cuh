@@ -98,7 +98,7 @@ public:
     __device__ __forceinline__ bool page_valid() const { return true; }
     __device__ __forceinline__ void advance(const DecodeParams&, const decode::WorkTile&) { list_ += kTokens; }
     // Loads the step that begins at token `first`, and the entries of the step after it; zeros for tokens that do not exist.
-    // load_columns<0, n>(condition, x, from) loads n words into x if the condition is 1 (above 0).
+    // load_columns<0, n>(condition, x, from) loads n 32-bit words into x if the condition is above 0 (here 1).
     __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
         const int exists = first + token() < end;
         if (first + kTokens > end) {

@@ -75,7 +75,7 @@ def _options(q: Tensor, causal: bool, **more: Any) -> dict[str, Any]:
 
 def _padded_index(q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, slice, Tensor]:
     """Returns the index of each row of q in a (batch, nheads, max_seqlen + 1) tensor, without a synchronization. Rows after the last
-    sequence, and positions outside of 0 to max_seqlen, get the last column."""
+    sequence, and positions outside of 0 to max_seqlen - 1, get the last column."""
     row = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
     sequence = torch.bucketize(row, cu_seqlens[1:], right=True).clamp_(max=len(cu_seqlens) - 2)
     position = torch.where(row < cu_seqlens[-1], row - cu_seqlens[sequence], max_seqlen)

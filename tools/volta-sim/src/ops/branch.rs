@@ -278,6 +278,7 @@ impl Class for Barrier {
                 s.write(&[v; 32]);
                 s.set_predicate(0, if v != 0 { !0 } else { 0 });
             }
+            // they only take time (timing/): results of instructions are there at once
             Barrier::Membar | Barrier::Depbar { .. } => {}
         }
         Ok(())
