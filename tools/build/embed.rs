@@ -112,7 +112,7 @@ fn key(compiler: &Compiler, variant: &Variant, params_header: &str, sources: &BT
     hash.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect()
 }
 
-/// Returns a source without `//` comments and the blanks before them (no string of csrc/ holds `//`): edited comments compile nothing.
+/// Returns a source without `//` comments and the blanks before them (no string of csrc/ holds `//`): an edited comment compiles nothing.
 fn without_comments(text: &str) -> String {
     text.lines()
         .map(|line| line.split("//").next().unwrap_or_default().trim_end())
