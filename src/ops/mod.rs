@@ -1,4 +1,4 @@
-//! The operators validate, choose a backend, run. They allocate no result before validation has passed. This file has `fwd` and `bwd`, whose
+//! The operators validate, choose a backend, run. They allocate no result before validation. This file has `fwd` and `bwd`, whose
 //! rows in src/operators.rs call it; submodules have the other operators, and what computes them all.
 //!
 //! Backends: `cpu` uses ATen operations. `device` launches kernels, on a GPU or in the simulator, with fp16 operands. For other types
