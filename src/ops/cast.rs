@@ -213,11 +213,10 @@ impl<'a> Cast<'a> {
         launches.also_write(&[], Some(("largest", &self.largest)));
         launches.also_write(&[], Some(("exponents", &self.exponents)));
         clear_between_parts([&q, &k], self.problem.headdim, low_column)?;
-        let of_scores = [replace(&mut self.inputs.q, q), replace(&mut self.inputs.k, k)];
-        // None: softmax_lse stays as it is
+        // run() writes to the inputs' tensors; None: softmax_lse stays as it is
+        let (q_of_scores, k_of_scores) = (replace(&mut self.inputs.q, q), replace(&mut self.inputs.k, k));
         self.run(&launches, Phase::CastForGradients, None)?;
-        let [q, k] = of_scores;
-        Ok([replace(&mut self.inputs.q, q), replace(&mut self.inputs.k, k)])
+        Ok([replace(&mut self.inputs.q, q_of_scores), replace(&mut self.inputs.k, k_of_scores)])
     }
 
     /// Gives all groups of v the largest magnitude of any group, so that the kernel computes one exponent for all.
@@ -261,8 +260,8 @@ impl<'a> Cast<'a> {
         let is_packed = a.total_q().is_some();
         let mut kernel = self.kernel;
         let has_v = self.operands.v.is_some() && phase != Phase::CastForGradients;
-        if phase == Phase::CastForGradients {
-            kernel.blocks[1] = (a.nheads + a.nheads_k) as u32;
+        if !has_v {
+            kernel.blocks[1] = (a.nheads + a.nheads_k) as u32; // no heads of v, which may be planned for other phases
         }
         if matches!(phase, Phase::LeaveOutHidden | Phase::RestoreLse) || (phase == Phase::CastScaled && !has_v) {
             kernel.blocks[0] = kernel.blocks[0].min(MAX_SPARSE_TILES);

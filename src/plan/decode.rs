@@ -77,11 +77,16 @@ pub fn sparse_mla(a: &Attention, d: &DeviceLimits) -> Result<DecodePlan> {
 /// Over 32,768 tokens both take as long.
 fn tile_rows(a: &Attention, d: &DeviceLimits) -> i64 {
     const FEW_ROWS: i64 = 16;
-    let sms = i64::from(d.sms);
-    let (rows, tokens) = (a.batch.saturating_mul(a.rows_per_kv_head()), a.batch.saturating_mul(a.seqlen_k));
-    match a.has_latents() && rows <= FEW_ROWS * sms / 5 && tokens <= 205 * sms {
-        true => a.rows_per_kv_head().min(FEW_ROWS),
-        false => a.rows_per_kv_head(),
+    /// Fewest SMs that share a tile of these rows: 256 rows in all on a V100's 80.
+    const SMS_OF_TILE: i64 = 5;
+    /// Most tokens of all sequences for each SM: 16,400 on a V100.
+    const TOKENS_OF_SM: i64 = 205;
+    let (rows, sms) = (a.rows_per_kv_head(), i64::from(d.sms));
+    let is_small = a.batch.saturating_mul(rows) <= FEW_ROWS * sms / SMS_OF_TILE && a.batch.saturating_mul(a.seqlen_k) <= TOKENS_OF_SM * sms;
+    if a.has_latents() && is_small {
+        rows.min(FEW_ROWS)
+    } else {
+        rows
     }
 }
 

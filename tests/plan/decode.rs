@@ -91,6 +91,9 @@ fn few_rows_over_few_latents_take_small_tiles() {
         let dense = Attention { batch, seqlen_k, ..latents(heads, 1) };
         assert_eq!(plan(&dense, false, &V100).kernel.variant.block_rows, rows, "{batch} {seqlen_k} {heads}");
         assert_eq!(plan::sparse_mla(&dense, &V100).unwrap().kernel.variant.block_rows, rows);
+        let features = RequestedFeatures { batch_invariant: true, ..Default::default() };
+        let of_heads = heads.min(64) as u32; // of the largest tile
+        assert_eq!(plan(&Attention { features, ..dense }, false, &V100).kernel.variant.block_rows, of_heads);
     }
 }
 

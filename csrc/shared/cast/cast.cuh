@@ -17,10 +17,9 @@
 //
 // Scores are products of q and k. So the exponents of q and k cancel, as far as fp16 holds both factors, and no kernel needs to
 // know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability, whatever their scale;
-// only the gradients need the digits of q and k. Rows of q whose scores could exceed
-// 2^max_score_exponent (log2 units: 26 forward, 23 backward) get a smaller exponent of their own, which keeps scores where fp32
-// resolves them. Their largest score stays so far above the others that their probabilities are 0 or 1 as before, unless two scores
-// agree to about 18 bits.
+// only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent (log2 units: 26 forward,
+// 23 backward) get a smaller exponent of their own, which keeps scores where fp32 resolves them. Their largest score stays so far
+// above the others that their probabilities are 0 or 1 as before, unless two scores agree to about 18 bits.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once
