@@ -1,8 +1,9 @@
-// Nests of unrolled loops over a lane's registers: tiles, rows, elements. Registers have no index at run time: such loops must be
-// unrolled. Where a nest is written out instead, ptxas schedules its kernel otherwise with a call (tools/compare_kernels.py).
+// Nests of unrolled loops over a lane's registers: tiles, rows, elements. Registers cannot be indexed at run time: arrays in a loop
+// that is not unrolled go to local memory. Some kernels keep a nest written out, because ptxas schedules them otherwise with a call
+// (tools/compare_kernels.py shows it).
 #pragma once
 
-// Calls f(i, j) for each i < I and j < J, j fastest; likewise with three and four bounds.
+// Calls f(i, j) for each i < I and j < J, the last index fastest; likewise with three and four bounds.
 template <int I, int J, class F>
 __device__ __forceinline__ void unrolled(F f) {
 #pragma unroll

@@ -1,9 +1,9 @@
 //! Plans attention of few queries per sequence over a KV cache, for src/ops/kvcache/kernels.rs and src/ops/sparse.rs, and
 //! `volta_fa::indexer_logits`.
 //!
-//! The host does not know sequence lengths, so the grid has as many blocks as the GPU holds at once. The blocks divide the tokens on the
+//! The host knows the longest sequence alone, so the grid has as many blocks as the GPU holds at once, which divide the tokens on the
 //! device (`csrc/decode/tile_scheduler.cuh`). Rows are queries of all heads of a KV head, and a row tile those that a block takes at once.
-//! The tokens of a row tile may be split among blocks, which leave partial results. A plan depends on headdims, cache format and most rows.
+//! The tokens of a row tile may be split among blocks, which leave partial results.
 
 use super::choose::{choose, is_applicable};
 use super::device::{cached_plan, DeviceLimits, PlanCache};
@@ -49,11 +49,11 @@ const MAX_SPLIT_BYTES: i64 = 256 << 20;
 /// Returns the plan of a batch-invariant kernel, with scratch memory for every split that the call can have.
 fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     let variant = plan.kernel.variant;
-    let tile_rows = i64::from(variant.block_rows);
+    let block_rows = i64::from(variant.block_rows);
     // of a partial result: for each row its outputs, and two states of two numbers (SplitSlots in csrc/decode/split_partials.cuh)
-    let floats = a.rows_per_kv_head().min(tile_rows) * (i64::from(variant.headdim_v) + 4);
+    let floats = a.rows_per_kv_head().min(block_rows) * (i64::from(variant.headdim_v) + 4);
     // Each sequence counts as the longest one, also if packed: wrong cu_seqlens_q may say so, and kernels must stay inside the memory.
-    let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64);
+    let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(block_rows as u64) as i64);
     let splits = (a.seqlen_k as u64).div_ceil(u64::from(SPLIT_TOKENS)).max(1) as i64;
     let slots = tiles.saturating_mul(a.nheads_k).saturating_mul(splits);
     // num_splits 1 asks for one block for each row tile, as without batch_invariant
@@ -71,10 +71,10 @@ pub fn sparse_mla(a: &Attention, d: &DeviceLimits) -> Result<DecodePlan> {
     cached_plan(&LAST, (shape, rows), d, || decode_shape(&shape, Pass::SparseMla, FeatureSet::NONE, rows, false, d))
 }
 
-/// Returns the rows that a row tile should hold: those of a sequence and KV head, but 16 in calls of few rows over few latents. There all
-/// blocks share one or two tiles, and each leaves the output of a whole tile, so combining them takes longer than the products. Simulated
-/// V100, 128 heads over 4,096 tokens: 99 us in tiles of 64 rows, 49 us in tiles of 16, although these load each latent four times as often.
-/// Over 32,768 tokens both take as long.
+/// Returns the rows that a row tile should hold: those of a sequence and KV head, but at most 16 in calls of few rows over few latents.
+/// There all blocks share a few tiles, and each leaves the output of a whole tile, so combining them takes longer than the products.
+/// Simulated V100, 128 heads over 4,096 tokens: 99 us in tiles of 64 rows, 49 us in tiles of 16, although these load each latent four times
+/// as often. Over 32,768 tokens both take as long.
 fn tile_rows(a: &Attention, d: &DeviceLimits) -> i64 {
     const FEW_ROWS: i64 = 16;
     /// Fewest SMs that share a tile of these rows: 256 rows in all on a V100's 80.
@@ -90,7 +90,7 @@ fn tile_rows(a: &Attention, d: &DeviceLimits) -> i64 {
     }
 }
 
-/// Plans a kernel for `rows` rows per sequence and KV head. Each query has `group` of them.
+/// Plans a kernel whose row tile should hold `rows` rows. A query has `group` rows per KV head.
 fn decode_shape(
     shape: &Shape,
     pass: Pass,

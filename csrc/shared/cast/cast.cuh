@@ -12,8 +12,8 @@
 //
 // With low parts (low_column not 0) a number is the sum of two fp16 numbers: the rounded one and, low_column columns further, what
 // rounding took. The first phase then casts nothing, and q and k get about the same size, so that low parts are not subnormal.
-// Where all scores are tiny they still are, which no score needs; but dk and dq are products with q and k. So the backward pass
-// casts these once more, with exponents that do not cancel.
+// Where all scores are tiny, low parts are subnormal all the same. Scores lose nothing by that, but dk and dq, which are products
+// with q and k, would. So the backward pass casts q and k once more, with exponents that do not cancel.
 //
 // Scores are products of q and k. So the exponents of q and k cancel, as far as fp16 holds both factors, and no kernel needs to
 // know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability, whatever their scale;
@@ -122,8 +122,9 @@ struct Exponents {
                     (are_factors && sum + p.score_exponent > p.max_score_exponent);
         if (has_moved || p.low_column) {
             const auto in_range = [](int exponent) { return min(max(exponent, kMinOrdinary), kMaxScaled); };
-            // Both factors get about the same size; where one of them is 0, the other gets that of 1. Scores need no more digits
-            // of a tiny q than fp16's subnormal numbers have: they are 0 for the softmax. Gradients do, unless q is cast for them.
+            // Both factors get about the same size; where one of them is 0, the other's largest comes into [1/2, 1). Scores need
+            // no more digits of a tiny q than fp16's subnormal numbers have: they are 0 for the softmax. Gradients do, unless q is
+            // cast for them.
             const bool is_backward = p.lowered_score_exponent < p.max_score_exponent;
             const int least = is_backward && !p.low_column ? kMinOrdinary : -126;
             keys = are_factors ? in_range((sum + 1) >> 1) : 0;
