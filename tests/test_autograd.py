@@ -196,6 +196,8 @@ def test_calls_from_many_threads(backend):
 
 # ---- torch.library.opcheck: schema, autograd registration, fake tensors, AOT dispatch ------------------------------------
 
+#: Positional fields: seqlen_q, seqlen_k, headdim, headdim_v. lengths: (seqlen_q, seqlen_k) of packed sequences. spare: by how much
+#: max_seqlen exceeds the longest. bias: its dimensions that are not 1, and its dtype (own: q's). sinks: dtype. used: seqused_k.
 OPCHECKED = [
     Case(7, 9, 16, nheads=4, nheads_k=2),
     Case(9, 7, 16, 24, is_causal=True),

@@ -92,6 +92,8 @@ def test_dropout_follows_the_generators(backend):
     assert op.fwd(q, k, v)[2].shape == (0,)
 
 
+#: Fields: seqlen_q, seqlen_k, headdim, headdim_v; lengths: (seqlen_q, seqlen_k) of packed sequences; bias: its dimensions that are not 1,
+#: and its dtype (own: q's); alibi: dimensions of the slopes; sinks: dtype; used: seqused_k.
 GRADCHECK = [
     Case(6, 7, 8, nheads=2, batch=2, bias="hqk:own", is_causal=True),
     Case(6, 7, 8, nheads=2, batch=2, alibi="bh", softcap=2.0, sinks="own", window_left=3),

@@ -2,7 +2,10 @@
 
 They are packed sequences, seqused_k (`used`), softcap, ALiBi, bias, sinks (one more logit per head, without a value) and dropout, also in
 pairs. conftest.py explains backends and `check`, which runs kernels twice, in memory filled with NaN, with bitwise identical results.
-volta_fa/check/cases.py explains the fields of a Case."""
+
+A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name. lengths: (seqlen_q, seqlen_k) of
+packed sequences. used: seqused_k. spare: by how much max_seqlen exceeds the longest sequence. spread: standard deviation of q, k and v.
+alibi: dimensions of the slopes (h: heads, bh: batch and heads). sinks: dtype ("own": q's)."""
 
 import dataclasses
 import itertools

@@ -1,7 +1,9 @@
 """volta_fa's functions with flash-attn 2's interface (`flash_attn_func` etc.): signatures, results, gradients and errors.
 
-flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons. BACKENDS runs a test on the CPU in fp64 and fp32, and on
-a GPU. The last part calls the functions of all integrations ("doors") with strided index tensors."""
+flash_attention.py has the fp64 reference (`attention`, `packed`), comparisons in the backend's dtype (`close`, `check_gradients`), CASES
+(options by name) and LENGTHS (queries and keys of five packed sequences). LSE_ROUNDING is the least tolerance of probabilities: they are
+computed from softmax_lse, which is fp32 even where all else is fp64. BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU.
+The last part calls the functions of all integrations with strided index tensors."""
 
 import inspect
 import math

@@ -1,7 +1,8 @@
 """flash-attn's private functions (`_flash_attn_forward` etc.) and those of its compiled module flash_attn_2_cuda, which ring_flash_attn,
 xformers and Transformer Engine call: signatures, results against fp64, and gradients written into given tensors.
 
-flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons."""
+flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons in the backend's dtype (`close`). LSE_ROUNDING is the
+least tolerance of gradients and probabilities: they are computed from softmax_lse, which is fp32 even where all else is fp64."""
 
 import inspect
 

@@ -1,9 +1,13 @@
-"""volta_fa's functions with the interfaces of other FlashAttention packages for these GPUs, against attention in fp64.
+"""Compares volta_fa's functions with the interfaces of other FlashAttention packages for Volta and Turing with attention in fp64.
 
 Three packages are called flash_attn_v100: one of 2023, one of 2026 (with flash-attn 2's arguments), and that of 1Cat-vLLM, which has
-functions for paged caches. flash_attn_turing is the fourth. Compiled functions of flash_attn_v100 take (batch, nheads, seqlen, headdim),
-"heads first". flash_attention.py has the fp64 reference (`attention`, and `packed` for sequences of LENGTHS: numbers of queries and keys),
-comparisons in the backend's dtype (`close`, `close_lse`), and `refused`, which checks an error. BACKENDS: CPU in fp64 and fp32, GPU."""
+functions for paged caches. The module `v100` has the functions of all three, `turing` those of a fourth package, flash_attn_turing.
+Tensors are (batch, seqlen, nheads, headdim). Functions with "bhmd" in their names, and `fwd`, `bwd` and `_flash_attn_forward` of
+flash_attn_v100, take (batch, nheads, seqlen, headdim) instead, "heads first".
+
+flash_attention.py has the fp64 reference (`attention`, and `packed` for sequences of LENGTHS: numbers of queries and of keys), comparisons
+in the backend's dtype (`close`, `close_lse`), and `refused`, which checks an error. LSE_ROUNDING is the least tolerance of gradients: they
+are computed from softmax_lse, which is fp32 even where all else is fp64. BACKENDS: CPU in fp64 and fp32, GPU."""
 
 import inspect
 import sys
@@ -68,15 +72,15 @@ def test_heads_first(backend):
     options = 0.0, 0.3, True, -1, -1, 0.0, False, None
     first = heads_first(q, k, v)
 
-    def is_right(out, lse):
+    def check_right(out, lse):
         close(backend, out.transpose(1, 2), right)
         close_lse(lse, right_lse)
 
     for into in (None, torch.full_like(first[0], torch.nan)):
         of_1cat, lse, _ = v100.flash_attn_bhmd_func(*first, dropout_p=0.0, return_attn_probs=True, out=into, **scale)
-        is_right(of_1cat, lse)
+        check_right(of_1cat, lse)
         out, lse, _, rng_state = v100.fwd(*first, into, None, *options)
-        is_right(out, lse)
+        check_right(out, lse)
         assert out.is_contiguous() and of_1cat.is_contiguous() and (into is None or of_1cat is out is into)
     for given in ([None] * 3, [torch.full_like(t, torch.nan) for t in first]):
         *gradients, softmax_d = v100.bwd(*heads_first(dout), *first, out, lse, *given, None, *options, rng_state)
@@ -85,10 +89,10 @@ def test_heads_first(backend):
             assert target is None or found is target
             close(backend, found.transpose(1, 2), want, LSE_ROUNDING)
     close_lse(v100.flash_attn_lse(q, k, v, **scale), right_lse)
-    is_right(v100.flash_attn_bhmd_func(*first, **scale), lse)
+    check_right(v100.flash_attn_bhmd_func(*first, **scale), lse)
     # out, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, return_softmax
     out, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
-    is_right(out, lse)
+    check_right(out, lse)
     assert none == [None, None]
 
 
@@ -107,7 +111,7 @@ def test_lengths_of_any_integer_dtype(backend):
 @BACKENDS
 def test_paged_functions(backend, kv_cache_dtype, window):
     """Prompts and decoding over a cache whose K and V are views of one tensor, in both layouts."""
-    page, lengths, dtype = 16, [40, 21], paged.CACHE_DTYPES[kv_cache_dtype]
+    page, lengths, dtype = 16, [40, 21], paged.CACHE_DTYPES[kv_cache_dtype]  # tokens of a page and of each sequence; None for "auto"
     table = torch.tensor([[4, 1, 2], [0, 3, -1]], device=backend.device, dtype=torch.int32)
     numbers = backend.randn(5, 2, page, 2, 16)
     cache = numbers if dtype is None else numbers.to(dtype)
@@ -118,6 +122,7 @@ def test_paged_functions(backend, kv_cache_dtype, window):
     q = backend.randn(2, 7, 4, 16)
 
     def expected(rows, causal=True):
+        """Returns attention of these queries, (batch, rows, nheads, headdim), over the dequantized tokens of each sequence."""
         outs = []
         for b, n in enumerate(lengths):
             pages = table[b, : -(-n // page)].long()
@@ -149,7 +154,7 @@ def test_paged_functions(backend, kv_cache_dtype, window):
 
 
 def test_the_stand_in_has_all_three_packages(monkeypatch):
-    """1Cat-vLLM imports these names of it. Another package of that name that is imported already stays."""
+    """1Cat-vLLM imports these names of flash_attn_v100. If another package of that name is already imported, it stays."""
     monkeypatch.delitem(sys.modules, "flash_attn_v100", raising=False)
     for _ in range(2):
         provide_flash_attn_v100()
@@ -188,9 +193,10 @@ def test_turing_varlen(backend, causal):
     out, lse = turing.varlen_fwd(q, k, v, *lengths)
     close(backend, out, expected)
     assert lse.shape == (len(lengths_q), 4, max(lengths_q))
-    for own, *parts in zip(lse, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)):
-        close_lse(own[:, : len(parts[0])], attention(*(t[None] for t in parts), causal=causal)[1][0])
-        assert not own[:, len(parts[0]) :].any()
+    # flash_attn_turing pads softmax_lse: (sequences, nheads, max_seqlen_q), 0 after a sequence's last query
+    for lse_of_one, *parts in zip(lse, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)):
+        close_lse(lse_of_one[:, : len(parts[0])], attention(*(t[None] for t in parts), causal=causal)[1][0])
+        assert not lse_of_one[:, len(parts[0]) :].any()
     want = torch.autograd.grad(expected, (q, k, v), dout.to(expected.dtype))
     for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *lengths), want):
         close(backend, found, right, LSE_ROUNDING)

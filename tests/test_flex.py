@@ -37,7 +37,7 @@ def alibi_exp2(score, b, h, q, kv):
 
 
 #: Score functions by name, and what they are recognized as. `bias` and `hides`: whether an added bias and a mask depend on batch entry,
-#: head, query and key.
+#: head, query and key. `alibi`: the bias is a slope times kv - q ("relative") or times |kv - q| ("absolute").
 RECOGNIZED = {
     "identity": (lambda s, b, h, q, kv: s, Scores()),
     "factor": (lambda s, b, h, q, kv: 2 * s / 4, Scores(factor=0.5)),

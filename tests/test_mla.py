@@ -1,7 +1,8 @@
 """Tests of `volta_fa::fwd_mla`, multi-head latent attention, and of volta_fa.flash_mla, which has FlashMLA's functions.
 
-A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. cached.py explains
-problems and `check`. test_sparse_mla.py tests queries that select tokens."""
+A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. cached.py has problems
+and `check`, which compares with fp64. page: tokens of a page; 0: a dense cache. layout "wide": a slice of a larger tensor. spread: standard
+deviation of q and latents. test_sparse_mla.py tests queries that select tokens."""
 
 import dataclasses
 import math
@@ -92,7 +93,7 @@ def test_quantized_against_fp64(backend, case):
 @pytest.mark.parametrize("rows", [32, 64])
 @on_cases((["sim", "cuda"], [CASES[14], *(dataclasses.replace(CASES[14], kv_dtype=kv_dtype) for kv_dtype in QUANTIZED)]))
 def test_tiles_of_many_rows(backend, case, rows, force):
-    """Without a tuning, only more rows or tokens take them."""
+    """`force` makes the planner take these tiles of query rows, which it takes by itself for more rows or tokens only."""
     formats = ("", *(f"{name.removeprefix('fp8_')}_" for name in QUANTIZED))
     force(choices=[{"pass": "DecodeMla", "variant": f"volta_mla_decode_{form}{rows}"} for form in formats])
     check(backend, case)

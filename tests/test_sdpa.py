@@ -1,7 +1,9 @@
 """Tests of scaled_dot_product_attention run by volta_fa (`enabled()` switches it on): results, and calls that fall back to PyTorch.
 
-`sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason. sdpa_helpers.py explains
-`assert_ours`, `train`, `qkv`, `unfused` and `selective`, conftest.py backends."""
+`sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason. Of sdpa_helpers.py:
+`assert_ours(f)` checks that f() runs the ops of volta_fa alone, `qkv` draws q, k and v, `train` returns out and their gradients of
+sum(out^2), `unfused` makes PyTorch compute attention by single operations, `selective` runs a function under selective checkpointing.
+conftest.py explains backends."""
 
 from contextlib import nullcontext, suppress
 

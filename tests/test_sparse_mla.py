@@ -216,7 +216,7 @@ def test_against_fp64(backend, case):
 @pytest.mark.parametrize("rows", [32, 64])
 @on_cases((KERNELS, [CASES[i] for i in (1, 4, 6, 7)]))
 def test_tiles_of_many_rows(backend, case, rows, force):
-    """Without a tuning, only more rows or tokens take them."""
+    """`force` makes the planner take these tiles of query rows, which it takes by itself for more rows or tokens only."""
     kinds = itertools.product(("", "bf16_"), ("", "e4m3_"), (576, 512))
     force(
         choices=[

@@ -1,7 +1,10 @@
 """Tests of `tree_mask` of volta_fa::fwd_kvcache, for speculative decoding: the queries are draft tokens that form a tree.
 
-Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j. cached.py
-explains a problem, its tensors, `run` and `check`."""
+Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j.
+
+cached.py has problems (`Cached`), `run` and `check`, which compares with fp64. page: tokens of a page (default 16); 0: a dense cache.
+layout: "hnd" has heads before tokens, "wide" is a slice of a larger tensor. batch_idx: cache_batch_idx is given. spread: standard deviation
+of q, k and v. descale: dimensions of fp8's scales (h: heads)."""
 
 import dataclasses
 

@@ -43,7 +43,7 @@ def gradients(backend, problem, **options):
     return torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **given, **options, attn_bias_requires_grad=wants_bias)
 
 
-@pytest.mark.parametrize("bias", ["", "qk:fp32"])  # AXES:DTYPE
+@pytest.mark.parametrize("bias", ["", "qk:fp32"])
 @on("sim", "sim-bf16", "cuda")
 def test_a_tuning_may_choose_the_deterministic_kernels(backend, force, bias):
     """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias ("qk"), which batch entries share."""
