@@ -236,7 +236,8 @@ def test_large_numbers_in_a_bias(backend, number):
         options["attn_bias"][:, :, 20:30, 40] = number
         out, _ = backend.forward(q, k, v, **options)
         if number < math.inf:
-            torch.testing.assert_close(out[:, 20:30], v[:, 40][:, None].expand(2, 10, 2, 64), rtol=2e-3, atol=1e-6)
+            right = v[:, 40][:, None].expand(2, 10, 2, 64)
+            torch.testing.assert_close(out[:, 20:30], right, rtol=2e-3, atol=1e-6)  # two eps of fp16
         else:
             assert out[:, 20:30].isnan().all() and out[:, :20].isfinite().all()
 

@@ -113,9 +113,9 @@ def test_paged_functions(backend, kv_cache_dtype, window):
     """Prompts and decoding over a cache whose K and V are views of one tensor, in both layouts."""
     page, lengths, dtype = 16, [40, 21], paged.CACHE_DTYPES[kv_cache_dtype]  # tokens of a page and of each sequence; None for "auto"
     table = torch.tensor([[4, 1, 2], [0, 3, -1]], device=backend.device, dtype=torch.int32)
-    numbers = backend.randn(5, 2, page, 2, 16)
-    cache = numbers if dtype is None else numbers.to(dtype)
-    numbers, scales = cache.to(backend.dtype), (1.0, 1.0) if dtype is None else (0.5, 2.0)
+    drawn = backend.randn(5, 2, page, 2, 16)  # (pages, K and V, tokens, KV heads, headdim)
+    cache = drawn if dtype is None else drawn.to(dtype)
+    numbers, scales = cache.to(backend.dtype), (1.0, 1.0) if dtype is None else (0.5, 2.0)  # a value is its number times the scale
     k_cache, v_cache = (cache if dtype is None else cache.view(torch.uint8)).unbind(1)
     arguments = k_cache, v_cache, table, torch.tensor(lengths, device=backend.device, dtype=torch.int32)
     options = {"softmax_scale": 0.3, "kv_cache_dtype": kv_cache_dtype, "k_scale": scales[0], "v_scale": scales[1], "window_size": window}
@@ -188,9 +188,9 @@ def test_turing(backend, lengths, causal):
 def test_turing_varlen(backend, causal):
     lengths_q, lengths_k = LENGTHS
     (q, k, v), lengths = packed_leaves(backend)
-    dout, lengths = backend.randn(*q.shape), (*lengths, causal)
+    dout, options = backend.randn(*q.shape), (*lengths, causal)  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
     expected, *_ = packed(q, k, v, lengths_q, lengths_k, causal=causal)
-    out, lse = turing.varlen_fwd(q, k, v, *lengths)
+    out, lse = turing.varlen_fwd(q, k, v, *options)
     close(backend, out, expected)
     assert lse.shape == (len(lengths_q), 4, max(lengths_q))
     # flash_attn_turing pads softmax_lse: (sequences, nheads, max_seqlen_q), 0 after a sequence's last query
@@ -198,15 +198,16 @@ def test_turing_varlen(backend, causal):
         close_lse(lse_of_one[:, : len(parts[0])], attention(*(t[None] for t in parts), causal=causal)[1][0])
         assert not lse_of_one[:, len(parts[0]) :].any()
     want = torch.autograd.grad(expected, (q, k, v), dout.to(expected.dtype))
-    for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *lengths), want):
+    for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *options), want):
         close(backend, found, right, LSE_ROUNDING)
-    refused(ValueError, "lse: got shape", turing.varlen_bwd, q, k, v, out, lse[..., 1:], dout, *lengths)
+    refused(ValueError, "lse: got shape", turing.varlen_bwd, q, k, v, out, lse[..., 1:], dout, *options)
     if q.is_cuda:  # lengths are not validated: rows after the last sequence belong to none and change nothing
         padded = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 20), value=1.0) for t in (q, out, dout)]
-        assert torch.equal(turing.varlen_fwd(padded[0], k, v, *lengths)[1], lse)
-        close(backend, turing.varlen_bwd(padded[0], k, v, padded[1], lse, padded[2], *lengths)[0][: len(q)], want[0], LSE_ROUNDING)
+        assert torch.equal(turing.varlen_fwd(padded[0], k, v, *options)[1], lse)
+        close(backend, turing.varlen_bwd(padded[0], k, v, padded[1], lse, padded[2], *options)[0][: len(q)], want[0], LSE_ROUNDING)
         return
     more_q, more_out, more_dout = (torch.cat([t, t]) for t in (q, out, dout))
     message = "cu_seqlens_q: got .* as its last value"
-    refused(ValueError, message, turing.varlen_bwd, more_q, k, v, more_out, lse, more_dout, *lengths)
-    refused(ValueError, "max_seqlen_q", turing.varlen_bwd, q, k, v, out, lse[..., :1], dout, *lengths[:2], 1, *lengths[3:])
+    refused(ValueError, message, turing.varlen_bwd, more_q, k, v, more_out, lse, more_dout, *options)
+    short = (*options[:2], 1, *options[3:])  # max_seqlen_q 1
+    refused(ValueError, "max_seqlen_q", turing.varlen_bwd, q, k, v, out, lse[..., :1], dout, *short)

@@ -117,6 +117,7 @@ def assert_same(found, expected, inputs):
         # lse is fp32
         torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-6, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
     for name, a, b in zip(("query", "key", "value", "captured"), gradients(*found, inputs), gradients(*expected, inputs)):
+        # sums over 150 rows or keys of terms that lse's rounding changes
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -171,7 +171,8 @@ def test_queries_without_a_block(backend, block, topk):
     problem.options |= {"kv_indices": problem.q.new_full((2, 2, 1, topk), -1, dtype=torch.int32), "kv_block": block}
     out, lse, *_ = run(backend, problem)
     assert (out == 0).all()
-    torch.testing.assert_close(lse, problem.options["sinks"].float()[None, :, None].expand(2, 4, 2), rtol=1e-3, atol=1e-3)
+    sinks = problem.options["sinks"].float()[None, :, None].expand(2, 4, 2)
+    torch.testing.assert_close(lse, sinks, rtol=1e-3, atol=1e-3)  # not equal: kernels compute in log2 units
 
 
 @on("sim", "cuda")

@@ -128,7 +128,7 @@ def test_sinks_of_a_part_without_keys(backend):
     options["dlse"] = draw_dlse(backend, q)
     whole, part = (torch.ops.volta_fa.bwd(dout, q, k[:, :n], v[:, :n], out, lse, **options)[4] for n in (93, 0))
     assert whole.abs().min() > 0.1
-    torch.testing.assert_close(part, whole, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(part, whole, rtol=2e-3, atol=2e-3)  # two eps of fp16
 
 
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**12], ids=["small", "large"])

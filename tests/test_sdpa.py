@@ -85,7 +85,7 @@ def test_layouts(backend, layout):
     with enabled(backend):
         found = train(*tensors)
         expected = train(*(t.contiguous() for t in tensors))
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # two eps of fp16: a GPU adds dq by atomics
     assert volta_fa.sdpa_stats()["ran"] == 2
 
 

@@ -57,7 +57,7 @@ def test_training(name):
         batches.append({"input_ids": tokens(), "attention_mask": mask, "labels": tokens().masked_fill(~asked, -100)})
     expected, found = losses(eager, batches), losses(ours, batches)
     assert expected[-1] < 0.7 * expected[0]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # both sum in fp32, in different orders
     assert profile(lambda: losses(ours, batches, steps=1))[1].count == LAYERS
 
 

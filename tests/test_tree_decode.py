@@ -139,7 +139,7 @@ def test_a_mask_of_zeros_shows_the_keys_before_the_drafts(backend):
     del before["tree_mask"]
     backend.simulate()
     expected = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **before)
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # two eps of fp16: kernels may add in another order
 
 
 @on("sim")

@@ -52,7 +52,7 @@ def check_anchored(server, queries, q, out, anchors, window, **same):
 
 @pytest.mark.parametrize("value", ["5:7", "18:1", "1:100"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *BESIDE])
-@on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
+@on("cpu-fp32", "sim", "cuda")  # not in fp64: two results are merged by softmax_lse, which is fp32
 def test_anchored_window(backend, kv_cache_dtype, value, monkeypatch):
     """VOLTA_FA_VLLM_ANCHORED_WINDOW is ANCHORS:WINDOW, in tokens. Steps have a padded request without tokens."""
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", value)
@@ -158,7 +158,7 @@ def test_slots_in_any_order(backend):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *BESIDE])
-@on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
+@on("cpu-fp32", "sim", "cuda")  # not in fp64: two results are merged by softmax_lse, which is fp32
 def test_cascade(backend, kv_cache_dtype):
     """Sequences share their first two blocks (common_prefix_len 32). Attention to these, computed once and merged, changes no result."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, layout="packed-nhd")

@@ -1,8 +1,12 @@
 //! Tests of backward plans: which kernels, grids and scratch memory `plan::backward` chooses for a problem, mode and GPU.
 //!
-//! Usually three kernels run. Preprocess computes row statistics and zeroes dq's accumulators. The main kernel computes dk and dv and adds
-//! to the accumulators by atomics. Postprocess rounds them to dq, whose columns are `headdim_rounded`. Other plans: one fused kernel; dq in
-//! a kernel of its own, without atomics; P and dS stored in memory between the main kernel and postprocess.
+//! Usually three kernels run. Preprocess computes row statistics and zeroes dq's fp32 accumulators. The main kernel computes dk and dv and
+//! adds to the accumulators by atomics. Postprocess rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own, without
+//! atomics; P and dS stored in memory between the main kernel and postprocess (`stored`).
+//!
+//! A BackwardPlan has these three kernels with their grids (`blocks`), and `main_launches`, the launches of the main one.
+//! `dq_accum_splits` counts accumulators (0: none), each of `scratch_rows` query rows and `headdim_rounded` columns. `tail` is a launch of
+//! small blocks for the last keys. BackwardMode: `has_dlse`: softmax_lse has a gradient; `split`: fp32 numbers are two fp16 parts.
 //!
 //! Helpers are in main.rs. attention(queries, keys, headdim, headdim_v) has two batch entries, and eight query heads on two KV heads.
 //! on_packed_tensors(Some([queries, keys]), a) packs it, with these totals. tuned(failed, choices) is a V100 with a tuning: kernels that
