@@ -2,7 +2,7 @@
 
 Dropout's mask follows from `rng_state` (seed, offset) and a score's position alone (`_dropout_mask`), so backward repeats forward's.
 `repeat` runs a `Case` (volta_fa/check/cases.py) on a backend (conftest.py) against the fp64 reference, and prints a command that repeats a
-failure."""
+failure. BASE is a case of 67 queries, 93 keys, headdim 64, 4 query heads on 2 KV heads."""
 
 import math
 import os

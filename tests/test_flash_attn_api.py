@@ -300,9 +300,9 @@ def strided(t):
     return torch.stack((t, torch.full_like(t, -99)), -1)[..., 0]
 
 
-def doors(backend):
-    """Yields a name, a function with another library's interface (a "door"), its arguments and its options. `packed`: positional arguments
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+def calls_of_integrations(backend):
+    """Yields calls of functions with another library's interface: a name, the function, its arguments and its options. `packed`: positional
+    arguments q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
     q, k, v = (backend.randn(7, heads, 16) for heads in (4, 2, 2))
     cu, half = backend.ints([0, 3, 7]), backend.dtype if backend.dtype == torch.float16 else torch.float16
     slopes, sinks = flash_attention.slopes_of(backend, 2, 4), backend.randn(4)
@@ -355,7 +355,7 @@ def doors(backend):
 @on("cpu-fp32", "cuda")
 def test_strided_lengths_and_tables(backend):
     """As in flash-attn, vectors of lengths, tables of pages and of rotations, slopes and sinks may have any strides."""
-    for door, function, arguments, options in doors(backend):
+    for name, function, arguments, options in calls_of_integrations(backend):
         copies = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]  # a cache is written
         expected = function(*arguments, **options)
         given = {n: strided(t) if isinstance(t, torch.Tensor) and (is_index(t) or t.dim() < 3) else t for n, t in options.items()}
@@ -364,4 +364,4 @@ def test_strided_lengths_and_tables(backend):
             found, expected = (found,), (expected,)
         for f, e in zip(found, expected):
             if f is not None and f.dtype.is_floating_point and f.dim():
-                torch.testing.assert_close(f, e, rtol=0, atol=0, equal_nan=True, msg=lambda text, door=door: f"{door}: {text}")
+                torch.testing.assert_close(f, e, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
