@@ -173,6 +173,7 @@ def test_the_stand_in_has_all_three_packages(monkeypatch):
 @pytest.mark.parametrize("lengths", [(9, 12), (12, 9), (1, 5)], ids=str)
 @BACKENDS
 def test_turing(backend, lengths, causal):
+    """flash_attn_turing's `fwd` and `bwd`, which return out and softmax_lse, and dq, dk and dv."""
     q, k, v = (backend.randn(2, n, h, 16) for n, h in zip((*lengths, lengths[1]), (4, 2, 2)))
     dout, leaves = backend.randn(*q.shape), [t.detach().requires_grad_() for t in (q, k, v)]
     expected, expected_lse, *_ = attention(*leaves, causal=causal)
@@ -186,6 +187,7 @@ def test_turing(backend, lengths, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @BACKENDS
 def test_turing_varlen(backend, causal):
+    """Packed sequences. softmax_lse is padded: (sequences, nheads, max_seqlen_q), with 0 after a sequence's last query."""
     lengths_q, lengths_k = LENGTHS
     (q, k, v), lengths = packed_leaves(backend)
     dout, options = backend.randn(*q.shape), (*lengths, causal)  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
@@ -193,7 +195,6 @@ def test_turing_varlen(backend, causal):
     out, lse = turing.varlen_fwd(q, k, v, *options)
     close(backend, out, expected)
     assert lse.shape == (len(lengths_q), 4, max(lengths_q))
-    # flash_attn_turing pads softmax_lse: (sequences, nheads, max_seqlen_q), 0 after a sequence's last query
     for lse_of_one, *parts in zip(lse, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)):
         close_lse(lse_of_one[:, : len(parts[0])], attention(*(t[None] for t in parts), causal=causal)[1][0])
         assert not lse_of_one[:, len(parts[0]) :].any()
