@@ -120,7 +120,7 @@ def call(unsloth, q, k, v, arguments, sdpa_kwargs=None, **context):
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("packed", [False, True])
 def test_dispatcher(unsloth, packed, window):
-    """Dense and packed calls, with and without a window, give SDPA's results and gradients. flash-attn's window excludes the query itself."""
+    """Dense and packed calls, with and without a window, give SDPA's results and gradients. flash-attn's window excludes the query."""
     q, k, v = operands(batch=1 if packed else BATCH)
     arguments = {"causal": True, "softmax_scale": None, "window_size": (-1, -1) if window is None else (window - 1, window - 1)}
     context, segments = {"sliding_window": window}, None
