@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cached import Cached, check, run
-from conftest import GPUS, INFO, agreed, assert_same_bits, on, on_cases
+from conftest import GPUS, INFO, agreed, assert_same_bits, on, on_cases  # agreed: the first of results, which must be bitwise identical
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, BF16_KERNELS, FP32_KERNELS, KERNELS, Case, check, check_case, on, on_cases
+from conftest import ALL, BF16_KERNELS, FP32_KERNELS, KERNELS, Case, check, check_case, on, on_cases  # check_case: `check` of a Case
 
 op = torch.ops.volta_fa
 

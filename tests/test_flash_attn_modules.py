@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from flash_attention import refused, signature_of
+from flash_attention import refused, signature_of  # refused: checks an error. signature_of: arguments and defaults as text
 from processes import end_rank
 from volta_fa.integrations.flash_attn import cross_entropy, mha, norms
 from volta_fa.integrations.flash_attn.cross_entropy import CrossEntropyLoss, cross_entropy_loss

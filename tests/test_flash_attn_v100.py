@@ -1,4 +1,4 @@
-"""Compares volta_fa's functions with the interfaces of other FlashAttention packages for Volta and Turing with attention in fp64.
+"""Tests volta_fa's versions of other FlashAttention packages for Volta and Turing: arguments, results against fp64, and errors.
 
 Three packages are called flash_attn_v100: one of 2023, one of 2026 (with flash-attn 2's arguments), and that of 1Cat-vLLM, which has
 functions for paged caches. The module `v100` has the functions of all three, `turing` those of a fourth package, flash_attn_turing.

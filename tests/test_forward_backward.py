@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, KERNELS, Case, assert_same_bits, check, check_case, on, on_cases
+from conftest import ALL, KERNELS, Case, assert_same_bits, check, check_case, on, on_cases  # check_case: `check` of a Case
 
 HEADDIMS = [8, 40, 64, 72, 96, 104, 128, 136, 192, 256]
 #: (seqlen_q, seqlen_k).

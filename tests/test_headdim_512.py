@@ -11,7 +11,7 @@ sinks: dtype ("own": q's)."""
 import pytest
 import torch
 
-from conftest import BF16_KERNELS, GPUS, INFO, Case, check_case, on, on_cases
+from conftest import BF16_KERNELS, GPUS, INFO, Case, check_case, on, on_cases  # check_case: a Case against fp64. GPUS: by sm
 
 #: Forward kernels at headdim 512 without further features, and the compute capability (70, 75) of their GPU.
 VARIANTS = {v["name"]: v["sm"] for v in INFO["variants"] if v["pass"] == "Forward" and v["headdim"] == 512 and not v["features"]}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, reads_no_value
-from test_validation import refused
+from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, reads_no_value  # agreed: the first of equal results
+from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa import flash_mla, indexer
 
 indexer_logits = torch.ops.volta_fa.indexer_logits

@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 
-from cached import Cached, check, check_opcheck, run
+from cached import Cached, check, check_opcheck, run  # run: out, lse, the caches and options after the call
 from conftest import ALL, BF16_KERNELS, INFO, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa.check.cache_cases import NO_PAGE  # page numbers that no cache has: -1 and the largest and smallest int32

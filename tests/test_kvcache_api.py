@@ -13,9 +13,9 @@ from torch import Tensor
 
 import reference
 import volta_fa
-from cached import Cached, check_sequence
-from conftest import Case, check_form, judge, on, run_python
-from flash_attention import refused
+from cached import Cached, check_sequence  # check_sequence: compares one sequence's results with fp64
+from conftest import Case, check_form, judge, on, run_python  # check_form: shapes and strides. judge: errors within budgets
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 from volta_fa import anchored_window_attention, anchored_window_attention_with_kvcache, cascade_attention
 from volta_fa.check.cache_cases import has_scales
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import ALL, BF16_KERNELS, KERNELS, agreed, captured, on, on_cases, reads_no_value
+from conftest import ALL, BF16_KERNELS, KERNELS, agreed, captured, on, on_cases, reads_no_value  # agreed: the first of equal results
 from test_validation import refused
 from volta_fa import flash_mla
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cached import Cached
-from cached import check as check_cached
-from conftest import GPUS, INFO, Case, agreed, check_case, on, on_cases
-from test_fp32 import check as check_fp32
+from cached import check as check_cached  # compares results and cache with fp64
+from conftest import GPUS, INFO, Case, agreed, check_case, on, on_cases  # check_case: a Case against fp64. GPUS: by sm
+from test_fp32 import check as check_fp32  # compares out with fp64, relative to PyTorch's fp32 attention
 
 #: Kernels: of the forward pass, of that of fp32 in full precision ("ForwardSplit": a number is the sum of two fp16 parts), of a prefill
 #: over a KV cache, of the backward pass.

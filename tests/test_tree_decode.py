@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cached import Cached, check, check_opcheck, check_reads_no_value, run
-from conftest import BF16_KERNELS, INFO, agreed, on, on_cases
-from test_validation import refused
+from conftest import BF16_KERNELS, INFO, agreed, on, on_cases  # agreed: the first of results, which must be bitwise identical
+from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa.check.cache_cases import random_tree, tree_words
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import volta_fa
-from conftest import HAS_CUDA, INFO, REPOSITORY, Case, check, need, on, run_process
+from conftest import HAS_CUDA, INFO, REPOSITORY, Case, check, need, on, run_process  # check: results against fp64
 from flash_attention import refused
 from volta_fa import cli
 
