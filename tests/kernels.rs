@@ -78,7 +78,7 @@ fn kernels_have_no_spills() {
         let most = match v.pass {
             Pass::ForwardSplit | Pass::ForwardSplitStreamK => 32,
             Pass::BackwardSplitScores | Pass::BackwardSplitGradients => 112,
-            // around the loop over all keys, which few calls enter (largest_product in csrc/shared/cast/cast.cuh)
+            // spilled around a loop over all keys that few calls enter (largest_product in csrc/shared/cast/cast.cuh)
             Pass::Cast => 80,
             _ => 0,
         };

@@ -83,7 +83,8 @@ def errors(found: Tensor, ref: Tensor) -> tuple[float, float]:
 
 
 def check(backend, case: Case, change=lambda *inputs: inputs, rounded=lambda t: t, factor=FACTOR) -> Tensor:
-    """Compares with fp64, relative to the error of eager fp32 attention of rounded inputs. `change`: of q, k and v. Returns out."""
+    """Compares out and softmax_lse with fp64. out's error may be `factor` times that of eager fp32 attention of inputs that `rounded`
+    rounds. `change` changes q, k and v before the call. Returns out."""
     (q, k, v, _), options = case.problem(backend)
     q, k, v = change(q, k, v)
     out, lse, state = backend.forward_and_state(q, k, v, **options)
@@ -185,7 +186,7 @@ def noise_of_delta(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse=None, **o
     """Returns the fp32 rounding errors of dq and dk through dP - delta, with delta = sum(dout * out), as fused kernels compute it.
     Eager attention's softmax gradient is exact where one key has all of a row's probability, so its error is no fair limit there. A
     gradient of softmax_lse (`dlse`) adds no such error."""
-    heads = lambda t: reference.tolerance.heads_first(t, q.shape[2])  # noqa: E731
+    heads = lambda t: reference.tolerance.heads_first(t, q.shape[2])  # noqa: E731  (batch, nheads, seqlen, headdim), KV heads repeated
     ref, share = reference.forward(q, k, v, **options), reference.kept_share(options.get("dropout_p", 0.0))
     in_fp32 = heads(dout), heads(v), heads(reference.eager(q, k, v, **options))
     in_fp64 = heads(dout.double()), heads(v.double()), heads(ref.out)
