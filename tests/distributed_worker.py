@@ -9,8 +9,8 @@ serves. A failure is written to FOLDER/RANK.json: case and traceback.
 
 distributed_problems.py has PROBLEMS by name, and runs each in one process (`whole_of`) or on all ranks (`sharded`). `compare` allows fp64
 errors of CLOSE; `judge` checks fp16 and bf16 against the fp64 reference. `inputs` draws q, k, v and dout of a whole problem, the same on
-all ranks. Layouts are zigzag (rank r has chunks r and 2 * ranks - 1 - r) and contiguous; `unroll` lists the positions of ranges. NCCL: whether
-each rank has a GPU; else ranks are CPU processes over gloo."""
+all ranks. Layouts are zigzag (rank r has chunks r and 2 * ranks - 1 - r) and contiguous; `unroll` lists the positions of ranges. NCCL:
+whether each rank has a GPU; else ranks are CPU processes over gloo."""
 
 import copy
 import json

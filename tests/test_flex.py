@@ -113,6 +113,7 @@ def gradients(out, lse, inputs):
 
 
 def assert_same(found, expected, inputs):
+    """Compares (out, lse) of two computations, and through both the gradients of the inputs."""
     for name, a, b in zip(("out", "lse"), found, expected):
         # lse is fp32
         torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-6, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")

@@ -205,6 +205,7 @@ DEQUANTIZED = [
 
 
 def in_each_format(cases):
+    """Yields the cases with each kv_dtype, those of fp8 with each form of scales in turn."""
     descales = ("", "one", "h", "bh")
     for kv_dtype in CACHE_KV_DTYPES:
         for i, case in enumerate(cases):

@@ -24,6 +24,8 @@ sparse_mla = torch.ops.volta_fa.fwd_sparse_mla
 
 @dataclass(frozen=True)
 class Case:
+    """A problem."""
+
     fp8: bool  # whether caches are in FlashMLA's format of this headdim, else in the dtype of q
     headdim: int
     heads: int
