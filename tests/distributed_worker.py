@@ -99,7 +99,7 @@ def ulysses(world):
 
 @case(2)
 def second_derivatives(world):
-    """They raise an error, also where an exchange of heads is between attention and its arguments."""
+    """Second derivatives raise an error, also where an exchange of heads (ulysses) is between attention and its arguments."""
     leaves = [shard_sequence(t, None).requires_grad_() for t in inputs(torch.float64, world.device)[:3]]
     for attend in (ring_attention, ulysses_attention):
         gradients = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)

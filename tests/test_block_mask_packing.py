@@ -231,7 +231,7 @@ def packed(torch_mask):
 
 
 def test_the_packed_mask_is_kept_until_something_changes():
-    """Something: a value that the mask function reads, or torch's lists. A kept mask does not keep torch's mask alive."""
+    """A change of a value that the mask function reads, or of torch's lists, packs anew. A kept mask does not keep torch's mask alive."""
     documents = torch.zeros(256, dtype=torch.int64)
     torch_mask = create_block_mask(lambda b, h, q, kv: documents[q] == documents[kv], None, None, 256, 256, device="cpu")
     # all blocks are full; as partial ones they depend on the function

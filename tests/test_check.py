@@ -153,7 +153,7 @@ def test_on_a_gpu(tmp_path, capsys):
     ],
 )
 def test_says_what_is_wrong_with_arguments(command, arguments, message, monkeypatch, capsys, tmp_path):
-    """Before the command does anything else."""
+    """Invalid arguments are an error before the command does anything else."""
     monkeypatch.setattr(volta_fa.demo, "run_demo", None)
     monkeypatch.setattr(versus, "rows", None)
     assert main([command, "--output", str(tmp_path), *arguments]) == 2

@@ -64,7 +64,7 @@ def test_dropout_keeps_the_mean(backend, p):
 
 @pytest.mark.parametrize("p", [0.01, 0.17, 0.5, 0.9])
 def test_drop_rate(p):
-    """Within five standard deviations, on the whole and along each dimension."""
+    """The rate is p within five standard deviations, on the whole and along each dimension."""
     shape = (3, 4, 200, 300)
     mask = op._dropout_mask(torch.tensor([2**62 + 12345, 77]), *shape, p)
     for dims in ((0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):

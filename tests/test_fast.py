@@ -176,7 +176,7 @@ def test_masks(backend, simulate, shape):
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @on("sim")
 def test_masks_of_any_layout(backend, simulate, headdim):
-    """Any strides and addresses, and bytes other than 0 and 1 (here 64)."""
+    """A mask may have any strides and addresses, and bytes other than 0 and 1 (here 64)."""
     q, k, v = inputs(40, 128, headdim)
     storage = (randn(2, 41, 128, seed=3) > 0).to(torch.uint8) * 64
     mask = storage.flatten()[2 : 2 + 2 * 40 * 128].view(1, 2, 40, 128).view(torch.bool)

@@ -39,7 +39,7 @@ def test_every_section_names_its_commit(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_cited_command_names_its_commit(page):
-    """On pages with marks it is the commit of one of them."""
+    """On pages with marks, a citation names the commit of one of them."""
     text = page.read_text()
     marked = {mark.commit for mark in marks.read(text)}
     for citation in CITED.findall(text):

@@ -44,7 +44,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", volta_fa.integrations.flash_attn.interface.__all__)
 def test_signatures_are_flash_attns(name):
-    """Of release 2.8.3. `s_aux` is ours, by name only."""
+    """Signatures are those of release 2.8.3. `s_aux` is volta_fa's addition, by name only."""
     ours = "" if "packed" in name else ", *, s_aux=None"
     assert flash_attention.signature_of(getattr(volta_fa, name)) == f"({SIGNATURES[name]}{ours})"
 
@@ -161,7 +161,7 @@ def test_deterministic_reaches_the_op(backend, deterministic):
 
 @on("cpu-fp32")
 def test_torch_compile(backend):
-    """One graph, forward and backward."""
+    """torch.compile makes one graph, with right results and gradients."""
     q, kv = leaf(backend, 2, 6, 2, 12), leaf(backend, 2, 6, 2, 2, 12)
     compiled = torch.compile(flash_attn_kvpacked_func, backend="aot_eager", fullgraph=True)
     out, expected = (f(q, kv, causal=True, window_size=(3, 0)) for f in (compiled, flash_attn_kvpacked_func))
@@ -196,7 +196,7 @@ def test_varlen(backend, name, headdim, headdim_v):
 
 @BACKENDS
 def test_varlen_packed_tensors(backend):
-    """One gradient for kv and for qkv; max_seqlen may be larger than needed, and a tensor of one element."""
+    """kv and qkv get one gradient each; max_seqlen may be larger than needed, and a tensor of one element."""
     lengths_q, lengths_k = LENGTHS
     options = {"causal": True, "softmax_scale": 0.4}
     cu_q, cu_k = cu(lengths_q, backend.device), cu(lengths_k, backend.device)

@@ -28,7 +28,7 @@ def heads_first(*tensors):
 
 
 def test_signatures():
-    """Those of the package of 2026 are flash-attn 2's. Each function has a second name with _gpu."""
+    """Signatures of the package of 2026 are flash-attn 2's. Each function has a second name with _gpu."""
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         assert inspect.signature(getattr(v100, name)) == inspect.signature(getattr(interface, name))
         assert getattr(v100, name.replace("_func", "") + "_gpu") is getattr(v100, name)

@@ -205,7 +205,7 @@ def test_a_row_of_scores_of_minus_infinity(backend):
 
 @on(*ALL)
 def test_a_nan_key_behind_the_mask(backend):
-    """It changes no bit of rows that do not see it, and makes all others NaN."""
+    """A NaN key changes no bit of rows that do not see it, and makes all others NaN."""
     case = Case(50, 50, 64, is_causal=True)
     q, k, v, _ = case.inputs(backend)
     clean, clean_lse = backend.forward(q, k, v, **case.options)

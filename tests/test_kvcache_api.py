@@ -36,7 +36,7 @@ def close(backend, found, expected):
 @pytest.mark.parametrize("appends", [False, True], ids=["read", "append"])
 @on("cpu-fp32", "cpu-fp64", "sim", "cuda")
 def test_cascade(backend, appends, packed, options):
-    """The same result as with the shared pages at the beginning of every sequence's own block table."""
+    """Gives the result of fwd_kvcache with the shared pages at the beginning of every sequence's own block table."""
     backend.simulate()
     shared_pages, shared, new = 3, 48, 2 if appends else 0  # 48 tokens: three pages of 16
     lengths = ((2, shared + 9, new), (2, shared + 17, new), (2, shared + 4, new))  # queries, cached and new tokens of each sequence

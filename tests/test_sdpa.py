@@ -210,7 +210,7 @@ def test_dropout(backend):
 
 @on("cpu-fp32", "cuda")
 def test_dropout_with_a_mask_and_an_odd_headdim(backend):
-    """Bitwise identical to the op on tensors padded to headdim 16 with the same seed. Other tests check the op."""
+    """out is bitwise that of the op on tensors padded to headdim 16 with the same seed. Other tests check the op."""
     q, k, v, mask = backend.randn(2, 4, 9, 13), backend.randn(2, 4, 33, 13), backend.randn(2, 4, 33, 13), backend.randn(9, 33)
     padded = [F.pad(t, (0, 3)).transpose(1, 2) for t in (q, k, v)]
     torch.manual_seed(3)

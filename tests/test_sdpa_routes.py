@@ -58,7 +58,7 @@ def dropped(q, k, v):
 @pytest.mark.parametrize("f", [causal, grouped, masked, dropped])
 @on("cpu-fp32", "cuda")
 def test_compile(backend, f, dynamic):
-    """Through AOTAutograd, the part of torch.compile before inductor."""
+    """A function compiled by AOTAutograd, the part of torch.compile before inductor, runs volta_fa and gives eager's results."""
     compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     with enabled(backend):
         for shape in ((2, 2, 9, 16), (2, 2, 14, 16), (2, 2, 9, 20)):

@@ -41,7 +41,7 @@ def plan(batch, nheads, seqlen_q, seqlen_k, headdim, is_causal=False, nheads_k=N
 @pytest.mark.parametrize("variant", FORWARD, ids=lambda v: v["name"])
 @on("sim", "cuda")
 def test_every_forward_kernel_is_right(backend, force, variant, name):
-    """Also on headdims 8 smaller than the kernel's, and on masks for which no plan chooses it."""
+    """Each kernel is right, also on headdims 8 smaller than its own, and on masks for which no plan chooses it."""
     force(choices=[{"pass": "ForwardStreamK", "variant": variant["name"]}])
     pad, features = 8 * (name != "odd"), variant["required_features"]
     fields = {key: value for feature in features for key, value in FEATURE_FIELDS[feature].items()}
@@ -144,7 +144,7 @@ BACKWARD_PROBLEMS = {
 @pytest.mark.parametrize("variant", BACKWARD, ids=lambda v: v["name"])
 @on("sim", "cuda")
 def test_every_backward_kernel_is_right(backend, force, variant, name):
-    """Also on headdims 8 smaller than the kernel's, and on grids for which no plan chooses it."""
+    """Each kernel is right, also on headdims 8 smaller than its own, and on grids for which no plan chooses it."""
     force(choices=[{"pass": "BackwardStreamK", "variant": variant["name"]}])
     headdim = variant["headdim"] - 8 * (name != "grouped")
     case = Case(**BACKWARD_PROBLEMS[name], headdim=headdim, headdim_v=headdim)

@@ -194,8 +194,8 @@ def test_an_invalid_file_is_ignored_with_one_warning(tmp_path, text, why):
 
 
 def test_choices_that_no_plan_may_take_are_ignored_with_one_warning(tmp_path):
-    """Those of another family, and those of batch-invariant kernels, for which a choice for some numbers of rows would give a row other
-    bits alone than in a batch."""
+    """The warning names choices of another family, and of batch-invariant kernels. A choice of these for some numbers of rows would give a
+    row other bits alone than in a batch."""
     kernels = [v for v in INFO["variants"] if v["pass"] == "Forward"]
     ignored = {v["name"]: "this GPU does not run the family turing" for v in kernels if v["family"] == "turing"}
     invariant = next(v["name"] for v in kernels if v["batch_invariant"] and v["family"] == "volta")

@@ -177,7 +177,7 @@ def test_causal_window_notices_in_place_changes():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_mask_that_hides_everything_is_not_causal(unsloth, dtype):
-    """Then out is 0."""
+    """A call with a mask that hides everything gives 0, where a causal one would give attention."""
     hidden = torch.zeros(1, 1, SEQLEN, SEQLEN, dtype=torch.bool)
     mask = hidden if dtype == torch.bool else torch.full(hidden.shape, float("-inf"))
     assert gqa_sdpa.causal_window(mask) is None

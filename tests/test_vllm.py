@@ -99,7 +99,7 @@ def test_quantized_caches(backend, kv_cache_dtype, layout):
 @pytest.mark.parametrize("layout", ["packed-hnd", "packed-layers"])
 @on("sim")
 def test_codes_are_read_in_place(backend, layout):
-    """One launch decodes: 16 bytes before keys, and keys before values, leave both on 16-byte boundaries."""
+    """One launch decodes a cache in place: 16 bytes of scales before keys, and keys before values, leave both on 16-byte boundaries."""
     server = QuantizedServer(backend, MIXED, layout, headdim=64)
     impl = implementation(server, kv_cache_dtype=MIXED)
     run(server, impl, {0: 18})

@@ -170,7 +170,7 @@ class QuantizedServer(Server):
         self.codes = self.kv_cache.clone()
 
     def step(self, queries, **options):
-        """Also quantizes the new tokens into `codes`."""
+        """Appends as Server.step does, and quantizes the new tokens into `codes`."""
         found = super().step(queries, **options)
         *caches, scales = paged.split_cache(self.codes, self.headdim, self.kv_cache_dtype, self.layer)
         for s, n in queries.items():
