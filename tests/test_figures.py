@@ -1,7 +1,7 @@
 """Published figures of docs/ and README.md: each names its commit, and figures of kernels that have changed since are found.
 
 A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->` with hashes of the kernels' machine code (benchmarks.marks);
-`marks.code()` returns today's hashes by kernel, and marks.PAGES are pages whose figures have marks. The second part compares simulated
+`marks.code()` returns this build's hashes by kernel, and marks.PAGES are pages whose figures have marks. The second part compares simulated
 times with published measurements of real GPUs: each must stay within its band (benchmarks.validation)."""
 
 import os
