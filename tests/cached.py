@@ -5,7 +5,10 @@ tokens, appended tokens), and the layout of the cache. By default headdim is 64,
 are causal. `case.problem(backend)` draws `CacheInputs`: q, k_cache, v_cache, `new` (k and v to append, or none), the operator's `options`,
 and `places`: for each sequence the page (or entry) and row of each token. What no token occupies in a cache is NaN, so that a read of it
 shows. `check` runs a problem and compares results and caches; `judge` (conftest.py) compares results with attention in fp64 over the tokens
-of each sequence, by `parts`: exact values with allowed errors. conftest.py explains backends."""
+of each sequence, by `parts`: exact values with allowed errors. A backend is a dtype with the CPU, the simulator or a GPU (conftest.py).
+
+A case with `latents` is one of `fwd_mla`, multi-head latent attention: its cache has one head, whose first columns are also the values.
+WRITTEN names the options that an append to a quantized cache writes: scales and zero points of the new tokens."""
 
 import torch
 from torch import Tensor
@@ -41,8 +44,8 @@ def run(backend, p: CacheInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, dict]:
 
 
 def check(backend, case: Cached, change=lambda problem: None):
-    """Compares results with attention in fp64 over the (dequantized) tokens, and the cache with what appending must write. `change`: of the
-    problem's tensors."""
+    """Compares results with attention in fp64 over the (dequantized) tokens, and the cache with what appending must write. `change` may
+    change the problem's tensors before the call."""
     problem = case.problem(backend)
     change(problem)
     out, lse, *caches, options = run(backend, problem)

@@ -118,6 +118,7 @@ def run_python(code: str, *arguments, fresh=False, **environment) -> str:
 
 
 def _unavailable(backend: str) -> str | None:
+    """Returns why this machine or build cannot run a backend; None if it can."""
     if backend == "sim" and not INFO["simulator"]:
         return "this library was built without the simulator (cargo feature `sim`)"
     if backend == "sim" and not INFO["variants"]:

@@ -1,8 +1,9 @@
 //! Tests how the CPU backend divides attention into chunks, so that score buffers stay small: each score is in one chunk, no keys outside
 //! the window, memory linear in seqlen.
 //!
-//! A chunk is a rectangle of score rows (`row`, `rows`: query positions) and keys (`key`, `keys`) for some groups. A group is one KV head
-//! of one batch entry with its query heads. A chunk has about CHUNK_SCORES = 2^20 scores, but at least MIN_CHUNK_ROWS = 16 rows of a group.
+//! A group is one KV head of one batch entry with its query heads. A chunk is a rectangle of scores: `rows` query positions from `row` on
+//! by `keys` keys from `key` on, for `groups` groups from `group` on. It has at most CHUNK_SCORES = 2^20 scores, unless it then has fewer
+//! than MIN_CHUNK_ROWS = 16 score rows of a group.
 
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use volta_fa::problem::{Attention, Window};

@@ -90,7 +90,7 @@ impl Call {
             extents: &extents,
         };
         // SAFETY: the extents cover all memory that the kernel may access, and this function owns it.
-        unsafe { self.module.run(v.name, &launch, &Schedule { quantum, threads: 2 }) }.unwrap();
+        unsafe { self.module.run(v.name, &launch, &Schedule { quantum, threads: 2 }) }.unwrap(); // threads of the simulator
         (out, lse)
     }
 }

@@ -46,6 +46,7 @@ def whole_of(q, k, v, dout, sinks=None, **options):
 
 def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", **options):
     """Returns the same, computed by `attend` (ring_attention, ...) on this rank's shards and gathered from all ranks. dsinks is summed."""
+    # the op's four options of packed tensors; `attend` takes one cu_seqlens, for queries and keys
     cu_seqlens, *_ = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
     dim = 1 if cu_seqlens is None else 0
     leaves = [shard_sequence(t, group, dim, layout).detach().clone().requires_grad_() for t in (q, k, v)]
@@ -81,7 +82,8 @@ def compare(found, expected, what):
     assert len(found) == len(expected)
 
 
-#: Problems by name.
+#: Problems by name. `alibi`: slopes of each head ("h"), or of each batch entry or sequence and head ("bh"). `sinks`: "own", of q's dtype.
+#: In "sinks alone" the first queries see no key, only their head's sink.
 PROBLEMS = {
     "plain": sized(),
     "causal": sized(is_causal=True),
@@ -119,7 +121,7 @@ def problem(name, dtype, device, stretch=1):
     case = dataclasses.replace(case, **longer, lengths=tuple((q * stretch, k * stretch) for q, k in case.lengths))
     tensors, options = case.problem(CpuSource(device, dtype, seed=0))
     if case.sinks:
-        options["sinks"][-1] = -math.inf
+        options["sinks"][-1] = -math.inf  # the last head has none
     return tensors, options
 
 

@@ -4,8 +4,13 @@
 
 The cases test volta_fa.distributed: ring_attention (keys and values travel from rank to rank), ulysses_attention (an all-to-all gives each
 rank some heads of the whole sequence), context_parallel_attention (both, over a mesh), DTensors as arguments of the op, and
-DistributedDataParallel. Arguments None for a group and None for a mesh mean all ranks. MASTER_ADDR and MASTER_PORT are of a TCPStore, which
-test_distributed.py serves. A failure is written to FOLDER/RANK.json: case and traceback."""
+DistributedDataParallel. None as a group or a mesh means all ranks. MASTER_ADDR and MASTER_PORT are of a TCPStore, which test_distributed.py
+serves. A failure is written to FOLDER/RANK.json: case and traceback.
+
+distributed_problems.py has PROBLEMS by name, and runs each in one process (`whole_of`) or on all ranks (`sharded`). `compare` allows fp64
+errors of CLOSE; `judge` checks fp16 and bf16 against the fp64 reference. `inputs` draws q, k, v and dout of a whole problem, the same on
+all ranks. Layouts are zigzag (rank r has chunks r and 2 * ranks - 1 - r) and contiguous; `unroll` lists the positions of ranges. NCCL:
+whether each rank has a GPU; else ranks are CPU processes over gloo."""
 
 import copy
 import json
@@ -94,7 +99,7 @@ def ulysses(world):
 
 @case(2)
 def second_derivatives(world):
-    """They raise an error, also where an exchange of heads is between attention and its arguments."""
+    """Second derivatives raise an error, also where an exchange of heads (ulysses) is between attention and its arguments."""
     leaves = [shard_sequence(t, None).requires_grad_() for t in inputs(torch.float64, world.device)[:3]]
     for attend in (ring_attention, ulysses_attention):
         gradients = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
@@ -165,15 +170,18 @@ def dropout(world):
 
 
 def mask_of_ring(prob, rng_states, seqlen, p):
-    """Returns this rank's part of the whole dropout mask, (1, 4 heads, seqlen, seqlen): the mask of each launch at its rows and keys."""
+    """Returns this rank's part of the whole dropout mask, (1, 4 heads, seqlen, seqlen): the mask of each launch at its rows and keys.
+
+    A launch is one call of the op on a rectangle: `call.q` is its range (begin, end) of rows in this rank's shard, `call.k` its range of
+    the keys that the step reads, which are the ranges `step.rows` of the source's shard."""
     kept = torch.zeros(1, 4, seqlen, seqlen, dtype=torch.uint8)
-    rows, states = unroll(prob.q_ranges[prob.rank]), iter(rng_states)
+    rows, states = unroll(prob.q_ranges[prob.rank]), iter(rng_states)  # positions of this rank's queries
     for t in range(prob.size):  # step t computes the keys of the t-th rank before this one
         source = (prob.rank - t) % prob.size
         step, theirs = prob.step(prob.rank, source), unroll(prob.k_ranges[source])
         keys = [theirs[i] for i in unroll(step.rows)]
         for launch in step.launches:
-            call = launch.calls[0]
+            call = launch.calls[0]  # the only one: dense tensors
             mask = torch.ops.volta_fa._dropout_mask(next(states), 1, 4, call.rows, call.keys, p)
             for row in range(call.rows):
                 kept[:, :, rows[call.q[0] + row], keys[call.k[0] : call.k[1]]] = mask[:, :, row].to(torch.uint8)

@@ -70,15 +70,15 @@ fn registers_match_golden_file() {
     assert_eq!(golden, compiled, "{REGISTERS} has other kernels or another order");
 }
 
-/// Limits of spills. Kernels of fp32 in full precision (`Split`: each number is a sum of two fp16 numbers) hold a step's sums beside all
-/// others, so they may spill: at most 32 or 112 bytes, which is far less than a step loads.
+/// Limits of spills, in bytes per thread. Kernels of fp32 in full precision (`Split`: each number is a sum of two fp16 numbers) hold the
+/// sums of one loop iteration (a tile of keys) beside those of all, so they may spill. An iteration loads far more than that.
 #[test]
 fn kernels_have_no_spills() {
     for v in kernels::variants() {
         let most = match v.pass {
             Pass::ForwardSplit | Pass::ForwardSplitStreamK => 32,
             Pass::BackwardSplitScores | Pass::BackwardSplitGradients => 112,
-            // around the loop over all keys, which few calls enter (largest_product in csrc/shared/cast/cast.cuh)
+            // spilled around a loop over all keys that few calls enter (largest_product in csrc/shared/cast/cast.cuh)
             Pass::Cast => 80,
             _ => 0,
         };

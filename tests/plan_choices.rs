@@ -20,6 +20,7 @@ const HEADER: &str = "\
 #   backward: main_launches dq_accum_splits scratch_rows headdim_rounded deterministic tail stored (BackwardPlan)
 #   decode: max_rows partials semaphores (DecodePlan)
 ";
+/// Kinds of calls. fp32: in full precision (each number is split into two fp16 ones). fast: the forward pass with int8 scores.
 const CALLS: [&str; 8] = ["forward", "forward fp32", "fast", "prefill", "decode", "backward", "backward fp32", "deterministic backward"];
 const TUNINGS: [&str; 3] = ["no tuning", "failed kernels", "tuned kernels"];
 
@@ -196,7 +197,7 @@ fn of_backward(plan: BackwardPlan) -> Planned {
 }
 
 /// Returns the plan of a call, or its error, as text, and its kernels: each with grid, reason and stream-K numbers, then other numbers.
-/// `flag` is the boolean argument of plan::fast or plan::decode.
+/// `flag` is the boolean argument of plan::fast (keys and values are prepared) or plan::decode (prefill computes long sequences).
 fn planned(call: &str, a: &Attention, (has_dlse, fp32_gradients, flag): (bool, bool, bool), d: &DeviceLimits) -> Planned {
     let one = |k: PlannedKernel| (String::new(), vec![k]);
     let split = call == "backward fp32";

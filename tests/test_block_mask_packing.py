@@ -108,7 +108,8 @@ def test_from_blocks(size):
 
 
 def assert_valid(lists, bits, columns):
-    """Checks that blocks exist and ascend among the partial and among the full ones, and that tiles have some bits, but not all."""
+    """Checks that blocks exist and ascend among the partial and among the full ones, and that tiles have some bits, but not all. A list has
+    the numbers of partial and of full blocks, the first partial block's tile in `bits`, a place in the launch order, then the blocks."""
     for partial, full, first, _, *entries in lists.flatten(0, 2).tolist():
         for blocks in (entries[:partial], entries[partial : partial + full]):
             assert blocks == sorted(blocks) and all(0 <= block < -(-columns // 64) for block in blocks)
@@ -230,7 +231,7 @@ def packed(torch_mask):
 
 
 def test_the_packed_mask_is_kept_until_something_changes():
-    """Something: a value that the mask function reads, or torch's lists. A kept mask does not keep torch's mask alive."""
+    """A change of a value that the mask function reads, or of torch's lists, packs anew. A kept mask does not keep torch's mask alive."""
     documents = torch.zeros(256, dtype=torch.int64)
     torch_mask = create_block_mask(lambda b, h, q, kv: documents[q] == documents[kv], None, None, 256, 256, device="cpu")
     # all blocks are full; as partial ones they depend on the function

@@ -153,7 +153,7 @@ def test_on_a_gpu(tmp_path, capsys):
     ],
 )
 def test_says_what_is_wrong_with_arguments(command, arguments, message, monkeypatch, capsys, tmp_path):
-    """Before the command does anything else."""
+    """Invalid arguments are an error before the command does anything else."""
     monkeypatch.setattr(volta_fa.demo, "run_demo", None)
     monkeypatch.setattr(versus, "rows", None)
     assert main([command, "--output", str(tmp_path), *arguments]) == 2
@@ -218,7 +218,7 @@ def test_problems_ask_for_all_that_a_kernel_covers():
     """The problems of a kernel use all its features. (Calls with batch_invariant refuse dropout.)"""
     for variant in SIMULATED:
         if given := correctness._problems(variant, quick=False):
-            asked = {need for problem in given for need in problem.features}
+            asked = {feature for problem in given for feature in problem.features}
             refused = {"dropout"} if variant["batch_invariant"] else set()
             assert set(variant["features"]) - refused <= asked, variant["name"]
 
@@ -239,9 +239,10 @@ def test_kernels_with_int8_scores(name, monkeypatch):
     (variant,) = (v for v in kernels.wanted(t4, INFO["variants"]) if v["name"] == name)
     result = check_kernel(t4, variant, quick=True)
     assert result.passed and result.problems == 1 and 0 < result.worst.share < 1
-    model = int8_scores.FastInputs.model
+    model = int8_scores.FastInputs.model  # computes the expected results on the CPU, from prepared (quantized) keys and values if given
 
     def wrong(self, *prepared):
+        """Returns results that are 3% too large, but right ones for the check of the prepare kernel."""
         expected = model(self, *prepared)
         return expected if prepared else tuple(1.03 * t for t in expected)
 

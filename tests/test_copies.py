@@ -18,6 +18,7 @@ LENGTH = 200  # queries, and keys
 
 
 def saved(thing):
+    """Returns what torch.load reads of a file that torch.save wrote."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -82,6 +83,7 @@ def with_prepared(prepared):
 
 
 def with_rng_state(state):
+    """Returns dv, for which backward drops what the state says."""
     q, k, v = operands()
     out, lse, _ = torch.ops.volta_fa.fwd(q, k, v)
     _, _, dv, *_ = torch.ops.volta_fa.bwd(torch.ones_like(out), q, k, v, out, lse, dropout_p=0.5, rng_state=state)

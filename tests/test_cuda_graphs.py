@@ -100,7 +100,7 @@ def assert_consistent(out, rng_state, dv, dout):
     p = out.transpose(1, 2)
     assert torch.equal(p != 0, torch.ops.volta_fa._dropout_mask(rng_state, 2, 2, 64, 64, 0.4).bool())
     expected = (p.float().transpose(2, 3) @ dout.float().transpose(1, 2)).transpose(1, 2)
-    torch.testing.assert_close(dv.float(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(dv.float(), expected, rtol=1e-2, atol=1e-2)  # ten eps of fp16
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["default generator", "own generator"])

@@ -1,8 +1,11 @@
 """The kernels of `fwd_kvcache`: decode, append and prefill. test_kvcache.py tests what holds for every path of the operator.
 
-A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's queries times the query heads of a KV head. Blocks split the keys
-of a tile, and the last block combines partial results. From many rows on, a prefill kernel runs. Append writes new keys and values.
-cached.py explains a problem (`Cached`), `check` and `run`. `force` makes the planner take a kernel."""
+A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's queries times the query heads of a KV head. It loops over the
+keys in steps of some tokens. Blocks split the keys of a tile, and the last block combines partial results. From many rows on, a prefill
+kernel runs. Append writes new keys and values.
+
+cached.py has problems (`Cached`: lengths of each sequence, page 0 for a dense cache, and options by name). `check` compares one with fp64,
+`run` returns out, softmax_lse and the caches. Both run kernels twice and compare bits. `force` makes the planner take a kernel."""
 
 import dataclasses
 import json
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from cached import Cached, check, run
-from conftest import GPUS, INFO, agreed, assert_same_bits, on, on_cases
+from conftest import GPUS, INFO, agreed, assert_same_bits, on, on_cases  # agreed: the first of results, which must be bitwise identical
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
@@ -50,8 +53,8 @@ def shared(n, group, headdim, **options):
     return Cached(lengths, headdim=headdim, nheads=2 * group, nheads_k=2, **options)
 
 
-#: Rows whose four warps share what they load: tiles of 64 rows, and of 32 rows from headdim 256 on. In all splits into queries and heads,
-#: with what else changes a step.
+#: Tiles whose four warps share the keys and values that they load: of 64 rows, and of 32 rows from headdim 256 on. Rows are divided into
+#: queries and heads in many ways; options change what a step computes.
 SHARED_STEPS = [
     *(shared(n, 64 // n, 256) for n in (1, 2, 4, 16, 32, 64)),
     *(shared(n, group, 512) for n, group in ((1, 17), (1, 32), (4, 16), (11, 3), (9, 7), (5, 8), (3, 8), (2, 8))),

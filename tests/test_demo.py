@@ -155,7 +155,7 @@ def test_without_a_disassembler_the_simulation_says_why(tmp_path):
     ids=["volta_fa", "written out", "scale 2% up", "misses its own key"],
 )
 def test_judges_half_precision(attention, agree, tmp_path):
-    """In fp16, as on GPUs. It takes 60 steps until scores are large enough that a wrong scale shows."""
+    """Trains in fp16, as on GPUs. After 60 steps scores are large enough that a wrong scale shows."""
     half = Settings(**{**vars(SMALL), "half": True, "steps": 60})
     assert run_demo(half, CPU, tmp_path, attention=attention).agree is agree
 

@@ -40,7 +40,7 @@ VAE = ("vae-512", "enable_sdpa")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, models, ways", [("float16", "flux/*,FluxPipeline/*,", [*FLUX, VAE]), ("float32", "", [VAE])])
 def test_models_and_a_pipeline(dtype, models, ways):
-    """On the kernels' machine code in the simulator. SDXL's VAE computes in full precision: outputs and gradients."""
+    """Runs the kernels' machine code in the simulator. SDXL's VAE computes in full precision: outputs and gradients."""
     need("sim")
     rows = rows_of("--dtype", dtype, "--no-processes", "--only", f"{models}vae-512/enable_sdpa", VOLTA_FA_SIMULATE="1")
     for way in ways:

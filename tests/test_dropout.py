@@ -2,7 +2,7 @@
 
 Dropout's mask follows from `rng_state` (seed, offset) and a score's position alone (`_dropout_mask`), so backward repeats forward's.
 `repeat` runs a `Case` (volta_fa/check/cases.py) on a backend (conftest.py) against the fp64 reference, and prints a command that repeats a
-failure."""
+failure. BASE is a case of 67 queries, 93 keys, headdim 64, 4 query heads on 2 KV heads."""
 
 import math
 import os
@@ -64,7 +64,7 @@ def test_dropout_keeps_the_mean(backend, p):
 
 @pytest.mark.parametrize("p", [0.01, 0.17, 0.5, 0.9])
 def test_drop_rate(p):
-    """Within five standard deviations, on the whole and along each dimension."""
+    """The rate is p within five standard deviations, on the whole and along each dimension."""
     shape = (3, 4, 200, 300)
     mask = op._dropout_mask(torch.tensor([2**62 + 12345, 77]), *shape, p)
     for dims in ((0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
@@ -92,6 +92,8 @@ def test_dropout_follows_the_generators(backend):
     assert op.fwd(q, k, v)[2].shape == (0,)
 
 
+#: Fields: seqlen_q, seqlen_k, headdim, headdim_v; lengths: (seqlen_q, seqlen_k) of packed sequences; bias: its dimensions that are not 1,
+#: and its dtype (own: q's); alibi: dimensions of the slopes; sinks: dtype; used: seqused_k.
 GRADCHECK = [
     Case(6, 7, 8, nheads=2, batch=2, bias="hqk:own", is_causal=True),
     Case(6, 7, 8, nheads=2, batch=2, alibi="bh", softcap=2.0, sinks="own", window_left=3),

@@ -4,8 +4,8 @@ fwd_fast is attention for inference. Its scores are products of int8 codes, and 
 CPU backend models them with the same codes.
 
 Tests hold the model to the errors that docs/guides/fast.md states: the sum of absolute errors of out, relative to the sum of absolute exact
-values (`relative_l1`), 0.009 to 0.05. They hold the kernels, in the simulator of a T4 (fixture `simulate`), to the model: out within 0.002
-by the same measure, softmax_lse within 0.001 (natural logarithm).
+values (`relative_l1`), 0.009 to 0.05; special inputs may have 0.02, twice that of normal ones. They hold the kernels, in the simulator of a
+T4 (fixture `simulate`), to the model: out within 0.002 by the same measure, softmax_lse within 0.001 (natural logarithm).
 
 `smooth_k` subtracts the mean key, `rotate` turns q and k, to make codes more exact. `prepare_fast` returns the codes of keys and values in
 one tensor of bytes (`prepared`), for several calls. `on(...)` lists what a test needs: the CPU backend, the simulator (`sim`) or a GPU
@@ -176,7 +176,7 @@ def test_masks(backend, simulate, shape):
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @on("sim")
 def test_masks_of_any_layout(backend, simulate, headdim):
-    """Any strides and addresses, and bytes other than 0 and 1 (here 64)."""
+    """A mask may have any strides and addresses, and bytes other than 0 and 1 (here 64)."""
     q, k, v = inputs(40, 128, headdim)
     storage = (randn(2, 41, 128, seed=3) > 0).to(torch.uint8) * 64
     mask = storage.flatten()[2 : 2 + 2 * 40 * 128].view(1, 2, 40, 128).view(torch.bool)

@@ -2,7 +2,10 @@
 
 They are packed sequences, seqused_k (`used`), softcap, ALiBi, bias, sinks (one more logit per head, without a value) and dropout, also in
 pairs. conftest.py explains backends and `check`, which runs kernels twice, in memory filled with NaN, with bitwise identical results.
-volta_fa/check/cases.py explains the fields of a Case."""
+
+A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name. lengths: (seqlen_q, seqlen_k) of
+packed sequences. used: seqused_k. spare: by how much max_seqlen exceeds the longest sequence. spread: standard deviation of q, k and v.
+alibi: dimensions of the slopes (h: heads, bh: batch and heads). sinks: dtype ("own": q's)."""
 
 import dataclasses
 import itertools
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, BF16_KERNELS, FP32_KERNELS, KERNELS, Case, check, check_case, on, on_cases
+from conftest import ALL, BF16_KERNELS, FP32_KERNELS, KERNELS, Case, check, check_case, on, on_cases  # check_case: `check` of a Case
 
 op = torch.ops.volta_fa
 
@@ -233,7 +236,8 @@ def test_large_numbers_in_a_bias(backend, number):
         options["attn_bias"][:, :, 20:30, 40] = number
         out, _ = backend.forward(q, k, v, **options)
         if number < math.inf:
-            torch.testing.assert_close(out[:, 20:30], v[:, 40][:, None].expand(2, 10, 2, 64), rtol=2e-3, atol=1e-6)
+            right = v[:, 40][:, None].expand(2, 10, 2, 64)
+            torch.testing.assert_close(out[:, 20:30], right, rtol=2e-3, atol=1e-6)  # two eps of fp16
         else:
             assert out[:, 20:30].isnan().all() and out[:, :20].isfinite().all()
 

@@ -1,7 +1,7 @@
 """Published figures of docs/ and README.md: each names its commit, and figures of kernels that have changed since are found.
 
 A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->` with hashes of the kernels' machine code (benchmarks.marks);
-`marks.code()` returns today's hashes by kernel, and marks.PAGES are pages whose figures have marks. The second part compares simulated
+`marks.code()` returns this build's hashes by kernel, and marks.PAGES are pages whose figures have marks. The second part compares simulated
 times with published measurements of real GPUs: each must stay within its band (benchmarks.validation)."""
 
 import os
@@ -39,7 +39,7 @@ def test_every_section_names_its_commit(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_cited_command_names_its_commit(page):
-    """On pages with marks it is the commit of one of them."""
+    """On pages with marks, a citation names the commit of one of them."""
     text = page.read_text()
     marked = {mark.commit for mark in marks.read(text)}
     for citation in CITED.findall(text):

@@ -2,7 +2,8 @@
 
 New against flash-attn 2 are `attention_chunk` (a query sees only keys of its own chunk of that many positions), `qv` (a second query
 that is multiplied with values), `seqused_q`, and rotary in the cache function. `on(...)` lists backends: CPU (`cpu-DTYPE`), `cuda`.
-`leaf(backend, *shape)` is a random tensor that requires a gradient; `refused` checks an error and its message."""
+`leaf(backend, *shape)` is a random tensor that requires a gradient, `close` compares with the tolerance of the backend's dtype, and
+`refused` checks an error and its message."""
 
 import math
 

@@ -1,7 +1,9 @@
 """volta_fa's functions with flash-attn 2's interface (`flash_attn_func` etc.): signatures, results, gradients and errors.
 
-flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons. BACKENDS runs a test on the CPU in fp64 and fp32, and on
-a GPU. The last part calls the functions of all integrations ("doors") with strided index tensors."""
+flash_attention.py has the fp64 reference (`attention`, `packed`), comparisons in the backend's dtype (`close`, `check_gradients`), CASES
+(options by name) and LENGTHS (queries and keys of five packed sequences). LSE_ROUNDING is the least tolerance of probabilities: they are
+computed from softmax_lse, which is fp32 even where all else is fp64. BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU.
+The last part calls the functions of all integrations with strided index tensors."""
 
 import inspect
 import math
@@ -42,7 +44,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", volta_fa.integrations.flash_attn.interface.__all__)
 def test_signatures_are_flash_attns(name):
-    """Of release 2.8.3. `s_aux` is ours, by name only."""
+    """Signatures are those of release 2.8.3. `s_aux` is volta_fa's addition, by name only."""
     ours = "" if "packed" in name else ", *, s_aux=None"
     assert flash_attention.signature_of(getattr(volta_fa, name)) == f"({SIGNATURES[name]}{ours})"
 
@@ -159,7 +161,7 @@ def test_deterministic_reaches_the_op(backend, deterministic):
 
 @on("cpu-fp32")
 def test_torch_compile(backend):
-    """One graph, forward and backward."""
+    """torch.compile makes one graph, with right results and gradients."""
     q, kv = leaf(backend, 2, 6, 2, 12), leaf(backend, 2, 6, 2, 2, 12)
     compiled = torch.compile(flash_attn_kvpacked_func, backend="aot_eager", fullgraph=True)
     out, expected = (f(q, kv, causal=True, window_size=(3, 0)) for f in (compiled, flash_attn_kvpacked_func))
@@ -194,7 +196,7 @@ def test_varlen(backend, name, headdim, headdim_v):
 
 @BACKENDS
 def test_varlen_packed_tensors(backend):
-    """One gradient for kv and for qkv; max_seqlen may be larger than needed, and a tensor of one element."""
+    """kv and qkv get one gradient each; max_seqlen may be larger than needed, and a tensor of one element."""
     lengths_q, lengths_k = LENGTHS
     options = {"causal": True, "softmax_scale": 0.4}
     cu_q, cu_k = cu(lengths_q, backend.device), cu(lengths_k, backend.device)
@@ -298,9 +300,9 @@ def strided(t):
     return torch.stack((t, torch.full_like(t, -99)), -1)[..., 0]
 
 
-def doors(backend):
-    """Yields a name, a function with another library's interface (a "door"), its arguments and its options. `packed`: positional arguments
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+def calls_of_integrations(backend):
+    """Yields calls of functions with another library's interface: a name, the function, its arguments and its options. `packed`: positional
+    arguments q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
     q, k, v = (backend.randn(7, heads, 16) for heads in (4, 2, 2))
     cu, half = backend.ints([0, 3, 7]), backend.dtype if backend.dtype == torch.float16 else torch.float16
     slopes, sinks = flash_attention.slopes_of(backend, 2, 4), backend.randn(4)
@@ -353,7 +355,7 @@ def doors(backend):
 @on("cpu-fp32", "cuda")
 def test_strided_lengths_and_tables(backend):
     """As in flash-attn, vectors of lengths, tables of pages and of rotations, slopes and sinks may have any strides."""
-    for door, function, arguments, options in doors(backend):
+    for name, function, arguments, options in calls_of_integrations(backend):
         copies = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]  # a cache is written
         expected = function(*arguments, **options)
         given = {n: strided(t) if isinstance(t, torch.Tensor) and (is_index(t) or t.dim() < 3) else t for n, t in options.items()}
@@ -362,4 +364,4 @@ def test_strided_lengths_and_tables(backend):
             found, expected = (found,), (expected,)
         for f, e in zip(found, expected):
             if f is not None and f.dtype.is_floating_point and f.dim():
-                torch.testing.assert_close(f, e, rtol=0, atol=0, equal_nan=True, msg=lambda text, door=door: f"{door}: {text}")
+                torch.testing.assert_close(f, e, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")

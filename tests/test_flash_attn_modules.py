@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from flash_attention import refused, signature_of
+from flash_attention import refused, signature_of  # refused: checks an error. signature_of: arguments and defaults as text
 from processes import end_rank
 from volta_fa.integrations.flash_attn import cross_entropy, mha, norms
 from volta_fa.integrations.flash_attn.cross_entropy import CrossEntropyLoss, cross_entropy_loss
@@ -20,6 +20,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.f
 
 
 def close(found, expected):
+    """Compares with some roundings of the result's dtype: about 170 in fp32, and two in fp16, since modules compute in fp32 or wider."""
     rtol = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3}[found.dtype]
     torch.testing.assert_close(found.double(), expected.double(), rtol=rtol, atol=rtol)
 
@@ -207,7 +208,7 @@ def test_norms(dtype, zero_centered_weight, is_rms_norm):
             return functional.rms_norm(right_total, (24,), weight, 1e-3) + bias
         return functional.layer_norm(right_total, (24,), weight, bias, 1e-3)
 
-    loose = 2e-2 if dtype == torch.float16 else 1e-4
+    loose = 2e-2 if dtype == torch.float16 else 1e-4  # gradients of weights add up ten rows
     # each result, its exact value, and the indices of its weight and bias among the leaves
     for found, want, own in ((y, norm(*wide[3:5]), [3, 4]), (y1, norm(*wide[5:7]), [5, 6]), (total, right_total, [])):
         close(found, want)

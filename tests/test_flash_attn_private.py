@@ -1,7 +1,9 @@
 """flash-attn's private functions (`_flash_attn_forward` etc.) and those of its compiled module flash_attn_2_cuda, which ring_flash_attn,
 xformers and Transformer Engine call: signatures, results against fp64, and gradients written into given tensors.
 
-flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons."""
+flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons in the backend's dtype (`close`). LSE_ROUNDING is the
+least tolerance of gradients and probabilities: they are computed from softmax_lse, which is fp32 even where all else is fp64. LENGTHS are
+those of five packed sequences. BACKENDS: CPU in fp64 and fp32, GPU."""
 
 import inspect
 
@@ -31,7 +33,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_flash_attns(name):
-    """Of plain functions, because ring_flash_attn reads them with `inspect`, and they hide no wrapper."""
+    """They are plain functions without a wrapper, because ring_flash_attn reads their signatures with `inspect`."""
     function = getattr(private, f"_flash_attn_{name}")
     assert getattr(private, f"_wrapped_flash_attn_{name}") is function
     assert inspect.isfunction(function) and not hasattr(function, "__wrapped__")
@@ -235,7 +237,7 @@ def test_errors(backend):
 
 @BACKENDS
 def test_compiled_module(backend):
-    """The same results, in the order of its positional arguments and into its tensors."""
+    """flash_attn_2_cuda's functions give the results of the private ones, written into the tensors that its arguments name."""
     q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 11, 2, 16), backend.randn(2, 11, 2, 16)
     slopes = slopes_of(backend, 4)
     options, window = (0.0, 0.25), (5, 2, 0.0)  # dropout_p, softmax_scale; window_size_left, window_size_right, softcap

@@ -95,7 +95,7 @@ def test_it_puts_a_package_within_reach(module):
 
 
 def test_flash_attention_3_as_programs_call_it():
-    """By keywords, as Wan and SkyReels do. Programs before 2025-08-29 take the first of two results."""
+    """Programs such as Wan and SkyReels pass keywords. Programs before 2025-08-29 take the first of two results."""
     succeeds(
         """
         import torch, volta_fa

@@ -1,9 +1,13 @@
-"""volta_fa's functions with the interfaces of other FlashAttention packages for these GPUs, against attention in fp64.
+"""Tests volta_fa's versions of other FlashAttention packages for Volta and Turing: arguments, results against fp64, and errors.
 
 Three packages are called flash_attn_v100: one of 2023, one of 2026 (with flash-attn 2's arguments), and that of 1Cat-vLLM, which has
-functions for paged caches. flash_attn_turing is the fourth. Compiled functions of flash_attn_v100 take (batch, nheads, seqlen, headdim),
-"heads first". flash_attention.py has the fp64 reference (`attention`, and `packed` for sequences of LENGTHS: numbers of queries and keys),
-comparisons in the backend's dtype (`close`, `close_lse`), and `refused`, which checks an error. BACKENDS: CPU in fp64 and fp32, GPU."""
+functions for paged caches. The module `v100` has the functions of all three, `turing` those of a fourth package, flash_attn_turing.
+Tensors are (batch, seqlen, nheads, headdim). Functions with "bhmd" in their names, and `fwd`, `bwd` and `_flash_attn_forward` of
+flash_attn_v100, take (batch, nheads, seqlen, headdim) instead, "heads first".
+
+flash_attention.py has the fp64 reference (`attention`, and `packed` for sequences of LENGTHS: numbers of queries and of keys), comparisons
+in the backend's dtype (`close`, `close_lse`), and `refused`, which checks an error. LSE_ROUNDING is the least tolerance of gradients: they
+are computed from softmax_lse, which is fp32 even where all else is fp64. BACKENDS: CPU in fp64 and fp32, GPU."""
 
 import inspect
 import sys
@@ -24,7 +28,7 @@ def heads_first(*tensors):
 
 
 def test_signatures():
-    """Those of the package of 2026 are flash-attn 2's. Each function has a second name with _gpu."""
+    """Signatures of the package of 2026 are flash-attn 2's. Each function has a second name with _gpu."""
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         assert inspect.signature(getattr(v100, name)) == inspect.signature(getattr(interface, name))
         assert getattr(v100, name.replace("_func", "") + "_gpu") is getattr(v100, name)
@@ -68,15 +72,15 @@ def test_heads_first(backend):
     options = 0.0, 0.3, True, -1, -1, 0.0, False, None
     first = heads_first(q, k, v)
 
-    def is_right(out, lse):
+    def check_right(out, lse):
         close(backend, out.transpose(1, 2), right)
         close_lse(lse, right_lse)
 
     for into in (None, torch.full_like(first[0], torch.nan)):
         of_1cat, lse, _ = v100.flash_attn_bhmd_func(*first, dropout_p=0.0, return_attn_probs=True, out=into, **scale)
-        is_right(of_1cat, lse)
+        check_right(of_1cat, lse)
         out, lse, _, rng_state = v100.fwd(*first, into, None, *options)
-        is_right(out, lse)
+        check_right(out, lse)
         assert out.is_contiguous() and of_1cat.is_contiguous() and (into is None or of_1cat is out is into)
     for given in ([None] * 3, [torch.full_like(t, torch.nan) for t in first]):
         *gradients, softmax_d = v100.bwd(*heads_first(dout), *first, out, lse, *given, None, *options, rng_state)
@@ -85,10 +89,10 @@ def test_heads_first(backend):
             assert target is None or found is target
             close(backend, found.transpose(1, 2), want, LSE_ROUNDING)
     close_lse(v100.flash_attn_lse(q, k, v, **scale), right_lse)
-    is_right(v100.flash_attn_bhmd_func(*first, **scale), lse)
+    check_right(v100.flash_attn_bhmd_func(*first, **scale), lse)
     # out, dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, return_softmax
     out, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
-    is_right(out, lse)
+    check_right(out, lse)
     assert none == [None, None]
 
 
@@ -107,17 +111,18 @@ def test_lengths_of_any_integer_dtype(backend):
 @BACKENDS
 def test_paged_functions(backend, kv_cache_dtype, window):
     """Prompts and decoding over a cache whose K and V are views of one tensor, in both layouts."""
-    page, lengths, dtype = 16, [40, 21], paged.CACHE_DTYPES[kv_cache_dtype]
+    page, lengths, dtype = 16, [40, 21], paged.CACHE_DTYPES[kv_cache_dtype]  # tokens of a page and of each sequence; None for "auto"
     table = torch.tensor([[4, 1, 2], [0, 3, -1]], device=backend.device, dtype=torch.int32)
-    numbers = backend.randn(5, 2, page, 2, 16)
-    cache = numbers if dtype is None else numbers.to(dtype)
-    numbers, scales = cache.to(backend.dtype), (1.0, 1.0) if dtype is None else (0.5, 2.0)
+    drawn = backend.randn(5, 2, page, 2, 16)  # (pages, K and V, tokens, KV heads, headdim)
+    cache = drawn if dtype is None else drawn.to(dtype)
+    numbers, scales = cache.to(backend.dtype), (1.0, 1.0) if dtype is None else (0.5, 2.0)  # a value is its number times the scale
     k_cache, v_cache = (cache if dtype is None else cache.view(torch.uint8)).unbind(1)
     arguments = k_cache, v_cache, table, torch.tensor(lengths, device=backend.device, dtype=torch.int32)
     options = {"softmax_scale": 0.3, "kv_cache_dtype": kv_cache_dtype, "k_scale": scales[0], "v_scale": scales[1], "window_size": window}
     q = backend.randn(2, 7, 4, 16)
 
     def expected(rows, causal=True):
+        """Returns attention of these queries, (batch, rows, nheads, headdim), over the dequantized tokens of each sequence."""
         outs = []
         for b, n in enumerate(lengths):
             pages = table[b, : -(-n // page)].long()
@@ -149,7 +154,7 @@ def test_paged_functions(backend, kv_cache_dtype, window):
 
 
 def test_the_stand_in_has_all_three_packages(monkeypatch):
-    """1Cat-vLLM imports these names of it. Another package of that name that is imported already stays."""
+    """1Cat-vLLM imports these names of flash_attn_v100. If another package of that name is already imported, it stays."""
     monkeypatch.delitem(sys.modules, "flash_attn_v100", raising=False)
     for _ in range(2):
         provide_flash_attn_v100()
@@ -168,6 +173,7 @@ def test_the_stand_in_has_all_three_packages(monkeypatch):
 @pytest.mark.parametrize("lengths", [(9, 12), (12, 9), (1, 5)], ids=str)
 @BACKENDS
 def test_turing(backend, lengths, causal):
+    """flash_attn_turing's `fwd` and `bwd`, which return out and softmax_lse, and dq, dk and dv."""
     q, k, v = (backend.randn(2, n, h, 16) for n, h in zip((*lengths, lengths[1]), (4, 2, 2)))
     dout, leaves = backend.randn(*q.shape), [t.detach().requires_grad_() for t in (q, k, v)]
     expected, expected_lse, *_ = attention(*leaves, causal=causal)
@@ -181,26 +187,28 @@ def test_turing(backend, lengths, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @BACKENDS
 def test_turing_varlen(backend, causal):
+    """Packed sequences. softmax_lse is padded: (sequences, nheads, max_seqlen_q), with 0 after a sequence's last query."""
     lengths_q, lengths_k = LENGTHS
     (q, k, v), lengths = packed_leaves(backend)
-    dout, lengths = backend.randn(*q.shape), (*lengths, causal)
+    dout, options = backend.randn(*q.shape), (*lengths, causal)  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
     expected, *_ = packed(q, k, v, lengths_q, lengths_k, causal=causal)
-    out, lse = turing.varlen_fwd(q, k, v, *lengths)
+    out, lse = turing.varlen_fwd(q, k, v, *options)
     close(backend, out, expected)
     assert lse.shape == (len(lengths_q), 4, max(lengths_q))
-    for own, *parts in zip(lse, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)):
-        close_lse(own[:, : len(parts[0])], attention(*(t[None] for t in parts), causal=causal)[1][0])
-        assert not own[:, len(parts[0]) :].any()
+    for lse_of_one, *parts in zip(lse, q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)):
+        close_lse(lse_of_one[:, : len(parts[0])], attention(*(t[None] for t in parts), causal=causal)[1][0])
+        assert not lse_of_one[:, len(parts[0]) :].any()
     want = torch.autograd.grad(expected, (q, k, v), dout.to(expected.dtype))
-    for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *lengths), want):
+    for found, right in zip(turing.varlen_bwd(q, k, v, out, lse, dout, *options), want):
         close(backend, found, right, LSE_ROUNDING)
-    refused(ValueError, "lse: got shape", turing.varlen_bwd, q, k, v, out, lse[..., 1:], dout, *lengths)
+    refused(ValueError, "lse: got shape", turing.varlen_bwd, q, k, v, out, lse[..., 1:], dout, *options)
     if q.is_cuda:  # lengths are not validated: rows after the last sequence belong to none and change nothing
         padded = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 20), value=1.0) for t in (q, out, dout)]
-        assert torch.equal(turing.varlen_fwd(padded[0], k, v, *lengths)[1], lse)
-        close(backend, turing.varlen_bwd(padded[0], k, v, padded[1], lse, padded[2], *lengths)[0][: len(q)], want[0], LSE_ROUNDING)
+        assert torch.equal(turing.varlen_fwd(padded[0], k, v, *options)[1], lse)
+        close(backend, turing.varlen_bwd(padded[0], k, v, padded[1], lse, padded[2], *options)[0][: len(q)], want[0], LSE_ROUNDING)
         return
     more_q, more_out, more_dout = (torch.cat([t, t]) for t in (q, out, dout))
     message = "cu_seqlens_q: got .* as its last value"
-    refused(ValueError, message, turing.varlen_bwd, more_q, k, v, more_out, lse, more_dout, *lengths)
-    refused(ValueError, "max_seqlen_q", turing.varlen_bwd, q, k, v, out, lse[..., :1], dout, *lengths[:2], 1, *lengths[3:])
+    refused(ValueError, message, turing.varlen_bwd, more_q, k, v, more_out, lse, more_dout, *options)
+    short = (*options[:2], 1, *options[3:])  # max_seqlen_q 1
+    refused(ValueError, "max_seqlen_q", turing.varlen_bwd, q, k, v, out, lse[..., :1], dout, *short)

@@ -37,7 +37,7 @@ def alibi_exp2(score, b, h, q, kv):
 
 
 #: Score functions by name, and what they are recognized as. `bias` and `hides`: whether an added bias and a mask depend on batch entry,
-#: head, query and key.
+#: head, query and key. `alibi`: the bias is a slope times kv - q ("relative") or times |kv - q| ("absolute").
 RECOGNIZED = {
     "identity": (lambda s, b, h, q, kv: s, Scores()),
     "factor": (lambda s, b, h, q, kv: 2 * s / 4, Scores(factor=0.5)),
@@ -113,10 +113,12 @@ def gradients(out, lse, inputs):
 
 
 def assert_same(found, expected, inputs):
+    """Compares (out, lse) of two computations, and through both the gradients of the inputs."""
     for name, a, b in zip(("out", "lse"), found, expected):
         # lse is fp32
         torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-6, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
     for name, a, b in zip(("query", "key", "value", "captured"), gradients(*found, inputs), gradients(*expected, inputs)):
+        # sums over 150 rows or keys of terms that lse's rounding changes
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -2,7 +2,8 @@
 
 The largest error of a result is at most twice (gradients: three times) that of PyTorch's eager attention in the same dtype, both against
 fp64, as in flash-attn's tests (`volta_fa.check.tolerance.Budget`). `check` (conftest.py) applies this rule, and compares two runs bitwise.
-volta_fa/check/cases.py explains the fields of a Case. `force` makes the planner take kernels; `_plan` describes the kernels of a call."""
+A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name: batch and nheads (2), options of
+the op, and `spread`, the standard deviation of q, k and v. `force` makes the planner take kernels; `_plan` describes a call's kernels."""
 
 import json
 import math
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, KERNELS, Case, assert_same_bits, check, check_case, on, on_cases
+from conftest import ALL, KERNELS, Case, assert_same_bits, check, check_case, on, on_cases  # check_case: `check` of a Case
 
 HEADDIMS = [8, 40, 64, 72, 96, 104, 128, 136, 192, 256]
 #: (seqlen_q, seqlen_k).
@@ -91,13 +92,13 @@ REAL = [
 #: Larger ones, with the lengths and headdims of flash-attn's tests.
 GPU_CASES = [
     Case(m, n, d, batch=b, nheads=h, is_causal=c)
-    for shapes_ in (
+    for sizes in (
         [(1, 1, n, n, n) for n in (16, 32, 64, 128, 256)],
         [(1, 16, 1024, 1024, d) for d in (64, 128, 256)],
         [(1, 32, 2048, 2048, d) for d in (128, 256)],
         [(2, 6, m, n, d) for m in (1, 17, 113, 1000) for n in (1, 33, 255, 1023) for d in (40, 64, 96, 128, 192, 256)],
     )
-    for b, h, m, n, d in shapes_
+    for b, h, m, n, d in sizes
     for c in (False, True)
 ]
 
@@ -189,7 +190,7 @@ def test_infinities_and_nan(backend, name, value):
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.isposinf(), expected.isposinf()) and torch.equal(out.isneginf(), expected.isneginf())
     finite = expected.isfinite()
-    torch.testing.assert_close(out.double()[finite], expected[finite], rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(out.double()[finite], expected[finite], rtol=1e-2, atol=2e-2)  # bf16's eps is 8e-3
 
 
 @on(*ALL)
@@ -204,7 +205,7 @@ def test_a_row_of_scores_of_minus_infinity(backend):
 
 @on(*ALL)
 def test_a_nan_key_behind_the_mask(backend):
-    """It changes no bit of rows that do not see it, and makes all others NaN."""
+    """A NaN key changes no bit of rows that do not see it, and makes all others NaN."""
     case = Case(50, 50, 64, is_causal=True)
     q, k, v, _ = case.inputs(backend)
     clean, clean_lse = backend.forward(q, k, v, **case.options)

@@ -5,7 +5,11 @@ By default precision is full: kernels take each number as a sum of two fp16 numb
 operations ("eager"), or in reduced precision with eager attention of operands rounded to TF32 (11 bits with the implicit one). `check` does
 so for out, `check_gradients` for gradients. `reference.groups` splits a problem into groups of entries of one length, whose methods
 `inputs`, `queries`, `keys` and `lse` take their part of tensors. `kept_by` makes dropout's mask from the call's state.
-volta_fa/check/cases.py explains the fields of a Case. test_stream_k.py has more kernels of fp32."""
+test_stream_k.py has more kernels of fp32.
+
+A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, and fields by name. lengths: (seqlen_q, seqlen_k) of packed
+sequences. spare: by how much max_seqlen exceeds the longest. used: seqused_k. bias and blocks (a block mask): dimensions that are not 1
+(b, h, q, k; "-": none), and of a bias the dtype. alibi: dimensions of the slopes. sinks: dtype ("own": q's)."""
 
 import itertools
 import json
@@ -20,9 +24,9 @@ import volta_fa
 from conftest import FP32_KERNELS, Case, captured, on, on_cases
 from reference import block_masks
 
-#: Allowed error in full precision, as a multiple of eager fp32 attention's.
+#: Allowed error in full precision, as a multiple of eager fp32 attention's. docs/design/numerics.md has this rule and measured errors.
 FACTOR = 4
-#: Allowed error in reduced precision, as a multiple of eager attention's of operands rounded to TF32.
+#: Allowed error in reduced precision, as a multiple of eager attention's of operands rounded to TF32: kernels also round probabilities.
 REDUCED_FACTOR = 2
 
 CASES = [
@@ -79,7 +83,8 @@ def errors(found: Tensor, ref: Tensor) -> tuple[float, float]:
 
 
 def check(backend, case: Case, change=lambda *inputs: inputs, rounded=lambda t: t, factor=FACTOR) -> Tensor:
-    """Compares with fp64, relative to the error of eager fp32 attention of rounded inputs. `change`: of q, k and v. Returns out."""
+    """Compares out and softmax_lse with fp64. out's error may be `factor` times that of eager fp32 attention of inputs that `rounded`
+    rounds. `change` changes q, k and v before the call. Returns out."""
     (q, k, v, _), options = case.problem(backend)
     q, k, v = change(q, k, v)
     out, lse, state = backend.forward_and_state(q, k, v, **options)
@@ -90,14 +95,14 @@ def check(backend, case: Case, change=lambda *inputs: inputs, rounded=lambda t: 
         inputs = group.inputs(q, k, v)
         ref = reference.forward(*inputs, **group.options)
         eager = reference.eager(*map(rounded, inputs), **group.options)
-        # because eager's error may be 0 by chance
+        # two fp32 roundings of v's largest number, because eager's error may be 0 by chance
         floor = 2.0**-22 * float(inputs[2].abs().max()) if inputs[2].numel() else 0.0
         for error, of_eager in zip(errors(group.queries(out), ref.out), errors(eager, ref.out)):
             assert error <= max(factor * of_eager, floor), (error, of_eager, floor)
         found, expected = group.lse(lse).double(), ref.softmax_lse
         assert torch.equal(found == math.inf, expected == math.inf)
         seen = expected != math.inf
-        tolerance = 2e-5 if factor == FACTOR else 2e-2
+        tolerance = 2e-5 if factor == FACTOR else 2e-2  # of softmax_lse: scores of fp32 numbers, or of numbers with 11 bits
         torch.testing.assert_close(found[seen], expected[seen], rtol=tolerance, atol=tolerance)
     return out
 
@@ -181,7 +186,7 @@ def noise_of_delta(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse=None, **o
     """Returns the fp32 rounding errors of dq and dk through dP - delta, with delta = sum(dout * out), as fused kernels compute it.
     Eager attention's softmax gradient is exact where one key has all of a row's probability, so its error is no fair limit there. A
     gradient of softmax_lse (`dlse`) adds no such error."""
-    heads = lambda t: reference.tolerance.heads_first(t, q.shape[2])  # noqa: E731
+    heads = lambda t: reference.tolerance.heads_first(t, q.shape[2])  # noqa: E731  (batch, nheads, seqlen, headdim), KV heads repeated
     ref, share = reference.forward(q, k, v, **options), reference.kept_share(options.get("dropout_p", 0.0))
     in_fp32 = heads(dout), heads(v), heads(reference.eager(q, k, v, **options))
     in_fp64 = heads(dout.double()), heads(v.double()), heads(ref.out)

@@ -1,13 +1,17 @@
 """Headdims from 257 to 512: forward kernels of both families and block sizes, and the backward pass that stores P and dS in memory.
 
 That backward pass ("stored") also runs on Volta above headdim 192. One kernel writes the probabilities P and their gradients dS of a
-launch's key tiles, another computes dq, dk and dv from them. Budgets are the allowed errors. conftest.py explains backends and `gpu`,
-volta_fa/check/cases.py the fields of a Case. `forward_on_cpu` leaves the forward pass to the CPU."""
+launch's key tiles, another computes dq, dk and dv from them. Budgets are the allowed errors. conftest.py explains backends and `gpu`.
+`forward_on_cpu` leaves the forward pass to the CPU.
+
+A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name. lengths: (seqlen_q, seqlen_k) of
+packed sequences. used: seqused_k. bias: dimensions that are not 1, and its dtype (q's by default). alibi: dimensions of the slopes.
+sinks: dtype ("own": q's)."""
 
 import pytest
 import torch
 
-from conftest import BF16_KERNELS, GPUS, INFO, Case, check_case, on, on_cases
+from conftest import BF16_KERNELS, GPUS, INFO, Case, check_case, on, on_cases  # check_case: a Case against fp64. GPUS: by sm
 
 #: Forward kernels at headdim 512 without further features, and the compute capability (70, 75) of their GPU.
 VARIANTS = {v["name"]: v["sm"] for v in INFO["variants"] if v["pass"] == "Forward" and v["headdim"] == 512 and not v["features"]}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, reads_no_value
-from test_validation import refused
+from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, reads_no_value  # agreed: the first of equal results
+from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa import flash_mla, indexer
 
 indexer_logits = torch.ops.volta_fa.indexer_logits
@@ -224,7 +224,7 @@ def test_keys_beyond_2_gib(backend):
     logits = indexer_logits(q, keys, weights, backend.ints([count]).view(1, 1), **ends)[0, 0, first:]
     scores = q[0, 0].double() @ keys[first:].view(torch.float8_e4m3fn).double().T
     expected = (scores.clamp(min=0) * weights[0, 0].double().unsqueeze(1)).sum(0)
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()  # fp32 sums of 128 columns and 64 heads
 
 
 @on("cpu-fp32", "sim", "cuda")

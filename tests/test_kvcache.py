@@ -1,7 +1,11 @@
 """`volta_fa::fwd_kvcache`: attention over a KV cache, dense or in pages, to which the call may append k and v in place.
 
-cached.py explains a problem (`Cached`), its tensors and `check`, which compares results and the cache with fp64. test_kvcache_quantized.py
-tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
+cached.py has problems (`Cached`) and `check`, which compares results and the cache with fp64. A problem has the lengths of each sequence,
+and fields by name. page: tokens of a page (default 16); 0: a dense cache. layout: "hnd" has heads before tokens, "kv" pages of K, then V;
+"wide" is a slice of a larger tensor. batch_idx: cache_batch_idx is given. own_new: cu_seqlens_k_new is given. all_cached: cache_seqlens is
+not. rotary: the pairs of columns that are rotated. spread: standard deviation of q, k and v.
+
+test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
 import functools
 import math
@@ -9,7 +13,7 @@ import math
 import pytest
 import torch
 
-from cached import Cached, check, check_opcheck, run
+from cached import Cached, check, check_opcheck, run  # run: out, lse, the caches and options after the call
 from conftest import ALL, BF16_KERNELS, INFO, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa.check.cache_cases import NO_PAGE  # page numbers that no cache has: -1 and the largest and smallest int32

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import reference
 import volta_fa
-from cached import Cached, check_sequence
-from conftest import Case, check_form, judge, on, run_python
-from flash_attention import refused
+from cached import Cached, check_sequence  # check_sequence: compares one sequence's results with fp64
+from conftest import Case, check_form, judge, on, run_python  # check_form: shapes and strides. judge: errors within budgets
+from flash_attention import refused  # checks that a call raises this error, with a message of one line
 from volta_fa import anchored_window_attention, anchored_window_attention_with_kvcache, cascade_attention
 from volta_fa.check.cache_cases import has_scales
 
-#: Largest error of numbers near 1, a few roundings in each dtype. softmax_lse is fp32 also beside fp64.
+#: Allowed error of numbers near 1: four eps of fp16, 170 of fp32; beside fp64 that of softmax_lse, which is fp32.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 4e-3}
 
 
@@ -36,7 +36,7 @@ def close(backend, found, expected):
 @pytest.mark.parametrize("appends", [False, True], ids=["read", "append"])
 @on("cpu-fp32", "cpu-fp64", "sim", "cuda")
 def test_cascade(backend, appends, packed, options):
-    """The same result as with the shared pages at the beginning of every sequence's own block table."""
+    """Gives the result of fwd_kvcache with the shared pages at the beginning of every sequence's own block table."""
     backend.simulate()
     shared_pages, shared, new = 3, 48, 2 if appends else 0  # 48 tokens: three pages of 16
     lengths = ((2, shared + 9, new), (2, shared + 17, new), (2, shared + 4, new))  # queries, cached and new tokens of each sequence

@@ -4,8 +4,13 @@ Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int
 and KV head (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode kernels
 read the codes in place; calls with many queries first dequantize tokens to q's dtype.
 
-cached.py explains a problem (`Cached`) and its tensors. WRITTEN names the options that appending writes. VOLTA_FA_CHECK_LENGTHS=0: the call
-reads no lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid ones."""
+cached.py has problems (`Cached`: lengths of each sequence, and fields by name). page: tokens of a page (default 16); 0: a dense cache.
+layout: "hnd" has heads before tokens, "kv" pages of K, then V; "wide" is a slice of a larger tensor. descale: "one", or the dimensions of
+fp8's scales (h: heads, bh: batch and heads). WRITTEN names the options that appending writes. VOLTA_FA_CHECK_LENGTHS=0: the call reads no
+lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid ones.
+
+Of cached.py: `run` returns out, softmax_lse, the caches and the options after the call, `check` compares these with fp64 and with what an
+append must write, `check_cache` and `check_sequences` do half of that each, `store` writes codes and scales of tokens into a cache."""
 
 from __future__ import annotations
 
@@ -200,6 +205,7 @@ DEQUANTIZED = [
 
 
 def in_each_format(cases):
+    """Yields the cases with each kv_dtype, those of fp8 with each form of scales in turn."""
     descales = ("", "one", "h", "bh")
     for kv_dtype in CACHE_KV_DTYPES:
         for i, case in enumerate(cases):

@@ -1,7 +1,8 @@
 """Tests of `volta_fa::fwd_mla`, multi-head latent attention, and of volta_fa.flash_mla, which has FlashMLA's functions.
 
-A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. cached.py explains
-problems and `check`. test_sparse_mla.py tests queries that select tokens."""
+A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. cached.py has problems
+and `check`, which compares with fp64. page: tokens of a page; 0: a dense cache. layout "wide": a slice of a larger tensor. spread: standard
+deviation of q and latents. test_sparse_mla.py tests queries that select tokens."""
 
 import dataclasses
 import math
@@ -9,10 +10,10 @@ import math
 import pytest
 import torch
 
-from cached import Cached, check, check_opcheck, check_sequences, mla_options
+from cached import Cached, check, check_opcheck, check_sequences, mla_options  # mla_options: a problem's options, named as fwd_mla's
 from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_kvcache import UNCHECKED, ints, spoiled
-from test_validation import refused
+from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa import flash_mla
 
 fwd_mla = torch.ops.volta_fa.fwd_mla
@@ -92,7 +93,7 @@ def test_quantized_against_fp64(backend, case):
 @pytest.mark.parametrize("rows", [32, 64])
 @on_cases((["sim", "cuda"], [CASES[14], *(dataclasses.replace(CASES[14], kv_dtype=kv_dtype) for kv_dtype in QUANTIZED)]))
 def test_tiles_of_many_rows(backend, case, rows, force):
-    """Without a tuning, only more rows or tokens take them."""
+    """`force` makes the planner take these tiles of query rows, which it takes by itself for more rows or tokens only."""
     formats = ("", *(f"{name.removeprefix('fp8_')}_" for name in QUANTIZED))
     force(choices=[{"pass": "DecodeMla", "variant": f"volta_mla_decode_{form}{rows}"} for form in formats])
     check(backend, case)
@@ -112,6 +113,7 @@ def test_quantized_scales_of_any_size(backend, kv_dtype):
             t.fill_(0.03)
     expected = fwd_mla(q.float().cpu(), cache.cpu(), **{n: t.cpu() if torch.is_tensor(t) else t for n, t in options.items()})
     out, lse = run(backend, problem, options)
+    # out: four eps of fp16, also relative to its largest number
     torch.testing.assert_close(out.float().cpu(), expected[0], rtol=4e-3, atol=4e-3 * float(expected[0].abs().max()))
     torch.testing.assert_close(lse.cpu(), expected[1], rtol=2e-3, atol=2e-3)
 

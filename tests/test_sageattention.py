@@ -3,8 +3,8 @@
 They are compared with PyTorch's attention in fp64: relative L1 errors (sum of absolute errors / sum of absolute numbers) below 3 %, or
 0.2 % where a mask is added to scores, which takes the exact op, volta_fa::fwd. Layouts: NHD is (batch, seqlen, nheads, headdim), HND
 (batch, nheads, seqlen, headdim). `inputs()` returns q, k and v in fp16 and NHD: batch 2, 33 queries of 4 heads, 70 keys of 2, headdim 64.
-`refused` checks that a call raises an error that matches. `on("cpu-fp16")` runs a test on the CPU backend. test_flash_attn_shim.py tests
-the shim, which programs import as `sageattention`.
+`randn(*shape, seed=...)` draws fp16 numbers. `refused` checks that a call raises an error that matches. `on("cpu-fp16")` runs a test on the
+CPU backend. test_flash_attn_shim.py tests the shim, which programs import as `sageattention`.
 
 Environment:
 - VOLTA_FA_TEST_SAGEATTENTION: a folder with SageAttention's source, whose signatures are compared, instead of the listed ones"""

@@ -1,7 +1,9 @@
 """Tests of scaled_dot_product_attention run by volta_fa (`enabled()` switches it on): results, and calls that fall back to PyTorch.
 
-`sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason. sdpa_helpers.py explains
-`assert_ours`, `train`, `qkv`, `unfused` and `selective`, conftest.py backends."""
+`sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason. Of sdpa_helpers.py:
+`assert_ours(f)` checks that f() runs the ops of volta_fa alone, `qkv` draws q, k and v, `train` returns out and their gradients of
+sum(out^2), `unfused` makes PyTorch compute attention by single operations, `selective` runs a function under selective checkpointing.
+conftest.py explains backends."""
 
 from contextlib import nullcontext, suppress
 
@@ -83,7 +85,7 @@ def test_layouts(backend, layout):
     with enabled(backend):
         found = train(*tensors)
         expected = train(*(t.contiguous() for t in tensors))
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # two eps of fp16: a GPU adds dq by atomics
     assert volta_fa.sdpa_stats()["ran"] == 2
 
 
@@ -208,7 +210,7 @@ def test_dropout(backend):
 
 @on("cpu-fp32", "cuda")
 def test_dropout_with_a_mask_and_an_odd_headdim(backend):
-    """Bitwise identical to the op on tensors padded to headdim 16 with the same seed. Other tests check the op."""
+    """out is bitwise that of the op on tensors padded to headdim 16 with the same seed. Other tests check the op."""
     q, k, v, mask = backend.randn(2, 4, 9, 13), backend.randn(2, 4, 33, 13), backend.randn(2, 4, 33, 13), backend.randn(9, 33)
     padded = [F.pad(t, (0, 3)).transpose(1, 2) for t in (q, k, v)]
     torch.manual_seed(3)

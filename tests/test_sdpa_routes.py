@@ -1,6 +1,8 @@
 """Tests that scaled_dot_product_attention reaches volta_fa under torch.compile, export, checkpointing, TorchScript and torch.nn.
 
-sdpa_helpers.py explains the helpers, conftest.py backends. `gradients` returns those of a module's parameters for sum(out^2)."""
+Of sdpa_helpers.py: `enabled(backend)` switches volta_fa on, `assert_ours(f)` and `assert_theirs(f)` check whose ops f() runs, `qkv` draws
+q, k and v, `train` returns out and their gradients of sum(out^2). `gradients` returns those of a module's parameters. conftest.py explains
+backends."""
 
 from contextlib import nullcontext
 
@@ -56,7 +58,7 @@ def dropped(q, k, v):
 @pytest.mark.parametrize("f", [causal, grouped, masked, dropped])
 @on("cpu-fp32", "cuda")
 def test_compile(backend, f, dynamic):
-    """Through AOTAutograd, the part of torch.compile before inductor."""
+    """A function compiled by AOTAutograd, the part of torch.compile before inductor, runs volta_fa and gives eager's results."""
     compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     with enabled(backend):
         for shape in ((2, 2, 9, 16), (2, 2, 14, 16), (2, 2, 9, 20)):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import ALL, BF16_KERNELS, KERNELS, agreed, captured, on, on_cases, reads_no_value
+from conftest import ALL, BF16_KERNELS, KERNELS, agreed, captured, on, on_cases, reads_no_value  # agreed: the first of equal results
 from test_validation import refused
 from volta_fa import flash_mla
 
@@ -24,6 +24,8 @@ sparse_mla = torch.ops.volta_fa.fwd_sparse_mla
 
 @dataclass(frozen=True)
 class Case:
+    """A problem."""
+
     fp8: bool  # whether caches are in FlashMLA's format of this headdim, else in the dtype of q
     headdim: int
     heads: int
@@ -216,7 +218,7 @@ def test_against_fp64(backend, case):
 @pytest.mark.parametrize("rows", [32, 64])
 @on_cases((KERNELS, [CASES[i] for i in (1, 4, 6, 7)]))
 def test_tiles_of_many_rows(backend, case, rows, force):
-    """Without a tuning, only more rows or tokens take them."""
+    """`force` makes the planner take these tiles of query rows, which it takes by itself for more rows or tokens only."""
     kinds = itertools.product(("", "bf16_"), ("", "e4m3_"), (576, 512))
     force(
         choices=[

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from cached import Cached
-from cached import check as check_cached
-from conftest import GPUS, INFO, Case, agreed, check_case, on, on_cases
-from test_fp32 import check as check_fp32
+from cached import check as check_cached  # compares results and cache with fp64
+from conftest import GPUS, INFO, Case, agreed, check_case, on, on_cases  # check_case: a Case against fp64. GPUS: by sm
+from test_fp32 import check as check_fp32  # compares out with fp64, relative to PyTorch's fp32 attention
 
-#: Kernels: of the forward pass, of that of fp32 in full precision, of a prefill over a KV cache, of the backward pass.
-FORWARD, SPLIT, PREFILL, BACKWARD = (
+#: Kernels: of the forward pass, of that of fp32 in full precision ("ForwardSplit": a number is the sum of two fp16 parts), of a prefill
+#: over a KV cache, of the backward pass.
+FORWARD, FORWARD_FP32, PREFILL, BACKWARD = (
     [v for v in INFO["variants"] if v["pass"] == f"{of}StreamK"] for of in ("Forward", "ForwardSplit", "Prefill", "Backward")
 )
 #: Fields of a Case that request a feature, for kernels that require it: slopes (batch, nheads), a bias (batch, nheads, seqlen_q, seqlen_k).
@@ -40,7 +41,7 @@ def plan(batch, nheads, seqlen_q, seqlen_k, headdim, is_causal=False, nheads_k=N
 @pytest.mark.parametrize("variant", FORWARD, ids=lambda v: v["name"])
 @on("sim", "cuda")
 def test_every_forward_kernel_is_right(backend, force, variant, name):
-    """Also on headdims 8 smaller than the kernel's, and on masks for which no plan chooses it."""
+    """Each kernel is right, also on headdims 8 smaller than its own, and on masks for which no plan chooses it."""
     force(choices=[{"pass": "ForwardStreamK", "variant": variant["name"]}])
     pad, features = 8 * (name != "odd"), variant["required_features"]
     fields = {key: value for feature in features for key, value in FEATURE_FIELDS[feature].items()}
@@ -52,8 +53,8 @@ def test_every_forward_kernel_is_right(backend, force, variant, name):
     check_case(backend, case, dout=None)
 
 
-@pytest.fixture(params=SPLIT, ids=lambda v: v["name"])
-def split(request, backend, force):
+@pytest.fixture(params=FORWARD_FP32, ids=lambda v: v["name"])
+def fp32_kernel(request, backend, force):
     """Makes the planner take a kernel of fp32 in full precision, on its GPU."""
     backend.on_gpu(GPUS[request.param["sm"]])
     force(choices=[{"pass": "ForwardSplitStreamK", "variant": request.param["name"]}])
@@ -62,18 +63,18 @@ def split(request, backend, force):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @on("sim-fp32")
-def test_every_forward_kernel_of_fp32_is_right(backend, split, name):
+def test_every_forward_kernel_of_fp32_is_right(backend, fp32_kernel, name):
     headdim = 512 - 8 * (name != "odd")
     case = Case(**PROBLEMS[name] | {"batch": 1}, headdim=headdim, headdim_v=64 if name == "window" else headdim)
     (q, k, v, _), options = case.problem(backend)
     launches = backend.launches(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), "launches")
-    assert split in [launch["kernel"] for launch in launches]
+    assert fp32_kernel in [launch["kernel"] for launch in launches]
     check_fp32(backend, case)
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e30])
 @on("sim-fp32")
-def test_fp32_of_any_magnitude(backend, split, magnitude):
+def test_fp32_of_any_magnitude(backend, fp32_kernel, magnitude):
     for change in (lambda q, k, v: (q, k, v * magnitude), lambda q, k, v: (q * magnitude, k / magnitude, v)):
         check_fp32(backend, Case(40, 150, 512, batch=1, nheads=1), change)
 
@@ -103,7 +104,7 @@ GRIDS = [
     ((2, 16, 2048, 2048, 256, True), False),
     ((1, 16, 512, 8192, 192, True), False),
 ]
-SPLIT_GRIDS = [
+FP32_GRIDS = [
     ((1, 1, 4096, 4096, 512, False), True),  # the VAE of a diffusion model: 128 row tiles
     ((1, 1, 4096, 4096, 512, True), False),
     ((1, 1, 1024, 1024, 512, False), True),
@@ -114,7 +115,7 @@ SPLIT_GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("of, shape, pays", [*(("Forward", *grid) for grid in GRIDS), *(("ForwardSplit", *grid) for grid in SPLIT_GRIDS)])
+@pytest.mark.parametrize("of, shape, pays", [*(("Forward", *grid) for grid in GRIDS), *(("ForwardSplit", *grid) for grid in FP32_GRIDS)])
 def test_when_a_plan_chooses_a_forward_kernel(of, shape, pays):
     def planned(features=""):
         return plan(*shape, features=features)["forward" if of == "Forward" else "forward_split"]
@@ -143,7 +144,7 @@ BACKWARD_PROBLEMS = {
 @pytest.mark.parametrize("variant", BACKWARD, ids=lambda v: v["name"])
 @on("sim", "cuda")
 def test_every_backward_kernel_is_right(backend, force, variant, name):
-    """Also on headdims 8 smaller than the kernel's, and on grids for which no plan chooses it."""
+    """Each kernel is right, also on headdims 8 smaller than its own, and on grids for which no plan chooses it."""
     force(choices=[{"pass": "BackwardStreamK", "variant": variant["name"]}])
     headdim = variant["headdim"] - 8 * (name != "grouped")
     case = Case(**BACKWARD_PROBLEMS[name], headdim=headdim, headdim_v=headdim)
@@ -155,7 +156,7 @@ def test_every_backward_kernel_is_right(backend, force, variant, name):
     check_case(backend, case)
 
 
-@on_cases((["sim"], ["volta_fwd_streamk_64x64 volta_bwd_streamk_64"]), (["sim-fp32"], [v["name"] for v in SPLIT]))
+@on_cases((["sim"], ["volta_fwd_streamk_64x64 volta_bwd_streamk_64"]), (["sim-fp32"], [v["name"] for v in FORWARD_FP32]))
 def test_results_do_not_depend_on_the_order_of_blocks(backend, force, case, monkeypatch):
     """Four host threads simulate blocks in different orders, so different blocks combine the splits: results are bitwise identical, except
     dq, which is added by atomics. VOLTA_FA_SIM_QUANTUM is the number of instructions that a warp runs before the next one does."""

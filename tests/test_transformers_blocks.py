@@ -48,6 +48,7 @@ def masks(monkeypatch):
 
 
 def gemma3():
+    """Returns the configuration and the class of a small Gemma 3 with a vision encoder."""
     sliding = dict(head_dim=8, sliding_window=200, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"])
     vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
     config = transformers.Gemma3Config(text_config=TEXT | sliding, vision_config=vision, mm_tokens_per_image=4)

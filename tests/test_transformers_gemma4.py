@@ -1,10 +1,10 @@
 """Tests of transformers' Gemma 4 with attn_implementation="volta_fa" against "eager": small random models, with two local layers of
 headdim 256 and a window, and a global layer of headdim 512.
 
-Helpers are those of test_transformers.py: `padding(kind)` is a mask, `tokens()` are input_ids, and `profile` counts volta_fa's calls, those
-with a bias, and other attention ops (`theirs`). GENERATION has ways to generate. `assert_right` accepts results close to eager's, or at
-most twice as far from fp64's as eager's. `check_in_fp16` allows twice the error of eager in fp16; `on("sim", "cuda")` runs the kernels in
-the simulator and on a GPU."""
+Helpers are those of test_transformers.py: `padding(kind)` is a mask, `kept(mask)` an index of the tokens that are no padding, `tokens()`
+are input_ids, and `profile` counts volta_fa's calls, those with a bias, and other attention ops (`theirs`). GENERATION has ways to
+generate. `assert_right` accepts results close to eager's, or at most twice as far from fp64's as eager's. `check_in_fp16` allows twice the
+error of eager in fp16; `on("sim", "cuda")` runs the kernels in the simulator and on a GPU."""
 
 import copy
 

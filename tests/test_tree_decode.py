@@ -1,7 +1,10 @@
 """Tests of `tree_mask` of volta_fa::fwd_kvcache, for speculative decoding: the queries are draft tokens that form a tree.
 
-Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j. cached.py
-explains a problem, its tensors, `run` and `check`."""
+Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j.
+
+cached.py has problems (`Cached`), `run` and `check`, which compares with fp64. page: tokens of a page (default 16); 0: a dense cache.
+layout: "hnd" has heads before tokens, "wide" is a slice of a larger tensor. batch_idx: cache_batch_idx is given. spread: standard deviation
+of q, k and v. descale: dimensions of fp8's scales (h: heads)."""
 
 import dataclasses
 
@@ -9,8 +12,8 @@ import pytest
 import torch
 
 from cached import Cached, check, check_opcheck, check_reads_no_value, run
-from conftest import BF16_KERNELS, INFO, agreed, on, on_cases
-from test_validation import refused
+from conftest import BF16_KERNELS, INFO, agreed, on, on_cases  # agreed: the first of results, which must be bitwise identical
+from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa.check.cache_cases import random_tree, tree_words
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES
 
@@ -136,7 +139,7 @@ def test_a_mask_of_zeros_shows_the_keys_before_the_drafts(backend):
     del before["tree_mask"]
     backend.simulate()
     expected = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **before)
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # two eps of fp16: kernels may add in another order
 
 
 @on("sim")

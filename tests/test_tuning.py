@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import volta_fa
-from conftest import HAS_CUDA, INFO, REPOSITORY, Case, check, need, on, run_process
+from conftest import HAS_CUDA, INFO, REPOSITORY, Case, check, need, on, run_process  # check: results against fp64
 from flash_attention import refused
 from volta_fa import cli
 
@@ -43,7 +43,7 @@ def gradients(backend, problem, **options):
     return torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **given, **options, attn_bias_requires_grad=wants_bias)
 
 
-@pytest.mark.parametrize("bias", ["", "qk:fp32"])  # AXES:DTYPE
+@pytest.mark.parametrize("bias", ["", "qk:fp32"])
 @on("sim", "sim-bf16", "cuda")
 def test_a_tuning_may_choose_the_deterministic_kernels(backend, force, bias):
     """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias ("qk"), which batch entries share."""
@@ -194,8 +194,8 @@ def test_an_invalid_file_is_ignored_with_one_warning(tmp_path, text, why):
 
 
 def test_choices_that_no_plan_may_take_are_ignored_with_one_warning(tmp_path):
-    """Those of another family, and those of batch-invariant kernels, for which a choice for some numbers of rows would give a row other
-    bits alone than in a batch."""
+    """The warning names choices of another family, and of batch-invariant kernels. A choice of these for some numbers of rows would give a
+    row other bits alone than in a batch."""
     kernels = [v for v in INFO["variants"] if v["pass"] == "Forward"]
     ignored = {v["name"]: "this GPU does not run the family turing" for v in kernels if v["family"] == "turing"}
     invariant = next(v["name"] for v in kernels if v["batch_invariant"] and v["family"] == "volta")

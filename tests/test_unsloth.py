@@ -120,6 +120,7 @@ def call(unsloth, q, k, v, arguments, sdpa_kwargs=None, **context):
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("packed", [False, True])
 def test_dispatcher(unsloth, packed, window):
+    """Dense and packed calls, with and without a window, give SDPA's results and gradients. flash-attn's window excludes the query."""
     q, k, v = operands(batch=1 if packed else BATCH)
     arguments = {"causal": True, "softmax_scale": None, "window_size": (-1, -1) if window is None else (window - 1, window - 1)}
     context, segments = {"sliding_window": window}, None
@@ -176,7 +177,7 @@ def test_causal_window_notices_in_place_changes():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_mask_that_hides_everything_is_not_causal(unsloth, dtype):
-    """Then out is 0."""
+    """A call with a mask that hides everything gives 0, where a causal one would give attention."""
     hidden = torch.zeros(1, 1, SEQLEN, SEQLEN, dtype=torch.bool)
     mask = hidden if dtype == torch.bool else torch.full(hidden.shape, float("-inf"))
     assert gqa_sdpa.causal_window(mask) is None

@@ -11,7 +11,7 @@ import json
 import pytest
 import torch
 
-from conftest import INFO, LIBRARY, Case, check, on, run_python
+from conftest import INFO, LIBRARY, Case, check, on, run_python  # check: results and gradients against fp64
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ that merge states or serve KV caches are in test_merge.py, test_decode_kernels.p
 import pytest
 import torch
 
-from conftest import GPUS, INFO, Case, check_case, on
+from conftest import GPUS, INFO, Case, check_case, on  # check_case: a Case against fp64. GPUS: the simulator's, by sm
 from volta_fa.check.kernels import problems
 
 #: Attention kernels without those of test_batch_invariant.py, test_stream_k.py (StreamK) and test_fp32.py (Split: fp32 in full precision).

@@ -52,7 +52,7 @@ def check_anchored(server, queries, q, out, anchors, window, **same):
 
 @pytest.mark.parametrize("value", ["5:7", "18:1", "1:100"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *BESIDE])
-@on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
+@on("cpu-fp32", "sim", "cuda")  # not in fp64: two results are merged by softmax_lse, which is fp32
 def test_anchored_window(backend, kv_cache_dtype, value, monkeypatch):
     """VOLTA_FA_VLLM_ANCHORED_WINDOW is ANCHORS:WINDOW, in tokens. Steps have a padded request without tokens."""
     monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", value)
@@ -99,7 +99,7 @@ def test_quantized_caches(backend, kv_cache_dtype, layout):
 @pytest.mark.parametrize("layout", ["packed-hnd", "packed-layers"])
 @on("sim")
 def test_codes_are_read_in_place(backend, layout):
-    """One launch decodes: 16 bytes before keys, and keys before values, leave both on 16-byte boundaries."""
+    """One launch decodes a cache in place: 16 bytes of scales before keys, and keys before values, leave both on 16-byte boundaries."""
     server = QuantizedServer(backend, MIXED, layout, headdim=64)
     impl = implementation(server, kv_cache_dtype=MIXED)
     run(server, impl, {0: 18})
@@ -158,7 +158,7 @@ def test_slots_in_any_order(backend):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *BESIDE])
-@on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
+@on("cpu-fp32", "sim", "cuda")  # not in fp64: two results are merged by softmax_lse, which is fp32
 def test_cascade(backend, kv_cache_dtype):
     """Sequences share their first two blocks (common_prefix_len 32). Attention to these, computed once and merged, changes no result."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, layout="packed-nhd")

@@ -36,6 +36,7 @@ from volta_fa.integrations.vllm.mla import VoltaMLAImpl
 OLD = not REAL or hasattr(importlib.import_module("vllm.v1.attention.backend").AttentionBackend, "get_kv_cache_shape")
 #: From 0.26 on, vLLM's layer builds another attention for the prompts of models with latents.
 PREFILL = REAL and importlib.util.find_spec("vllm.v1.attention.backends.mla.prefill") is not None
+#: Skips tests of caches with scales beside codes. With the stub they run, because Server itself allocates the cache.
 LATER = pytest.mark.skipif(REAL and OLD, reason="vLLM up to 0.26 has no room for the scales of int8")
 BACKENDS = on("cpu-fp32", "cpu-fp64", "sim", "cuda")
 #: Tokens of a block.
@@ -169,7 +170,7 @@ class QuantizedServer(Server):
         self.codes = self.kv_cache.clone()
 
     def step(self, queries, **options):
-        """Also quantizes the new tokens into `codes`."""
+        """Appends as Server.step does, and quantizes the new tokens into `codes`."""
         found = super().step(queries, **options)
         *caches, scales = paged.split_cache(self.codes, self.headdim, self.kv_cache_dtype, self.layer)
         for s, n in queries.items():

@@ -1,8 +1,12 @@
 //! Tests of backward plans: which kernels, grids and scratch memory `plan::backward` chooses for a problem, mode and GPU.
 //!
-//! Usually three kernels run. Preprocess computes row statistics and zeroes dq's accumulators. The main kernel computes dk and dv and adds
-//! to the accumulators by atomics. Postprocess rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own, without
-//! atomics; P and dS stored in memory between the main kernel and postprocess.
+//! Usually three kernels run. Preprocess computes row statistics and zeroes dq's fp32 accumulators. The main kernel computes dk and dv and
+//! adds to the accumulators by atomics. Postprocess rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own, without
+//! atomics; P and dS stored in memory between the main kernel and postprocess (`stored`).
+//!
+//! A BackwardPlan has these three kernels with their grids (`blocks`), and `main_launches`, the launches of the main one.
+//! `dq_accum_splits` counts accumulators (0: none), each of `scratch_rows` query rows and `headdim_rounded` columns. `tail` is a launch of
+//! small blocks for the last keys. BackwardMode: `has_dlse`: softmax_lse has a gradient; `split`: fp32 numbers are two fp16 parts.
 //!
 //! Helpers are in main.rs. attention(queries, keys, headdim, headdim_v) has two batch entries, and eight query heads on two KV heads.
 //! on_packed_tensors(Some([queries, keys]), a) packs it, with these totals. tuned(failed, choices) is a V100 with a tuning: kernels that
@@ -57,7 +61,7 @@ fn plans_fused_backward_for_few_keys() {
     assert!(in_parts(a(), &tuned(&["volta_bwd_varlen_fused_64_small"], &[])));
     let newer = DeviceLimits { capability: (9, 0), ..V100 };
     assert_eq!(name(&a(), &newer), "turing_bwd_varlen_fused_64");
-    assert!(in_parts(a(), &tuned_with(*COMPILED, &["turing_bwd_varlen_fused_64"], &[], newer)), "not Volta's");
+    assert!(in_parts(a(), &tuned_with(*COMPILED, &["turing_bwd_varlen_fused_64"], &[], newer)), "Volta's fused kernel does not replace it");
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
     let fused = tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#]);
     assert_eq!(name(&with(8, (4096, 64), 64), &fused), "volta_bwd_varlen_fused_64_small");
@@ -169,8 +173,8 @@ fn fp32_gradients_get_kernels_that_write_fp32() {
     }
 }
 
-/// Checks what kernels and host code assume about a family's scratch memory: for each query row -lse/scale and -delta, in groups of
-/// `group_rows` rows, at these offsets in floats, with copies at these distances.
+/// Checks what kernels and host code assume about a family's scratch memory. It has -lse/scale and -delta (delta: sum(dout * out)) of each
+/// query row, in groups of `group_rows` rows and `group_floats` floats: at these offsets in the group, with copies at these distances.
 #[test]
 fn scratch_layouts_are_consistent() {
     for table in COMPILED.0 {

@@ -1,9 +1,10 @@
-//! Tests of plans for calls with a KV cache: decode (few query rows per sequence), prefill, appends, dequantization, latents (multi-head
-//! latent attention, MLA) and its sparse form, and the indexer.
+//! Tests of plans for calls with a KV cache: decode (few query rows per sequence), prefill, appends, dequantization, latents (the cache of
+//! multi-head latent attention, MLA), sparse MLA (a query reads some chosen latents), and the indexer (DeepSeek's scores that choose them).
 //!
 //! A decode kernel's row tile has the query rows of a KV head: seqlen_q times the heads per KV head (`group`). Its grid does not depend on
-//! lengths: as many blocks as the GPU holds, which split the tokens of all sequences. attention(seqlen_q, seqlen_k, headdim, headdim_v) and
-//! other helpers are in main.rs.
+//! lengths: as many blocks as the GPU holds, which split the tokens of all sequences. The feature `tree`: queries are a tree of draft
+//! tokens. `batch_invariant`: a row's bits do not depend on the batch. attention(seqlen_q, seqlen_k, headdim, headdim_v) and other helpers
+//! are in main.rs.
 
 use super::*;
 use volta_fa::kernels::{CacheFormat, FORMATS};

@@ -2,8 +2,10 @@
 //! a GPU (`DeviceLimits`, here a V100, T4 or H200), so the tests need neither GPU nor tensors.
 //!
 //! A variant is a compiled kernel: of a pass (forward, main backward, ...), for headdims up to its own, with some features. A family is the
-//! variants of one architecture (volta, turing). Resident blocks are those that the GPU holds at once; each wave of a grid has that many.
-//! A stream-K grid divides the keys of its last wave's tiles among all resident blocks. `Reason` says why a kernel was chosen.
+//! variants of one architecture (volta, turing). A block has a tile of query rows and loops over the keys in steps; in the main kernel of
+//! the backward pass it has a key block and steps of query rows. Resident blocks are those that the GPU holds at once; each wave of a grid
+//! has that many. A stream-K grid divides the steps of its last wave's tiles among all resident blocks. `Reason` says why a kernel was
+//! chosen.
 
 mod backward;
 mod decode;
