@@ -158,7 +158,7 @@ impl SmSim<'_, '_> {
     }
 
     /// Occupies the instruction's unit. Returns when the result is written, when the sources have been read, and the reason of waits for
-    /// either. Instructions of fixed latency, the match's last arm, hold no scoreboard, so nothing waits for what it returns.
+    /// either. Instructions of fixed latency, the last arm, hold no scoreboard, so the times that it returns hardly matter.
     pub(super) fn occupy(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
         let m = self.machine;
         let inst = &self.env.prog.code[idx];
