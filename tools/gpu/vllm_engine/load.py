@@ -143,7 +143,7 @@ def memory(root: int) -> tuple[float, float]:
     except (OSError, subprocess.CalledProcessError):
         rows = []
     pairs = [row.split(",") for row in rows if re.fullmatch(r"\d+, \d+", row)]
-    return host, sum(float(used) for pid, used in pairs if int(pid) in pids)
+    return host, sum(int(used) * 2**20 / 1e6 for pid, used in pairs if int(pid) in pids)  # nvidia-smi prints MiB
 
 
 class Memory(NamedTuple):
