@@ -29,7 +29,6 @@ class Model:
     dispatches: bool = True  # whether `set_attention_backend` reaches all its attention; else diffusers' older switches do
     has_mask: bool = False  # whether it gives its attention a mask
     parallel: bool = False  # whether diffusers has a plan for its context parallelism
-    falls_back: tuple[str, ...] = ()  # reasons, of volta_fa.sdpa_stats(), for which calls rightly run PyTorch's attention
 
 
 def flux(heads: int, headdim: int, layers: int, tokens: int, text: int, axes: tuple[int, ...], width: int) -> dict[str, Any]:
