@@ -55,8 +55,8 @@ VOLTA = "VOLTA"
 
 # ---- ways to volta_fa ---------------------------------------------------------------------------------------------------------
 #
-# Each is a context in which a module's attention takes this way. It yields a function that counts calls: `ran` on volta_fa, and
-# `fell_back` to PyTorch, by reason. NotImplementedError says why a way is not for a model.
+# Each is a context in which a module's attention takes this way. It yields a function that returns counts of calls: `ran` on volta_fa,
+# and `fell_back` to PyTorch, by reason. NotImplementedError says why a way is not for a model. `model` describes the module.
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def xformers(module: Any, model: Model, device: str) -> Iterator[Callable[[], di
             module.set_attention_backend("native")
         else:
             module.disable_xformers_memory_efficient_attention()
-            for layer, processor in processors:  # diffusers puts one without joint attention into SD3's layers
+            for layer, processor in processors:  # the switch leaves SD3's layers a processor without joint attention
                 layer.set_processor(processor)
 
 
@@ -197,7 +197,7 @@ def noted(row: Row) -> Iterator[None]:
 
 
 def fallen(stats: dict[str, Any]) -> str:
-    """Returns the calls that fell back as text."""
+    """Returns as text how many calls fell back, by reason."""
     return ", ".join(f"{n} {reason}" for reason, n in stats.get("fell_back", {}).items()) or "0"
 
 
@@ -211,12 +211,12 @@ Tensors = tuple[torch.Tensor, ...]  # the output, and the gradient of the input 
 
 def judge(found: Tensors, theirs: Tensors, expected: Tensors, stats: dict[str, Any]) -> tuple[dict[str, str], bool]:
     """Returns the cells of a row, and whether it is right. `theirs`: with PyTorch's attention. `expected`: in float64."""
-    errors = [(relative(ours, exact), relative(native, exact)) for ours, native, exact in zip(found, theirs, expected)]
-    right = all(ours <= max(FLOOR, limit * native) for (ours, native), limit in zip(errors, (FORWARD, BACKWARD)))
+    errors = [(relative(ours, exact), relative(other, exact)) for ours, other, exact in zip(found, theirs, expected)]
+    right = all(ours <= max(FLOOR, limit * other) for (ours, other), limit in zip(errors, (FORWARD, BACKWARD)))
     right = right and stats.get("ran", 0) > 0 and not stats.get("fell_back")
     cells = {"error": f"{errors[0][0]:.1e}", "PyTorch's": f"{errors[0][1]:.1e}"}
     if len(errors) > 1:
-        # a table's columns have different names: the trailing space
+        # the space tells this key from the one above; show() strips it
         cells |= {"gradient": f"{errors[1][0]:.1e}", "PyTorch's ": f"{errors[1][1]:.1e}"}
     return cells | {"ran": str(stats.get("ran", 0)), "fell back": fallen(stats)}, right
 
@@ -245,7 +245,7 @@ def compare(model: Model, device: str, dtype: torch.dtype, wanted: Callable[[str
 def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
     """Yields rows of whole pipelines: two steps from given embeddings to an image, in PyTorch's attention and volta_fa's.
 
-    A scheduler has no float64, so the error is that to PyTorch's plain formula in float32."""
+    Schedulers do not run in float64, so errors are relative to a run in float32 with SDPA's math backend."""
     none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     small = {model.name: model for model in SMALL}
 
