@@ -38,8 +38,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-#: Sizes of the models and their data by device: tokens of a sequence, keys that a query of a sliding layer sees, numbers of layers, columns,
-#: query heads and KV heads, headdim of most models, and steps that are timed.
+#: Sizes of the models and their data by device: tokens of a sequence, keys that a query of a sliding layer sees, layers, columns, query
+#: heads and KV heads, headdim of most models, and steps that are timed.
 Sizes = namedtuple("Sizes", "seqlen window layers hidden heads kv_heads headdim timed_steps")
 SIZES = {"cpu": Sizes(48, 16, 2, 64, 4, 2, 16, 0), "cuda": Sizes(2048, 512, 4, 1024, 8, 4, 128, 8)}
 BATCH = 2
