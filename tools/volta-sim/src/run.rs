@@ -121,8 +121,9 @@ fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
     (per_sm, finish)
 }
 
-/// Returns for each coordinate of a grid axis one whose CTA costs as much, of which `cost` returns the cost. Samples about 24 coordinates, and bisects between two neighbors
-/// that differ by more than [`SAME_COST`] allows, so that runs of CTAs of several kinds are told apart.
+/// Returns for each of `n` coordinates of a grid axis one whose CTA costs as much. `cost` returns the cost of a coordinate's CTA. Samples
+/// about 24 coordinates, and bisects between two neighbors that differ by more than [`SAME_COST`] allows, so that runs of CTAs of several
+/// kinds are told apart.
 fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimResult<Vec<u32>> {
     let step = n.div_ceil(24);
     let mut like: Vec<u32> = (0..n).map(|c| (c / step * step + step / 2).min(n - 1)).collect();

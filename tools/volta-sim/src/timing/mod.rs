@@ -162,7 +162,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         self.ctas[slot] = Some(cta);
     }
 
-    /// Returns the warp that scheduler `s` issues from now, or as an error the next cycle at which it might have one.
+    /// Returns the warp from which scheduler `s` issues at cycle `now`, or as an error the next cycle at which it may have one.
     fn pick(&mut self, s: usize, now: u64) -> Result<usize, u64> {
         let mut best: Option<usize> = None;
         let mut best_rank = u64::MAX;
