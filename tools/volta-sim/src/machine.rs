@@ -1,6 +1,6 @@
 //! Constants of the simulated GPUs for `timing`, each with its source: the V100-SXM2's at the fields of [`Machine`], the other cards' at
-//! their values. MIO is the path of memory instructions and shuffles: a queue in each sub-partition, then a data stage of the SM, which moves
-//! a wavefront of 128 bytes at once.
+//! their values. MIO is the path of memory instructions and shuffles: a queue in each sub-partition, then a data stage of the SM, which
+//! moves a wavefront of 128 bytes at once.
 //!
 //! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018); (WP)
 //! NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming
