@@ -10,8 +10,8 @@
     python -m benchmarks.docs DIR   put results of the above into docs/reference/figures.md
 
 The other modules are commands too, except attention, driver, long_sequences, measure, report and sparse, on which they are built. All but
-ring_simulation have --help; most write --json, --plot or --markdown files. Simulated times come from tools/volta-sim, which runs the kernels' machine code on a
-CPU. Importing this package selects the checkout's build if there is one, else the installed package."""
+ring_simulation have --help; most write --json, --plot or --markdown files. Simulated times come from tools/volta-sim, which runs the
+kernels' machine code on a CPU. Importing this package selects the checkout's build if there is one, else the installed package."""
 
 import importlib.util
 import os
