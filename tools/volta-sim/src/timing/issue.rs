@@ -45,7 +45,8 @@ impl SmSim<'_, '_> {
             self.clock_reads = Some((self.clock_reads.map_or(now, |(first, _)| first), now));
         }
 
-        // --- stall attribution: to `next` the stall count or a barrier, to `ready` a scoreboard, to `now` fetches, pipes and other warps
+        // --- what the warp waited for since its last issue: until `next` the stall count or a barrier, until `ready` a scoreboard, until
+        // `now` fetches, pipes and other warps
         {
             let w = self.warps[k].as_mut().unwrap();
             let stalls = &mut self.counters.stalls;
