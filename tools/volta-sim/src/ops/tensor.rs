@@ -100,8 +100,8 @@ fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: 
     let (a, b) = (halves(w, &inst.src[0]), halves(w, &inst.src[1]));
     let [c0, c1] = registers(w, &inst.src[2]);
     // `own` and `columns` give the first of the four lanes that hold what lanes 4g..4g+3, of quad-pair g & 3, compute with. Their rows of A
-    // are their own. Columns 0 to 3 of B are in the quad-pair's lanes below 16, columns 4 to 7 in the others: F32 steps 0 and 1 (F16 step 0)
-    // compute the former
+    // are their own. Columns 0 to 3 of B are in the quad-pair's lanes below 16, columns 4 to 7 in the others. F32 steps 0 and 1 (F16: step
+    // 0) compute the former
     let own = |g: usize| 4 * g;
     let (d0, d1) = if is32 {
         let half = step as usize >> 1;
