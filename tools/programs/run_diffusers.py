@@ -5,12 +5,11 @@
     python tools/programs/run_diffusers.py --device cuda --dtype float32      # the same in float32
     python tools/programs/run_diffusers.py --only 'flux,wan/ring*'    # rows whose model or way contains a text, or matches a pattern
 
-It needs diffusers, and xformers for its rows (`pip install diffusers; pip install --no-deps xformers`). A row shows the maximum error
-of the output and of the gradient of the input, relative to the largest element of the same model in float64 with PyTorch's attention;
-beside them the errors of PyTorch's attention in the row's dtype; and the calls that volta_fa ran and that fell back. A row is WRONG if
-it fails, if its error is above 1e-6 and more than 2 times PyTorch's (gradient: 3 times), if volta_fa ran no call, or if one fell back. The
-exit status is 1 if a row is wrong. On a newer GPU the kernels are Turing's PTX: times there say nothing about a
-T4 or V100."""
+It needs diffusers, and xformers for its rows (`pip install diffusers; pip install --no-deps xformers`). The reference is the same model in
+float64 with PyTorch's attention. A row shows the maximum error of the output and of the gradient of the input, relative to the reference's
+largest element, and beside them those of PyTorch's attention in the row's dtype. It counts calls that volta_fa ran and that fell back. A
+row is WRONG if it fails, if its error is above 1e-6 and more than 2 times PyTorch's (gradient: 3 times), if volta_fa ran no call, or if one
+fell back. The exit status is 1 if a row is wrong. On a newer GPU the kernels are Turing's PTX: times there say nothing about a T4 or V100."""
 
 from __future__ import annotations
 
