@@ -9,7 +9,7 @@ It needs diffusers, and xformers for its rows (`pip install diffusers; pip insta
 float64 with PyTorch's attention. A row shows the maximum error of the output and of the gradient of the input, relative to the reference's
 largest element, and beside them those of PyTorch's attention in the row's dtype. It counts calls that volta_fa ran and that fell back. A
 row is WRONG if it fails, if its error is above 1e-6 and more than 2 times PyTorch's (gradient: 3 times), if volta_fa ran no call, or if one
-fell back. The exit status is 1 if a row is wrong. On a newer GPU the kernels are Turing's PTX: times there say nothing about a T4 or V100."""
+fell back. Exits with 1 if a row is wrong. On a newer GPU the kernels are Turing's PTX: times there say nothing about a T4 or V100."""
 
 from __future__ import annotations
 
