@@ -100,8 +100,8 @@ pub fn static_share(env: &Env, m: &Machine, sm: u32) -> Share {
 /// free slot. An SM has `slots` of them.
 ///
 /// The first CTAs go one to each SM, then a second one to each, as every SM has room. Slots that free at the same time are taken SM by SM:
-/// CTAs that start together on an SM end within 10 cycles of each other (seen in this simulator), while the same work takes different SMs
-/// longer by more than that (Jia18, the source in `machine`: the latency of L2 alone). So the next free slot is most often on the same SM.
+/// CTAs that start together on an SM end within 10 cycles of each other (seen in this simulator). On different SMs the same work differs by
+/// more than that: the latency of L2 alone does (Jia18, a source of `machine`). So the next free slot is most often on the same SM.
 fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
     let mut per_sm: Vec<Vec<u32>> = vec![vec![]; sms];
     let mut finish = vec![0u64; sms];
