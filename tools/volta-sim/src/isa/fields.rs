@@ -8,8 +8,8 @@ macro_rules! enums {
 }
 pub(super) use enums;
 
-/// A register: R0 to R254, RZ (always 0), and from [`UR0`] on the uniform registers of sm_75, which have one value per warp. They are kept as
-/// registers whose lanes are equal, so that instructions read them as any other. URZ is RZ.
+/// A register: R0 to R254, RZ (always 0), and from [`UR0`] on the uniform registers of sm_75, which have one value per warp. They are kept
+/// as registers whose lanes are equal, so that instructions read them as any other. URZ is RZ.
 pub type Reg = u16;
 pub const RZ: Reg = 255;
 pub const UR0: Reg = 256;
