@@ -215,7 +215,9 @@ def server(name: str, model: str, backend: str, *serve: str, env: dict | None = 
 
 
 def fork_jobs() -> list[dict]:
-    """Returns the jobs of 1Cat-vLLM: its three ways to volta_fa (docs/guides/1cat-vllm.md)."""
+    """Returns the jobs of 1Cat-vLLM: its three ways to volta_fa (docs/guides/1cat-vllm.md). CUSTOM is the plugin's backend, as in vLLM.
+    With VOLTA_FA_VLLM_1CAT, FLASH_ATTN_V100 runs volta_fa too: `backend` gives volta_fa's backend this name, `package` keeps 1Cat-vLLM's
+    backend and replaces the functions that it calls."""
     name, cached = "FLASH_ATTN_V100", {"enable_prefix_caching": True}  # name: 1Cat-vLLM's for its backend
     backend = {"VOLTA_FA_VLLM_1CAT": "backend", "VOLTA_FA_LOG": "1"}
     kernels = ("FA2_D256_PREFILL", "FP8_PREFILL_BRIDGE", "PREFILL_GATHER_DENSE")  # of 1Cat-vLLM, which would take long prompts

@@ -148,7 +148,7 @@ impl Warp {
                     continue;
                 }
             };
-            // whether a group waits at the same barrier
+            // whether a group waits at the same barrier as `g`
             let same = |o: &Group| match g.state {
                 GroupState::Bsync(b) => o.state == g.state && scope(o, b) == scope(&g, b),
                 _ => matches!(o.state, GroupState::Warpsync(_)) && o.pc == g.pc,
@@ -161,6 +161,7 @@ impl Warp {
             }
             let mut merged: Vec<Group> = vec![]; // the released threads, by their next pc
             self.groups.retain(|o| {
+                // the participants, and `g` itself if its own mask leaves it out
                 if same(o) && (o.mask & need != 0 || o.mask == g.mask) {
                     match merged.iter_mut().find(|m| m.pc == o.pc + 16) {
                         Some(m) => m.mask |= o.mask,
