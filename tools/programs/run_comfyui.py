@@ -10,7 +10,7 @@ ComfyUI's KSampler: on a GPU whole SDXL and Flux and a third of Qwen-Image's lay
     pytorch     its scaled_dot_product_attention, then that with enable_sdpa(), then the node of integrations/comfyui
     flash       --use-flash-attention, with volta_fa's flash_attn package
     split, quad --use-split-cross-attention, --use-quad-cross-attention
-    xformers    no flag, on a GPU and with xformers installed, which ComfyUI then prefers: that, with enable_xformers(), with the node
+    xformers    no flag, on a GPU and with xformers installed, which ComfyUI then prefers: xformers, then enable_xformers(), then the node
 
 Columns of the table:
     error       the largest difference of a path's latents, or its VAE's image, from ComfyUI's own model in a wider dtype (EXACT)

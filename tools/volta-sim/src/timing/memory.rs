@@ -149,10 +149,10 @@ impl SmSim<'_, '_> {
     /// Moves one 32-byte sector over this SM's share of the L2 bandwidth, with `dram` of DRAM's too, from cycle `at` on. Returns when it
     /// starts.
     pub(super) fn l2_transfer(&mut self, at: u64, dram: bool) -> u64 {
-        let c = 32.0 / self.l2_rate;
+        let cycles = 32.0 / self.l2_rate;
         let mut t = (at as f64).max(self.l2_free);
-        self.l2_free = t + c;
-        self.counters.l2_busy += c;
+        self.l2_free = t + cycles;
+        self.counters.l2_busy += cycles;
         if dram {
             t = self.dram_transfer(t);
         }
@@ -161,10 +161,10 @@ impl SmSim<'_, '_> {
 
     /// Moves one sector over this SM's share of the DRAM bandwidth. Returns when it starts.
     pub(super) fn dram_transfer(&mut self, at: f64) -> f64 {
-        let c = 32.0 / self.dram_rate;
+        let cycles = 32.0 / self.dram_rate;
         let t = at.max(self.dram_free);
-        self.dram_free = t + c;
-        self.counters.dram_busy += c;
+        self.dram_free = t + cycles;
+        self.counters.dram_busy += cycles;
         self.counters.dram_sectors += 1;
         t
     }
