@@ -9,9 +9,9 @@
     python -m benchmarks.plan       the kernels that the planner selects for a shape
     python -m benchmarks.docs DIR   put results of the above into docs/reference/figures.md
 
-The other modules are commands too, except attention, driver, long_sequences, measure, report and sparse, on which they are built. Each has
---help; most write --json, --plot or --markdown files. Simulated times come from tools/volta-sim, which runs the kernels' machine code on a
-CPU. Importing this package selects the checkout's build if there is one, else the installed package."""
+The other modules are commands too, except attention, driver, long_sequences, measure, report and sparse, on which they are built. All but
+ring_simulation have --help; most write --json, --plot or --markdown files. Simulated times come from tools/volta-sim, which runs the
+kernels' machine code on a CPU. Importing this package selects the checkout's build if there is one, else the installed package."""
 
 import importlib.util
 import os

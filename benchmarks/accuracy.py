@@ -87,7 +87,7 @@ def plot(speeds: Path, to: Path) -> None:
     for r in json.loads(speeds.read_text()):
         case = r["row"]["case"]
         if r["row"]["gpu"] == "rtx2080ti" and case["kind"] == "plain":
-            cases.setdefault((case["seqlen"], case["headdim"]), {})[case["op"]] = r["tflops"][0]  # [0]: by the default model
+            cases.setdefault((case["seqlen"], case["headdim"]), {})[case["op"]] = r["tflops"][0]  # [0]: by default machine constants
     (seqlen, _), *_ = cases
     figure, axes = report.panels(
         1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (12, 4.2), sharey=True
@@ -96,7 +96,7 @@ def plot(speeds: Path, to: Path) -> None:
         axis.set(title=kind, xlabel="TFLOP/s, with all preparations", ylabel="relative L1 error", yscale="log", xlim=(0, 100))
         for (_, headdim), speed in cases.items():
             q, k, v = inputs(kind, 256, seqlen, headdim)
-            expected = fwd(q.double(), k.double(), v.double())[0]
+            expected = fwd(q.double(), k.double(), v.double())[0]  # exact: the CPU computes fp64
             for name, marker, tflops, out in (
                 ("exact", "o", speed["fwd"], fwd(q, k, v)[0]),
                 ("fast", "^", speed["fwd_fast"], fwd_fast(q, k, v)[0]),

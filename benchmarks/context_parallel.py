@@ -68,16 +68,18 @@ def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None
     def send_all() -> None:
         for t in range(1, size):
             source, reader = (rank - t) % size, (rank + t) % size
-            theirs, mine = plan(ranges[reader], ranges[rank], mask), plan(ranges[rank], ranges[source], mask)
-            # theirs and mine: the rows that the reader and this rank need. room()[1] has the views of a new tensor that receive them
-            send = [message for x in (k, v) for message in messages(x, theirs.rows)]
-            receive = [part for x in (k, v) for part in room(x, mine.rows)[1]]
+            # plan(queries, keys).rows: the keys' rows that the queries need: of this rank for the reader, and of the source for this rank
+            to_reader, from_source = plan(ranges[reader], ranges[rank], mask), plan(ranges[rank], ranges[source], mask)
+            send = [message for x in (k, v) for message in messages(x, to_reader.rows)]
+            receive = [part for x in (k, v) for part in room(x, from_source.rows)[1]]  # [1]: views of a new tensor, which receive the rows
             Transfer("benchmark", dist.group.WORLD, send=send, to=reader, receive=receive, source=source).wait()
 
     return send_all
 
 
 def both(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Callable[[], None]:
+    """Returns a function that runs forward and backward."""
+
     def forward_and_backward() -> None:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         torch.autograd.grad(attend(*leaves), leaves, dout)

@@ -26,8 +26,9 @@ from . import marks, report
 
 PAGE = marks.ROOT / "docs" / "reference" / "figures.md"
 PREDICTIONS = marks.ROOT / "python" / "volta_fa" / "check" / "predictions.json"
-# names of rows with batch 1, without a feature; `predictions` keeps those whose N is a power of two
+#: Names of benchmarks.volta's rows with batch 1, without a feature; `predictions` keeps those whose N is a power of two.
 CASE = re.compile(r"D=(?P<headdim>\d+) N=(?P<seqlen>\d+) H=(?P<nheads>\d+)(?P<causal> causal)?")
+#: In README.md, the table of the layer with its commit and mark.
 _LAYER = re.compile(r"\(commit [0-9a-f]{8}\):\n\n```text\n┏.*?\n```\n\n<!-- figures of .*? -->\n", re.S)
 
 

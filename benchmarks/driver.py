@@ -4,15 +4,18 @@ benchmarks.volta, decode, models, block_mask and tables call `run` with a Benchm
 functions that make tables of their results. tools/volta-sim times one SM's part of every launch with each "model" of a row, a setting of
 its machine constants. The usual ones are the default and a perfect instruction cache (icache=false). Launch overhead is not counted.
 
---json writes a list with, for each row, `row` (its name, case, GPU, models and targets), lists by model of
-    us, tflops, gb_s, share      of all its kernels. Shares are of the tensor pipe's rate, or of DRAM's in decoding cases
-and by the first model `kernels`, the microseconds of each kernel's last launch, and of its slowest launch as `main`
-    registers, shared_bytes, loop_bytes   of the whole kernel, and code of its main loop
-    spill_instructions           instructions in its code that access local memory
-    excess_wavefront_fraction    shared-memory wavefronts of the main loop beyond a conflict-free layout's, relative to it
-    pipes                        the share of time that parts of an SM are busy
-    balance                      work of the average SM, relative to that of the busiest
-    waits                        what warps that do not issue wait for, of all warps' time"""
+--json writes a list with an object for each row:
+    row                          its name, case, GPU, models and targets
+    us, tflops, gb_s, share      lists by model, of all its kernels. Shares are of the tensor pipe's rate, or of DRAM's in decoding cases
+    kernels                      by the first model: microseconds of each kernel's last launch
+    main                         by the first model, an object for the slowest launch:
+        registers, shared_bytes  per thread, and per block
+        loop_bytes               of the main loop's code
+        spill_instructions       instructions in the kernel's code that access local memory
+        excess_wavefront_fraction  shared-memory wavefronts of the main loop beyond a conflict-free layout's, relative to it
+        pipes                    the share of time that parts of an SM are busy
+        balance                  work of the average SM, relative to that of the busiest
+        waits                    what warps that do not issue wait for, of all warps' time"""
 
 from __future__ import annotations
 

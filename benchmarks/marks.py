@@ -35,9 +35,9 @@ class Mark:
     commit: str  # 8 hexadecimal digits
     kernels: dict[str, str]  # hashes by kernel; empty for NOT_RECORDED and CHANGED
 
-    def changed(self, code: dict[str, str]) -> list[str]:
-        """Returns the kernels whose hash differs in `code`, the result of `code()`, or that it lacks."""
-        return [name for name, recorded in self.kernels.items() if code.get(name) != recorded]
+    def changed(self, hashes: dict[str, str]) -> list[str]:
+        """Returns the kernels whose hash differs in `hashes`, which code() returns, or that it lacks."""
+        return [name for name, recorded in self.kernels.items() if hashes.get(name) != recorded]
 
 
 def read(page: str) -> list[Mark]:
@@ -49,10 +49,10 @@ def read(page: str) -> list[Mark]:
     return found
 
 
-def outdate(page: str, code: dict[str, str]) -> str:
+def outdate(page: str, hashes: dict[str, str]) -> str:
     """Returns the page with CHANGED in the marks of changed kernels, and in the header of each such mark's section, if it has one."""
     for mark in read(page):
-        if mark.changed(code):
+        if mark.changed(hashes):
             before, after = page.split(mark.text, 1)
             before, header, facts = before.rpartition(f"- commit: {mark.commit}\n")
             if header and "<!-- end " not in facts:
@@ -70,7 +70,7 @@ def code() -> dict[str, str]:
 
     kernels = compare_kernels.kernels(LIBRARY)  # by name: registers of a thread, and sections, code and constants by name
     parts = {name: (str(k.registers).encode(), *(s.encode() + k.sections[s] for s in sorted(k.sections))) for name, k in kernels.items()}
-    return {name: hashlib.sha256(b"".join(code)).hexdigest()[:8] for name, code in parts.items()}
+    return {name: hashlib.sha256(b"".join(part)).hexdigest()[:8] for name, part in parts.items()}
 
 
 @functools.cache

@@ -39,7 +39,7 @@ from .driver import GPUS, Result, Row
 from .long_sequences import LENGTHS, machine, miss_share  # tokens; the simulator's settings for a share of L2 misses; that share
 from .report import Grid
 
-#: Of an entry of a fat binary: its kind if it is a cubin, and its flags by compression.
+#: Of an entry of a fat binary (see `cubins`): its kind if it is a cubin, and its flags by compression.
 _CUBIN, _LZ4, _ZSTD = 2, 0x2000, 0x8000
 
 #: Milliseconds of PyTorch's memory-efficient kernel by tokens, PYTORCH_HEADS of 128, on V100s (torch 2.9.1): S-i-l-v-e-t/ComfyUI-V100,
@@ -92,7 +92,7 @@ class Kernel:
 
 #: The torch whose wheel has the machine code of an architecture.
 TORCH = {70: "2.7.1", 75: "2.11.0+cu130"}
-#: In PyTorch's order of preference, but for the last. Users take the first one that `computes` a call.
+#: In PyTorch's order of preference, but for the last two. Callers take the first one that `computes` a call.
 KERNELS = (
     Kernel(volta.FORWARD, 64, "fmha_cutlassF_f16_aligned_64x64_rf_sm70", 17920, (32, 4), 64),
     Kernel(volta.FORWARD, 128, "fmha_cutlassF_f16_aligned_32x128_rf_sm70", 25600, (32, 4), 32),
@@ -103,9 +103,9 @@ KERNELS = (
     Kernel(volta.FORWARD, 64, "fmha_cutlassF_f16_aligned_64x64_rf_sm75", 18944, (32, 4), 64),
     Kernel(volta.FORWARD, 128, "fmha_cutlassF_f16_aligned_32x128_rf_sm75", 26112, (32, 4), 32),
     Kernel(volta.BACKWARD, 64, "fmha_cutlassB_f16_aligned_64x64_k64_sm75", 27904, (128, 1)),
-    # the simulated speed of this one is that measured on a card, not the other's: docs/validation/real-cards.md, row 5
+    # PyTorch prefers the next kernel to this one if its shared memory fits, which the cubin does not tell. TITAN_RTX was measured with this
+    # one: its simulated speed is the measured one, the next one's at least 1.3 times that.
     Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_64x64_k128_sm75", 27904, (128, 1)),
-    # PyTorch prefers it if its shared memory fits, which the cubin does not tell
     Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_128x64_k128_sm75", 54784, (256, 1)),
 )
 

@@ -48,7 +48,7 @@ The tensor pipe's share stands beside it. "Balance" is the work of the average S
 of blocks leaves SMs idle. "Warps wait for" has the two largest shares of all warps' time without an instruction.
 """
 
-#: Direction, feature ("": none), tokens, batch and target TFLOP/s by headdim, with `volta.usual_heads`.
+#: Direction, feature ("": none), tokens, batch and target TFLOP/s by headdim. The number of heads is volta.usual_heads': 32 or 40.
 USUAL: list[tuple[str, str, int, int, dict[int, int]]] = [
     (FORWARD, "", 4096, 1, {64: 104, 128: 104, 256: 86}),
     (FORWARD, "", 1024, 1, {64: 88, 128: 90, 256: 78}),

@@ -1,8 +1,11 @@
 """Trains with volta_fa and with PyTorch's own attention, and checks that the loss curves agree.
 
-A 4-layer character GPT (the demo's) on the source of Python's standard library, once for each headdim, from the same weights and on the
-same batches with each attention: volta_fa, PyTorch's scaled_dot_product_attention as it chooses its kernel ("torch"), each of PyTorch's
-kernels by name, and its choice with one rounding error: every output and gradient element moved by one or two units in the last place.
+Trains a 4-layer character GPT (the demo's) on the source of Python's standard library, once for each headdim. Each attention begins with
+the same weights and gets the same batches:
+- volta_fa
+- "torch": PyTorch's scaled_dot_product_attention, as it chooses its kernel
+- each of PyTorch's kernels by name
+- "torch" with one rounding error: every output and gradient element moved by one or two units in the last place
 PyTorch's are all correct, and training amplifies any rounding. So the largest distance of their losses from "torch" is the band of correct
 runs.
 The loss of volta_fa must stay within twice the band (BAND_FACTOR). Its gradients, at the first and at volta_fa's last weights, may be at

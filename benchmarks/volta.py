@@ -212,7 +212,7 @@ class PublishedResult:
     causal: bool
     tflops: float  # simulated with the default model
     tflops_no_icache: float | None  # simulated with a perfect instruction cache (`icache=false`)
-    row: int  # of docs/validation/real-cards.md
+    row: int  # number of its row in the table of docs/validation/real-cards.md
     published: float | None = None  # TFLOP/s that its author measured on a V100
 
 

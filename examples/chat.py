@@ -65,7 +65,7 @@ with torch.inference_mode():
         print(f"[{len(prompt)} tokens, {common} of them in the cache, {arguments.pages - len(cache.free)} pages]")
         while len(answer) < arguments.tokens:
             logits = cache.step(model, torch.tensor([new], device=device))  # writes the keys and values of `new` to the pages
-            cache.lengths[0] += len(new)  # and now they count
+            cache.lengths[0] += len(new)  # keeps them: attention ignores what lies after `lengths`
             token = int(logits[0, -1].argmax())
             if token == end:
                 break

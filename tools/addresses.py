@@ -1,11 +1,11 @@
-"""Where this project's releases, sources and issues are: python/volta_fa/addresses.json, and the pages that name them.
+"""Keeps the addresses of this project's releases, sources and issues (python/volta_fa/addresses.json), and writes pages that name them.
 
     python tools/addresses.py --release URL --source URL --issues URL     # `make release URL= SOURCE= ISSUES=` runs it
     python tools/addresses.py                                             # writes the pages again
 
-Writes `Where to get it` in docs/install.md, which says without an address what to do instead, and the issue forms' link to the release, if
-there is one. All other pages link to that section. tools/release.py puts the addresses into the release's notebook, and commands read the
-file."""
+The pages are `Where to get it` in docs/install.md, which says what to do instead of a missing address, and the issue forms, with a link to
+the release if there is one. All other pages link to that section. tools/release.py puts the addresses into the release's notebook, and
+commands of the package read the file."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ The first two take `torch==2.10.0` too: then the environment gets this release, 
   packages.
 - Otherwise, `torch` installs the default release. On a machine with a Volta GPU, it comes from PyTorch's CUDA 12.6 index,
   because the default wheels have no code for sm_70.
-- NVRTC is in a folder of its own, in the form of a CUDA toolkit (`.venv/cuda12`; the build takes $VOLTA_FA_CUDA_HOME instead if set),
-  because a torch for CUDA 12 requires an older one, and ours only compiles the kernels.
+- NVRTC is in a folder of its own, because a torch for CUDA 12 requires an older one, and ours only compiles the kernels. The folder,
+  `.venv/cuda12`, has the form of a CUDA toolkit; the build takes $VOLTA_FA_CUDA_HOME instead if set.
 - The simulator (tools/volta-sim) runs machine code that nvdisasm disassembled. Triton's wheels have an nvdisasm, up to CUDA 13.0 one that
   knows sm_70. If torch's triton is newer, an older triton goes into `.venv/triton`. `.venv/nvdisasm` links to the right program.
 - Tests need more, which `make run` does without: the newest transformers in the environment, the oldest supported one in

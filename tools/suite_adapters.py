@@ -1,8 +1,9 @@
 """What tools/suites.py has to know of each suite: how its calls run on volta_fa, and which changes its files need.
 
 Suites are tests of flash-attn, flash-attention-turing, FlashMLA, PyTorch (SDPA, nested tensors, FlexAttention), SageAttention,
-comfy-kitchen and xformers (SUITES). install_...() puts volta_fa in the place of the suite's package in this process. Some have adapt_...(),
-which edits the source of a test file, prepare_...(), which changes its module, or wanted_...(). `options`: arguments of tools/suites.py."""
+comfy-kitchen and xformers (SUITES). install_...() puts volta_fa in the place of the suite's package in this process. Some suites have
+adapt_...(), which edits the source of a test file, prepare_...(), which changes its module after it ran, or wanted_...(), which chooses
+cases. `options`: the arguments of tools/suites.py."""
 
 from __future__ import annotations
 
@@ -314,8 +315,7 @@ def install_comfy_kitchen(options) -> Callable[[], list[str]]:
     def attend(operands, dtype, mask, scale, prepared=None):
         q, k, v = operands
         if mask is None or mask.dtype == torch.bool:
-            options = {"attn_mask": mask, "rotate": True, "prepared": prepared}
-            out = torch.ops.volta_fa.fwd_fast(q, k, v, softmax_scale=scale, **options)[0]
+            out = torch.ops.volta_fa.fwd_fast(q, k, v, attn_mask=mask, softmax_scale=scale, rotate=True, prepared=prepared)[0]
         else:  # an added mask
             out = torch.ops.volta_fa.fwd(q, k, v, attn_bias=mask.to(q.dtype), softmax_scale=scale)[0]
         return out.transpose(1, 2).to(dtype)

@@ -43,7 +43,7 @@ def make_override(
         previous: the override that was in place, which then runs the other calls.
         precision: "fast" computes scores in int8, with an error of about 1%, where no mask is added and no gradient needed.
     """
-    if getattr(previous, "of_volta_fa", False):
+    if getattr(previous, "of_volta_fa", False):  # of another node on the same model: this one takes its place
         previous = previous.previous  # type: ignore[union-attr]
 
     def override(
@@ -133,6 +133,7 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: 
     if k.device != q.device or v.device != q.device:
         return "several devices"
     if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
+        # the first dtype that is not fp16 names the reason
         return str(next((t.dtype for t in (q, k, v) if t.dtype != torch.float16), q.dtype)).removeprefix("torch.")
     for headdim in (q.shape[-1], v.shape[-1]):
         if not 1 <= headdim <= max_headdim(q.device):

@@ -1,10 +1,11 @@
 """Models of diffusers' own classes with random weights, which run_diffusers.py and fast_models.py run with volta_fa
 and with PyTorch's attention: SMALL, and LARGE with released widths.
 
-Functions such as flux() take the sizes of a model and its input, and return arguments of Model. `text` is the number of text tokens,
-`width` that of columns of their embeddings (beside `frames` and `height` it is an edge of the latents), `side` an edge of a square input,
-`axes` the columns of a head for each rotary axis. Of sdxl() and vae(), `channels`, `heads` and `blocks` (of transformers) have an entry
-for each level of the model."""
+Functions such as flux() take the sizes of a model and its input, and return arguments of Model:
+- tokens, text: numbers of image tokens and of text tokens; side: the edge of a square input
+- width: columns of the text's embeddings; but in wan() and ltx(), with `frames` and `height`, the width of the latents
+- axes: columns of a head for each rotary axis; dual: SD3's layers with a second attention, of image tokens alone
+- channels, heads, blocks (of transformers) of sdxl() and vae(): an entry for each level of the model"""
 
 from __future__ import annotations
 
@@ -29,7 +30,6 @@ class Model:
     dispatches: bool = True  # whether `set_attention_backend` reaches all its attention; else diffusers' older switches do
     has_mask: bool = False  # whether it gives its attention a mask
     parallel: bool = False  # whether diffusers has a plan for its context parallelism
-    falls_back: tuple[str, ...] = ()  # reasons, of volta_fa.sdpa_stats(), for which calls rightly run PyTorch's attention
 
 
 def flux(heads: int, headdim: int, layers: int, tokens: int, text: int, axes: tuple[int, ...], width: int) -> dict[str, Any]:

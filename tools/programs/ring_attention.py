@@ -4,10 +4,10 @@
     python tools/programs/ring_attention.py --device cuda         one process for each GPU over NCCL, in float16
     python tools/programs/ring_attention.py --tests FOLDER ...    also the packages' own tests
 
-Needs ring_flash_attn 0.1.8 (with transformers 4: its adapters do not import on 5) or yunchang 0.6.4 (with einops), both from PyPI: packages
-for context parallelism, whose ranks each hold a part ("shard") of every sequence, and exchange keys and values. A package that does not
-import is skipped. FOLDER is `test/` of either repository. The packages need half precision, whose gradients they copy to float32 for their
-sums. Gradients in float32 stay in buffers that the next call overwrites.
+Both are packages for context parallelism: each rank holds a part ("shard") of every sequence, and ranks exchange keys and values. Needs one
+of them from PyPI: ring_flash_attn 0.1.8 (with transformers 4: its adapters do not import on 5) or yunchang 0.6.4 (with einops). A package
+that does not import is skipped. FOLDER is `test/` of either repository. The packages need half precision, whose gradients they convert
+to float32 for their sums. Of float32 that makes no copy, and the next call overwrites the buffers.
 
 Each row compares out and the gradients of q, k and v with dense attention in float64: the maximum error relative to the largest
 value, and in parentheses that of PyTorch's eager attention in the same dtype. Exits with 1 if an error is too large."""
@@ -38,9 +38,9 @@ NHEADS, NHEADS_K, HEADDIM = 4, 2, 32
 ALLOWED = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 #: Error that is allowed in any case, relative to the largest value: fp16's unit roundoff, half of bf16's.
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9}
-#: For one collective: a rank that fails leaves the others waiting.
+#: Time limit of one collective operation: a rank that fails leaves the others waiting.
 LIMIT = timedelta(minutes=2)
-#: First words of the names of cases that return dq in bfloat16, whatever the dtype of q.
+#: First words of the names of cases whose package returns dq in bfloat16, whatever the dtype of q.
 ROUNDED_DQ = ("ring", "basic")
 #: Keys to the left and to the right that a query sees: -1, as in flash-attn, is no limit.
 NO_WINDOW = (-1, -1)
@@ -227,10 +227,11 @@ ADAPTATIONS = {
     r"torch\.cuda\.max_memory_allocated\([^)]*\)": "0",
     r"torch\.cuda\.(reset_peak_memory_stats|synchronize)\([^)]*\)": "None",
 }
-#: Tests, and the arguments of each run by device ("": none). test_hybrid_qkvpacked_attn.py is left out: yunchang 0.6.4 misses an argument.
 _ONE_RUN = {"cpu": [""], "cuda": [""]}
 _HYBRID = "--attn_impl fa --sp_ulysses_degree"
 _RINGS = [f"{_HYBRID} 1 --use_bwd{more}" for more in ("", " --causal", " --causal --ring_impl_type zigzag")]
+#: Tests by file, with the arguments of each run by device ("": none). test_hybrid_qkvpacked_attn.py is left out: in yunchang 0.6.4 it
+#: misses an argument.
 OWN_TESTS = {
     "test_ring_flash_attn_func.py": _ONE_RUN,
     "test_zigzag_ring_flash_attn_func.py": _ONE_RUN,

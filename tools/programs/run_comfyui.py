@@ -4,19 +4,22 @@
         [--starts pytorch,flash,...] [--limit SECONDS_PER_WORKER] [--json FILE]
 
 COMFYUI_FOLDER has ComfyUI's source; this Python has its requirements. The models are ComfyUI's classes with random weights, sampled by
-ComfyUI's KSampler: on a GPU whole SDXL and Flux and a third of Qwen-Image's layers, small ones on the CPU. Each way to start ComfyUI is a
-process of its own, a worker. It takes one or several paths: ways to compute attention. The workers and their paths:
+ComfyUI's KSampler: on a GPU whole SDXL and Flux and a third of Qwen-Image's layers, small ones on the CPU. Each way to start ComfyUI
+(--starts) has a process of its own, a worker, which runs one or several paths: ways to compute attention. The workers and their paths:
 
     pytorch     its scaled_dot_product_attention, then that with enable_sdpa(), then the node of integrations/comfyui
     flash       --use-flash-attention, with volta_fa's flash_attn package
     split, quad --use-split-cross-attention, --use-quad-cross-attention
-    xformers    no flag, on a GPU and with xformers installed, which ComfyUI then prefers: that, with enable_xformers(), with the node
+    xformers    no flag, on a GPU and with xformers installed, which ComfyUI then prefers: xformers, then enable_xformers(), then the node
 
-The error of a path is the largest difference of its latents, or its VAE's image, from ComfyUI's own model with equal weights in a wider
-dtype (EXACT). `ratio`: this error divided by that of the first path, ComfyUI's SDPA. `attention`: the worst such ratio of single attention
-calls against fp64, of the node (on the CPU, of the simulated V100), over their distinct shapes. Both ratios may be 2 (ALLOWED), the first
-more below ROUNDING. `ms/step` of a VAE is its whole decode. The exit status is 1 if a path breaks this rule, fails, or runs no call on
-volta_fa where it should."""
+Columns of the table:
+    error       the largest difference of a path's latents, or its VAE's image, from ComfyUI's own model in a wider dtype (EXACT)
+    ratio       this error divided by that of the first path, ComfyUI's SDPA; at most ALLOWED, unless the error is below ROUNDING
+    attention   the worst ratio of errors of single attention calls, volta_fa's and ComfyUI's against fp64; at most ALLOWED. Calls of the
+                node, one of each shape; on the CPU, of the simulated V100
+    ms/step     of a VAE, of its whole decode
+
+The exit status is 1 if a path breaks these rules, fails, or runs no call on volta_fa where it should."""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-# In order: models by kind; a model with random weights; its latents' edge, text tokens and steps; random weights; what KSampler makes.
+# CONFIGS: models by kind; build(): a model with random weights, which randomize() makes; problem_of(): the edge of its latents, text tokens
+# and steps; sample(): the latents that KSampler makes
 from comfyui_models import CONFIGS, build, problem_of, randomize, sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -38,7 +38,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-#: Of a device. `window` is that of sliding layers, `headdim` that of most models.
+#: Sizes of the models and their data by device: tokens of a sequence, keys that a query of a sliding layer sees, layers, columns, query
+#: heads and KV heads, headdim of most models, and steps that are timed.
 Sizes = namedtuple("Sizes", "seqlen window layers hidden heads kv_heads headdim timed_steps")
 SIZES = {"cpu": Sizes(48, 16, 2, 64, 4, 2, 16, 0), "cuda": Sizes(2048, 512, 4, 1024, 8, 4, 128, 8)}
 BATCH = 2
@@ -46,7 +47,7 @@ VOCABULARY = 512
 MODELS = ("llama", "llama-packed", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt-oss")
 #: unsloth trains these in float16 between layers wherever it cannot use bfloat16, and Gemma's attention in float32, whatever the dtype.
 FORCED_FLOAT16 = ("gemma3", "gemma4", "gpt-oss")
-#: Seconds of the time limit that are kept for measuring, and seconds after which a child that measures is stopped.
+#: Seconds of --time-limit that are kept for measuring, and seconds after which a child that measures is stopped.
 MEASURING, MEASURING_ONE = 60, 20
 
 

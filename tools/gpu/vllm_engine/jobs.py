@@ -44,6 +44,7 @@ _NOT_0_26 = ("qwen3.5", "qwen3-next", "deepseek-int8", "gemma3-text", "gemma4", 
 _VISION = {"VOLTA_FA_VLLM_VISION": "1", "VOLTA_FA_LOG": "1"}
 _SDPA = {"mm_encoder_attn_backend": "TORCH_SDPA"}
 
+#: Models with Gated DeltaNet, a linear attention, in three of four layers; and endings of names in COMPARISONS for each of them.
 _WITH_DELTA_NET = ("qwen3.5", "qwen3-next")
 _DELTA_NET = [
     ("-custom", "-triton", "CUDA graphs, prefix caching"),
@@ -54,7 +55,7 @@ _DELTA_NET = [
     ("-fp8-custom", "-fp8-triton", "fp8 cache"),
     ("-int8-custom", "-int8-triton", "int8 cache"),
 ]
-#: Results compared: the job, the job with the expected tokens, and what the pair shows.
+#: Results compared: the job ("ours" in compare.py), the job with the expected tokens ("theirs"), and what the pair shows.
 COMPARISONS = [
     ("llama128-custom", "llama128-triton", "CUDA graphs, torch.compile, chunked prompts, prefix caching"),
     ("llama64-custom", "llama64-triton", "eager"),
@@ -214,7 +215,9 @@ def server(name: str, model: str, backend: str, *serve: str, env: dict | None = 
 
 
 def fork_jobs() -> list[dict]:
-    """Returns the jobs of 1Cat-vLLM: its three ways to volta_fa (docs/guides/1cat-vllm.md)."""
+    """Returns the jobs of 1Cat-vLLM: its three ways to volta_fa (docs/guides/1cat-vllm.md). CUSTOM is the plugin's backend, as in vLLM.
+    With VOLTA_FA_VLLM_1CAT, FLASH_ATTN_V100 runs volta_fa too: `backend` gives volta_fa's backend this name, `package` keeps 1Cat-vLLM's
+    backend and replaces the functions that it calls."""
     name, cached = "FLASH_ATTN_V100", {"enable_prefix_caching": True}  # name: 1Cat-vLLM's for its backend
     backend = {"VOLTA_FA_VLLM_1CAT": "backend", "VOLTA_FA_LOG": "1"}
     kernels = ("FA2_D256_PREFILL", "FP8_PREFILL_BRIDGE", "PREFILL_GATHER_DENSE")  # of 1Cat-vLLM, which would take long prompts

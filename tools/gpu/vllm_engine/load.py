@@ -3,8 +3,8 @@
 run.py starts it for jobs of kinds load and server (jobs.py). Both start `vllm serve`; with --url, they use a running server.
 
 Kind load has a KV cache that is too small for the load, so vLLM preempts. Generates greedily for each prompt alone (the quiet run), then
-for minutes with random arrivals, lengths and cancellations, then alone again. Writes wrong tokens, memory over time, and blocks in use at
-the end.
+for minutes with random arrivals, lengths and cancellations (the load), then some alone again. Greedy tokens of a prompt must be those of
+its quiet run, up to a tie. Writes wrong tokens, memory over time, and requests and cache in use at the end.
 
 Kind server sends engine.py's prompts all at once, twice, and writes what engine.py writes. It streams half of the answers.
 Then it sends the first prompts as chats."""
@@ -27,10 +27,10 @@ from typing import NamedTuple
 import aiohttp
 import psutil
 
-#: Tokens of the model, prompts, and the most tokens that a request generates.
+#: Number of the model's tokens, number of prompts, and the most tokens that a request generates.
 VOCABULARY, PROMPTS, NEW_TOKENS = 4096, 48, 96
-#: An arrival is one request, or with BURST_PROBABILITY as many as BURST. CANCELLED and SAMPLED (in place of greedy) are fractions of the
-#: requests.
+#: An arrival is one request, or with BURST_PROBABILITY as many as BURST. CANCELLED and SAMPLED (at temperature 0.8, not greedy) are
+#: fractions of the requests.
 ARRIVALS_PER_S, BURST, BURST_PROBABILITY, CANCELLED, SAMPLED = 6.0, 64, 0.05, 0.3, 0.1
 #: Largest difference of log-probabilities, in nats, that rounding explains. compare.py measures it between vLLM's own backends.
 TIE = 0.05
@@ -56,11 +56,11 @@ class Client:
         self.session, self.url, self.model = session, url, model
 
     async def choices(self, path: str, body: dict, stream: bool) -> AsyncIterator[dict]:
-        """Yields the choice in each event of the answer to a request, after an empty one."""
+        """Yields an empty choice, then the choice in each event of the answer to a request."""
         body = {"model": self.model, "ignore_eos": True, "return_token_ids": True, "stream": stream, **body}
         async with self.session.post(f"{self.url}/v1/{path}", json=body) as response:
             response.raise_for_status()
-            yield {}  # the request runs: it may be canceled before its first token
+            yield {}  # the request runs: the caller may cancel it before its first token
             if not stream:
                 yield (await response.json())["choices"][0]
                 return
@@ -107,8 +107,8 @@ class Checker:
     """Compares completions with those of the quiet run, and counts."""
 
     def __init__(self, quiet: list) -> None:
-        self.quiet = quiet  # of each prompt what Client.complete() returned
-        self.compared = self.requests = self.ties = 0  # compared: tokens
+        self.quiet = quiet  # of each prompt what Client.complete() returned in the quiet run
+        self.compared = self.requests = self.ties = 0  # numbers; compared: of tokens
         self.largest_gap = self.largest_noise = 0.0  # nats
         self.wrong: list[str] = []
 
@@ -130,7 +130,7 @@ class Checker:
 
 
 def memory(root: int) -> tuple[float, float]:
-    """Returns MB of host memory and of GPU memory (0: unknown) of a process and its children."""
+    """Returns MB (10^6 bytes) of host memory and of GPU memory (0: unknown) of a process and its children."""
     pids, host = set(), 0.0
     with contextlib.suppress(psutil.NoSuchProcess):  # the server ended: load() reports its requests' errors
         for process in (psutil.Process(root), *psutil.Process(root).children(recursive=True)):
@@ -143,7 +143,7 @@ def memory(root: int) -> tuple[float, float]:
     except (OSError, subprocess.CalledProcessError):
         rows = []
     pairs = [row.split(",") for row in rows if re.fullmatch(r"\d+, \d+", row)]
-    return host, sum(float(used) for pid, used in pairs if int(pid) in pids)
+    return host, sum(int(used) * 2**20 / 1e6 for pid, used in pairs if int(pid) in pids)  # nvidia-smi prints MiB
 
 
 class Memory(NamedTuple):
@@ -245,7 +245,8 @@ async def measure(options, job: dict, url: str, server: subprocess.Popen | None)
         before = await client.metrics()
         result |= await load(client, checker, prompts, 60 * options.minutes, server.pid if server else None)
         after = await client.metrics()
-        for _ in range(20):  # a cancellation reaches the engine after its connection closes, and the gauges with the next step
+        # a cancellation reaches the engine after its connection closes, and the gauges with the next step: a request makes one
+        for _ in range(20):
             await client.complete(prompts[0], 2)
             idle = await client.metrics()
             if not idle["num_requests_running"] + idle["num_requests_waiting"] + idle["kv_cache_usage_perc"]:
@@ -253,7 +254,7 @@ async def measure(options, job: dict, url: str, server: subprocess.Popen | None)
             await asyncio.sleep(0.5)
         result["left"] = {name: idle[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")}
         result["counters"] = {n: after[n] - before[n] for n in after if n.endswith("_total") and after[n] != before.get(n)}
-        for i in range(0, PROMPTS, 4):
+        for i in range(0, PROMPTS, 4):  # some prompts alone again
             checker.check(i, *await client.complete(prompts[i]))
     result["growth"] = growth(result["memory"])
     return result | {key: value for key, value in vars(checker).items() if key != "quiet"}

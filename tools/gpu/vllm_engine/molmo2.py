@@ -199,7 +199,7 @@ class Molmo2Reference:
         return self._linear(f"{name}.wo", (scores @ v).transpose(1, 2).flatten(2))
 
     def features(self, pixel_values: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of the tokens of images, (tokens, hidden). pooling: the patches of each, an index in its image's."""
+        """Returns the embeddings of images' tokens, (tokens, hidden). pooling: of each, indices of its patches among those of its image."""
         state, hidden = self._state, []
         x = self._linear("image_vit.patch_embedding", pixel_values) + state["image_vit.positional_embedding"]
         for i in range(_VISION["num_hidden_layers"]):

@@ -59,7 +59,7 @@ def arguments(name: str, model, ids: torch.Tensor, images: dict | None, anchored
     if images is not None:
         is_image = ids >= VOCABULARY if name == "molmo2" else ids == model.config.image_token_id
         options = {**images, **mask_of_images(name, is_image)}
-        options.pop("num_soft_tokens_per_image", None)
+        options.pop("num_soft_tokens_per_image", None)  # the processor returns it, and no model takes it
     if anchored:
         options["attention_mask"] = additive(visible_with_anchors(ids.shape[1], *map(int, anchored.split(":"))))
     return options

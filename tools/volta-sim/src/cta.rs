@@ -13,21 +13,24 @@ pub struct Arrival {
     pub group: usize,
     /// threads that the barrier waits for; 0: all of the CTA
     pub threads: u32,
-    /// lanes that arrive, and those of them whose predicate holds, a bit each
+    /// lanes that arrive, a bit each
     pub mask: u32,
+    /// those of them whose predicate holds: they vote yes in a reduction
     pub votes: u32,
 }
 
 /// A named barrier, and the reduction (BAR.RED) over the votes of the threads that have arrived.
 #[derive(Default, Clone)]
 pub struct NamedBarrier {
-    /// number of warps that have arrived, and that it expects (0: all of the CTA)
+    /// number of warps that have arrived
     pub arrived: u32,
+    /// number of warps that it waits for; 0: all of the CTA
     pub expect: u32,
     /// warps that have arrived and wait: all but those of BAR.ARV
     pub waiting: Vec<usize>,
-    /// number of threads that voted yes, and whether one voted no
+    /// number of threads that voted yes
     pub yes_votes: u32,
+    /// whether a thread voted no
     pub has_no: bool,
 }
 
@@ -39,7 +42,7 @@ pub struct Cta {
     pub warps: Vec<Warp>,
     pub barriers: Vec<NamedBarrier>,
     pub live_warps: u32,
-    /// warps released by a barrier since the caller last cleared the list
+    /// warps that barriers released, for the timing model, which empties the list after each instruction
     pub released: Vec<usize>,
 }
 
@@ -100,7 +103,7 @@ impl Cta {
                 }
             }
             w.current = 0;
-            w.merge_current();
+            w.merge_current(); // groups that waited at one pc become one
             self.released.push(warp_index);
         }
     }

@@ -127,13 +127,14 @@ impl<'a> Decoder<'a> {
         self.one_of(&[("RZ", Round::Rz), ("RM", Round::Rm), ("RP", Round::Rp)]).unwrap_or(Round::Rn)
     }
 
-    // ---- operands, in the order in which they are printed: calls make a chain --------------
+    // ---- operands: each call reads the next one that is printed, and returns the decoder for another call --------------
 
+    /// Sets the functional unit.
     pub fn on(&mut self, unit: Unit) -> &mut Self {
         self.inst.unit = unit;
         self
     }
-    /// Whether the instruction reads a constant at an address in a register, `c[0x0][UR4+0x160]`.
+    /// Returns whether the instruction reads a constant at an address in a register, `c[0x0][UR4+0x160]`.
     pub fn has_indexed_constant(&self) -> bool {
         self.operands.clone().any(|operand| matches!(operand, Operand::CMem { .. }))
     }
@@ -145,6 +146,7 @@ impl<'a> Decoder<'a> {
     pub fn src_follows(&mut self) -> bool {
         matches!(self.operands.peek(), Some(Operand::Src(..)))
     }
+    /// Reads the destination register.
     pub fn dst(&mut self) -> Result<&mut Self, String> {
         match self.next() {
             Some(Operand::Src(s, _)) if s.kind == SrcKind::Reg => self.inst.dst = s.val as Reg,
@@ -152,6 +154,7 @@ impl<'a> Decoder<'a> {
         }
         Ok(self)
     }
+    /// Reads source `i`.
     pub fn src(&mut self, i: usize) -> Result<&mut Self, String> {
         match self.next() {
             Some(Operand::Src(s, _)) => self.inst.src[i] = s,
@@ -172,6 +175,7 @@ impl<'a> Decoder<'a> {
         self.operands.next();
         Some(val)
     }
+    /// Reads a predicate if the next operand is one.
     pub fn opt_pred(&mut self) -> Option<PredOp> {
         let &Operand::Pred(p) = self.operands.peek()? else { return None };
         self.operands.next();

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 #[derive(Clone, Debug)]
 pub struct Section {
     pub name: String,
-    /// registers of the kernel in the upper 8 bits, for `.text` sections
+    /// ELF's sh_info; of a `.text` section, the upper 8 bits are the kernel's registers
     pub info: u32,
     /// empty for sections without content in the file
     pub data: Vec<u8>,
@@ -124,6 +124,7 @@ impl Cubin {
         Cubin::read(b).map_err(|e| format!("truncated or invalid cubin: {e}"))?
     }
 
+    /// The outer error is the parser's, the inner one that of an ELF file that is no cubin for a known GPU.
     fn read(b: &[u8]) -> Result<Result<Cubin, String>, object::Error> {
         let e = LittleEndian; // of all fields
         let header = FileHeader64::parse(b)?;

@@ -95,8 +95,8 @@ impl Module {
     /// hold what was stored before. Module-level `__device__` variables start from their initial value.
     ///
     /// # Safety
-    /// Every extent must be valid for reads, and unless it is read-only for writes, of its length until
-    /// this returns, and no other thread may write what the kernel reads, or access what it writes.
+    /// Every extent must be valid for reads of its length until this returns, and for writes too unless it
+    /// is read-only. No other thread may write what the kernel reads, or access what it writes.
     pub unsafe fn run(&self, kernel: &str, launch: &Launch, schedule: &Schedule) -> Result<Functional> {
         // SAFETY: promised by the caller.
         unsafe { self.prepare_launch(kernel, launch) }?.functional(schedule)

@@ -1,6 +1,6 @@
-//! Machine constants of the simulated GPUs, each with its source: the V100-SXM2's at the fields of [`Machine`], the other cards' at their
-//! values. MIO is the path of memory instructions and shuffles: a queue in each sub-partition, then a data stage of the SM, which moves a
-//! wavefront of 128 bytes at once.
+//! Constants of the simulated GPUs for `timing`, each with its source: the V100-SXM2's at the fields of [`Machine`], the other cards' at
+//! their values. MIO is the path of memory instructions and shuffles: a queue in each sub-partition, then a data stage of the SM, which
+//! moves a wavefront of 128 bytes at once.
 //!
 //! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018); (WP)
 //! NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming
@@ -88,7 +88,8 @@ machine! {
     uniform_cycles: u64 = 0,
 
     // --- latencies from issue to the release of the write scoreboard ----------------------
-    /// HMMA.884, for an HMMA that waits for its accumulators, which are forwarded: a chain takes its stall counts (1Cat: 8.66 per m8n8k4)
+    /// HMMA.884, for an HMMA that waits for its accumulators. These are forwarded, so only the stall counts delay a chain of HMMAs (1Cat:
+    /// 8.66 cycles per m8n8k4)
     hmma_forward: u64 = 2,
     /// HMMA.884, for other instructions that wait: the first results of an HMMA set come after 10..12 cycles (RGA19)
     hmma_latency: u64 = 12,
@@ -140,7 +141,8 @@ machine! {
     branch_cycles: u64 = 8,
     /// CTA launch: cycles from a free slot to the first issue, assumed
     cta_launch: u64 = 200,
-    /// minimum and maximum us of a kernel launch, in no simulated time (1Cat: an intercept of 16 to 27 us; 5 to 8 of these are simulated)
+    /// minimum and maximum us of a kernel launch, which simulated times leave out (1Cat: times against work have an intercept of 16 to 27
+    /// us, of which the simulation explains 5 to 8)
     launch_us: [f64; 2] = [10.0, 20.0],
 
     // --- bandwidth, bytes per cycle for one SM -------------------------------------------

@@ -50,7 +50,7 @@ pub fn is_float(s: &str) -> bool {
     int(s).is_none() && (is_special || number.starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// Returns the number of a register, as `R12` or `UR4`. Those of uniform registers begin at UR0; URZ is RZ.
+/// Returns the number of a register, as `R12` or `UR4`. Numbers of uniform registers begin at UR0; URZ is RZ.
 fn register(s: &str) -> Option<Reg> {
     let number = |prefix: &str, end: Reg| s.strip_prefix(prefix)?.parse().ok().filter(|&r| r < end);
     match s {
@@ -59,7 +59,7 @@ fn register(s: &str) -> Option<Reg> {
     }
 }
 
-/// Returns the number of a predicate, as `P3` or `UP0`, likewise.
+/// Returns the number of a predicate, as `P3` or `UP0`. Numbers of uniform predicates begin at UP0; UPT is PT.
 pub fn predicate(s: &str) -> Option<u8> {
     let number = |prefix: &str| s.strip_prefix(prefix)?.parse().ok().filter(|&p| p < PT);
     match s {

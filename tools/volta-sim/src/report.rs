@@ -159,7 +159,7 @@ impl Timing {
         let mut mix = BTreeMap::new();
         for (i, &h) in env.prog.code.iter().zip(&sim.executions) {
             if h > 0 {
-                *mix.entry(class(&i.mnemonic)).or_insert(0) += h;
+                *mix.entry(opcode(&i.mnemonic)).or_insert(0) += h;
             }
         }
         Timing {
@@ -202,7 +202,7 @@ fn utilization(c: &Counters, m: &Machine) -> Fractions {
         ("issue", pipe(c.insts)),
         ("l0_fill", once(c.l0_fills * m.l0_line_cycles)),
         ("l2_bw", c.l2_busy / cyc),
-        // the LSU's data stage; of that, global and local memory, and shared memory
+        // the data stage of memory instructions (MIO); of that, accesses of global and local memory, and of shared memory
         ("mio", once(c.mio_busy)),
         ("mio_global", once(c.global_wavefronts * m.wavefront_cycles)),
         ("mio_smem", once(c.smem_wavefronts * m.wavefront_cycles)),
@@ -304,7 +304,7 @@ fn by_count(mut m: Vec<(&String, f64)>) -> String {
 }
 
 /// Returns the opcode under which `mix` counts a mnemonic: without most modifiers.
-fn class(mn: &str) -> String {
+fn opcode(mn: &str) -> String {
     let mut p = mn.split('.');
     let base = p.next().unwrap_or("");
     match base {
@@ -325,7 +325,8 @@ fn class(mn: &str) -> String {
     }
 }
 
-/// Returns the main loop: the one (a backward branch) with the most executed instructions, or the innermost in it that has 70% of them.
+/// Returns the main loop. A loop is what a backward branch closes. Takes the one with the most executed instructions, then as long as a
+/// loop inside it has 70% of these, that one.
 fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
     let hist = &sim.executions;
     let total: u64 = hist.iter().sum();
@@ -350,7 +351,7 @@ fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
     let mut per = BTreeMap::new();
     for i in a..=b {
         if hist[i] > 0 {
-            *per.entry(class(&env.prog.code[i].mnemonic)).or_insert(0.0) += hist[i] as f64 / iterations as f64;
+            *per.entry(opcode(&env.prog.code[i].mnemonic)).or_insert(0.0) += hist[i] as f64 / iterations as f64;
         }
     }
     let waves: u64 = sim.smem_wavefronts[a..=b].iter().sum();

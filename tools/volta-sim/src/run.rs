@@ -1,5 +1,5 @@
 //! Runs a whole grid functionally, and finds the CTAs (thread blocks) that one SM gets, whose cycles `timing` then simulates. The cost of a
-//! CTA, its work, is the number of warp instructions that it executes. A slot is a place for a resident CTA on an SM.
+//! CTA is the number of warp instructions that it executes. A slot is room for a resident CTA on an SM.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -11,9 +11,9 @@ use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
-/// CTAs have the same work if it differs by at most one part in this many.
-const SAME_WORK: u64 = 50;
-/// Instructions that a warp executes before the next one runs, where a CTA runs only to measure its work.
+/// CTAs count as equal if their costs differ by at most one part in this many.
+const SAME_COST: u64 = 50;
+/// Instructions that a warp executes before the next one runs, where a CTA runs only to measure its cost.
 const QUANTUM: u32 = 32;
 
 /// Returns the index of CTA number `linear` in grid order: x first.
@@ -97,21 +97,22 @@ pub fn static_share(env: &Env, m: &Machine, sm: u32) -> Share {
 }
 
 /// Returns the CTAs that each SM gets, and when it ends, if a CTA takes `cost` wherever it runs. In grid order, each CTA gets the first
-/// free place. An SM has `slots` places.
+/// free slot. An SM has `slots` of them.
 ///
-/// The first CTAs go one to each SM, then a second one to each, as every SM has room. Places that free at the same time are taken SM by SM:
-/// CTAs that start together on an SM end within 10 cycles of each other (seen in this simulator), while the same work takes different SMs
-/// longer by more than that (Jia18, the source in `machine`: the latency of L2 alone). So the next free place is most often on the same SM.
+/// The first CTAs go one to each SM, then a second one to each, as every SM has room. Slots that free at the same time are taken SM by SM:
+/// CTAs that start together on an SM end within 10 cycles of each other (seen in this simulator). On different SMs the same work differs by
+/// more than that: the latency of L2 alone does (Jia18, a source of `machine`). So the next free slot is most often on the same SM.
 fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
     let mut per_sm: Vec<Vec<u32>> = vec![vec![]; sms];
     let mut finish = vec![0u64; sms];
     let mut heap = BinaryHeap::new();
     for (i, &cost) in cost.iter().enumerate() {
+        // a slot: the cycle from which it is free, here the sum of costs before, and its SM
         let (start, sm) = if i < sms * slots {
             (0, i % sms)
         } else {
-            let Reverse(place) = heap.pop().expect("a place for each CTA of the first round");
-            place
+            let Reverse(slot) = heap.pop().expect("the first `sms * slots` CTAs");
+            slot
         };
         per_sm[sm].push(i as u32);
         finish[sm] = finish[sm].max(start + cost);
@@ -120,8 +121,9 @@ fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
     (per_sm, finish)
 }
 
-/// Returns for each coordinate of a grid axis one that has as much work. Samples about 24 coordinates, and bisects between two neighbors
-/// that differ by more than [`SAME_WORK`] allows, so that runs of CTAs of several kinds are told apart.
+/// Returns for each of `n` coordinates of a grid axis one whose CTA costs as much. `cost` returns the cost of a coordinate's CTA. Samples
+/// about 24 coordinates, and bisects between two neighbors that differ by more than [`SAME_COST`] allows, so that runs of CTAs of several
+/// kinds are told apart.
 fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimResult<Vec<u32>> {
     let step = n.div_ceil(24);
     let mut like: Vec<u32> = (0..n).map(|c| (c / step * step + step / 2).min(n - 1)).collect();
@@ -132,7 +134,7 @@ fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimR
     let costs = known.iter().map(|&c| cost(c)).collect::<SimResult<Vec<_>>>()?;
     let ends: Vec<_> = known.into_iter().zip(costs).collect();
     let mut todo: Vec<_> = ends.windows(2).map(|pair| (pair[0], pair[1])).collect();
-    let differ = |a: u64, b: u64| a.abs_diff(b) * SAME_WORK > a.max(b);
+    let differ = |a: u64, b: u64| a.abs_diff(b) * SAME_COST > a.max(b);
     for &(c, _) in &ends {
         like[c as usize] = c;
     }
@@ -151,7 +153,7 @@ fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimR
 }
 
 /// Dynamic dispatch: runs one CTA of each kind functionally for its cost in warp instructions, hands CTAs out with [`deal`],
-/// and takes the SM with the most work, or `sm`. These runs write memory, which the caller restores.
+/// and takes the SM with the highest cost, or `sm`. These runs write memory, which the caller restores.
 pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> SimResult<Share> {
     let total: u32 = env.grid.iter().product();
     let mut acc = Access::default();
@@ -162,13 +164,13 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
         id[ax] = c;
         run_cta(env, id, QUANTUM, &mut acc)
     };
-    // the axes along which the work of a CTA differs
+    // the axes along which the cost of a CTA differs
     let mut varying = [false; 3];
     for ax in 0..3 {
         let n = env.grid[ax];
         for c in [n / 2, n - 1] {
             if n > 1 && !varying[ax] {
-                varying[ax] = (cost_at(ax, c)? as f64 / base - 1.0).abs() > 1.0 / SAME_WORK as f64;
+                varying[ax] = (cost_at(ax, c)? as f64 / base - 1.0).abs() > 1.0 / SAME_COST as f64;
             }
         }
     }
@@ -189,7 +191,7 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
         });
     }
     let (per_sm, finish) = deal(&cost, m.sms as usize, slots as usize);
-    // slots of an SM share its pipes: total work decides, finish time breaks ties
+    // slots of an SM share its pipes: the total cost decides, the finish time breaks ties
     let load = |s: usize| per_sm[s].iter().map(|&i| cost[i as usize]).sum::<u64>();
     let chosen = sm.unwrap_or_else(|| (0..m.sms).max_by_key(|&s| (load(s as usize), finish[s as usize], Reverse(s))).unwrap());
     let avg = (0..m.sms as usize).map(load).sum::<u64>() as f64 / m.sms as f64;
@@ -227,13 +229,13 @@ mod tests {
         assert_eq!(deal(&[5; 4], 3, 2).0, [vec![0, 3], vec![1], vec![2]]);
     }
     #[test]
-    fn places_that_free_together_are_taken_together() {
+    fn slots_that_free_together_are_taken_together() {
         let (per_sm, finish) = deal(&[5; 9], 3, 2);
         assert_eq!(per_sm, [vec![0, 3, 6, 7], vec![1, 4, 8], vec![2, 5]]);
         assert_eq!(finish, [10, 10, 5]);
     }
     #[test]
-    fn the_first_free_place_is_taken() {
+    fn the_first_free_slot_is_taken() {
         // SM 1 has the short ones
         assert_eq!(deal(&[9, 2, 9, 3, 1, 1], 2, 2).0, [vec![0, 2], vec![1, 3, 4, 5]]);
     }

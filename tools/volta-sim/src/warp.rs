@@ -31,7 +31,7 @@ pub struct Warp {
     pub groups: Vec<Group>,
     /// the group that executes
     pub current: usize,
-    /// convergence barriers by number (B0 to B15): per lane, the mask of the lanes that it meets there
+    /// convergence barriers by number (B0 to B15): per lane, the mask of the lanes that it waits for there
     pub convergence: [[u32; 32]; 16],
     /// threads that have not exited
     pub live: u32,
@@ -131,13 +131,14 @@ impl Warp {
             }
         }
     }
-    /// Releases convergence barriers and WARPSYNCs whose participants have all arrived or exited. Threads at one pc form one group.
+    /// Releases convergence barriers and WARPSYNCs whose participants have all arrived or exited: they continue at the next instruction,
+    /// and those at one pc become one group.
     pub fn check_sync(&mut self) {
         let mut i = 0;
         while i < self.groups.len() {
             let g = self.groups[i];
             let convergence = &self.convergence;
-            // participants of one BSSY share its mask: the same B register may be live in several frames of a recursive function
+            // the mask that a group's threads got from their BSSY. It tells apart the frames of a recursion that use the same B register
             let scope = |o: &Group, b: u8| convergence[b as usize][o.mask.trailing_zeros() as usize & 31];
             let need = match g.state {
                 GroupState::Bsync(b) => scope(&g, b),
@@ -147,6 +148,7 @@ impl Warp {
                     continue;
                 }
             };
+            // whether a group waits at the same barrier as `g`
             let same = |o: &Group| match g.state {
                 GroupState::Bsync(b) => o.state == g.state && scope(o, b) == scope(&g, b),
                 _ => matches!(o.state, GroupState::Warpsync(_)) && o.pc == g.pc,
@@ -157,8 +159,9 @@ impl Warp {
                 i += 1;
                 continue;
             }
-            let mut merged: Vec<Group> = vec![];
+            let mut merged: Vec<Group> = vec![]; // the released threads, by their next pc
             self.groups.retain(|o| {
+                // the participants, and `g` itself if its own mask leaves it out
                 if same(o) && (o.mask & need != 0 || o.mask == g.mask) {
                     match merged.iter_mut().find(|m| m.pc == o.pc + 16) {
                         Some(m) => m.mask |= o.mask,

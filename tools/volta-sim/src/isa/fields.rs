@@ -8,12 +8,12 @@ macro_rules! enums {
 }
 pub(super) use enums;
 
-/// A register: R0 to R254, RZ (always 0), and from [`UR0`] the uniform registers of sm_75, one value a warp (kept as a register whose
-/// lanes are equal, so that every instruction reads it as it reads any other; URZ is RZ).
+/// A register: R0 to R254, RZ (always 0), and from [`UR0`] on the uniform registers of sm_75, which have one value per warp. They are kept
+/// as registers whose lanes are equal, so that instructions read them as any other. URZ is RZ.
 pub type Reg = u16;
 pub const RZ: Reg = 255;
 pub const UR0: Reg = 256;
-/// uniform registers, URZ not counted
+/// number of the uniform register that is always 0, after UR0 to UR62
 pub const URZ: Reg = 63;
 
 /// A predicate: P0 to P6, PT (always true), and from [`UP0`] the uniform predicates of sm_75 (UPT is PT).
@@ -25,6 +25,7 @@ enums! {
 
     /// Which parts of a source register are read.
     Sel {
+        /// all of it
         None,
         /// the low half, or the high one, as both halves
         H0H0,
@@ -42,7 +43,7 @@ enums! {
 #[derive(Clone, Copy, Debug)]
 pub struct Src {
     pub kind: SrcKind,
-    /// register number, immediate bits, or byte offset inside the constant bank
+    /// register number, immediate bits, or byte offset inside constant bank `bank`
     pub val: u32,
     pub bank: u8,
     pub neg: bool,

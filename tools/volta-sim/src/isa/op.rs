@@ -3,8 +3,9 @@
 //!
 //! Variants and fields have the names of nvdisasm's mnemonics and modifiers: `x` is .X (adds a carry), `ex` .EX (continues a comparison of
 //! the low words), `bf` .BF (1.0 for true), `hand` .H_AND (both halves), `pand` .PAND (joins by and, not or), `mrg` .MRG_H0 or .MRG_H1.
-//! `signed` is false with .U32. `lut` is a truth table of three inputs. `bop` joins a comparison with a source predicate. fields.rs has the
-//! operands and the other modifiers.
+//! `wrap` is .W (shift amounts modulo the width, not clamped), `sh` .SH (a distance from bit 31), `sx32` .SX32 (extends the sign to 64
+//! bits), `hi` .HI (the high word). `signed` is false with .U32. `lut` is a truth table of three inputs. `bop` joins a comparison with a
+//! source predicate. fields.rs has the operands and the other modifiers.
 
 use super::fields::*;
 
@@ -76,9 +77,10 @@ enums! {
 
     /// Matrix products of the tensor cores.
     Tensor {
-        /// HMMA.884; `f32`: the accumulators' type, else half; `step`: which part of the result it computes; `_col`: the operand is in column order
+        /// HMMA.884; `f32`: the accumulators' type, else half; `step`: which part of the result it computes; `_col`: the operand is in
+        /// column order
         Hmma884 { f32: bool, step: u8, a_col: bool, b_col: bool },
-        /// HMMA.1688 of sm_75; `f32` likewise
+        /// HMMA.1688 of sm_75; `f32` as above
         Hmma1688 { f32: bool },
         /// IMMA.8816 of sm_75; which operands are unsigned
         Imma8816 { unsigned: [bool; 2] },
@@ -118,7 +120,7 @@ enums! {
         St { space: Space, bytes: u8 },
         /// loads 1, 2 or 4 matrices of 8x8 halves from shared memory: lane 8i+r has the address of row r of matrix i
         Ldsm { matrices: u8, transposed: bool },
-        /// brings the bytes at an address to L2: has an effect in the timing model alone
+        /// brings the bytes at an address to L2: in the timing model alone
         Prefetch,
         /// tests whether a generic address is in shared memory, or in local memory: never, since generic addresses are not local here
         Qspc { shared: bool },
@@ -153,9 +155,9 @@ enums! {
         Bar(BarMode),
         /// the result of the last reducing BAR
         B2r,
-        /// memory is always consistent here: has an effect in the timing model alone
+        /// orders memory, which is always consistent here: it takes time in the timing model alone
         Membar,
-        /// waits until at most `n` of a scoreboard's instructions are pending: likewise
+        /// waits until at most `n` of a scoreboard's instructions are pending: in the timing model alone
         Depbar { sb: u8, n: u8 },
     }
 

@@ -52,7 +52,7 @@ impl Class for Atomic {
             (s.bits(0)?.each(|x| x as u64), s.bits(1)?.each(|x| x as u64))
         };
         let env = s.env;
-        // ATOM's predicate asks the code that follows it to do the operation on shared memory
+        // ATOM leaves out lanes with addresses in shared memory: its predicate, false there, has the code after it do their operation
         let elsewhere = if self.generic { s.active & in_shared_window(s) } else { 0 };
         let _guard = (env.lock_atomics && self.space == Space::Global).then(|| env.mem.lock_atomics());
         let mut old = [0u64; 32];

@@ -1,7 +1,9 @@
 //! Branches, calls and exits, convergence barriers, and barriers of a CTA, of memory and of the scoreboards.
 //!
-//! A warp's threads are in groups that share a pc ([`crate::warp`]). In `execute`, `gi` is the index of the group that runs, `here` its
-//! threads, and `m` those of them whose guard holds. A branch that only some take divides the group.
+//! A warp's threads are in groups that share a pc ([`crate::warp`]). `Cta::step` moves the running group's pc to the next instruction (16
+//! bytes on), then calls `execute`, which overwrites it for a branch. In `execute`, `gi` is the index of the running group, `here` the mask
+//! of its lanes, and `m` the mask of those whose guard holds. A branch that only some take divides the group.
+//! `merge_current` joins groups that have met at one pc; `check_sync` releases barriers whose threads have all come or exited.
 
 use crate::cta::Arrival;
 use crate::decoder::{Decoded, Decoder};
@@ -23,6 +25,7 @@ impl Class for Branch {
                 if d.base == "CALL" {
                     Branch::Call
                 } else if d.has("DIV") || d.has("CONV") {
+                    // taken by the whole group or not at all: CONV if it has all live threads of the warp, DIV if it does not
                     Branch::BraIf { converged: d.has("CONV") }
                 } else {
                     Branch::Bra
@@ -35,7 +38,7 @@ impl Class for Branch {
                     Some(Operand::Src(s, _)) if s.kind == SrcKind::Imm => s.val,
                     _ => return Err(d.fail("BRX offset")),
                 };
-                // from the next instruction
+                // the offset counts from the next instruction
                 d.inst.target = (d.inst.pc + 16).wrapping_add(offset);
                 Branch::Brx
             }
@@ -118,7 +121,8 @@ fn jump(s: &mut Step, take: u32) {
     s.access.taken = take != 0;
 }
 
-// ---- convergence barriers: BSSY Bn stores the mask of its threads in Bn, and each of them waits at BSYNC Bn for the others ---
+// ---- convergence barriers: BSSY Bn stores the mask of its threads in Bn, and each of them waits at BSYNC Bn for the others. Bn has a
+// mask per lane: lanes in different frames of a recursion wait for different threads ----
 
 impl Class for Convergence {
     fn decode(d: &mut Decoder) -> Decoded {
@@ -184,7 +188,7 @@ impl Class for Convergence {
                         s.warp.groups[gi].mask = here & !m;
                     }
                     for (_, mask) in scopes {
-                        // pc advances on release
+                        // the pc stays at BSYNC until check_sync() releases the group
                         s.warp.groups.push(Group { pc: s.inst.pc, mask, state: GroupState::Bsync(b) });
                     }
                     s.warp.current = 0;
@@ -192,6 +196,7 @@ impl Class for Convergence {
                 }
             }
             Convergence::Break(b) => {
+                // takes threads out of the barrier, so that the others no longer wait for them
                 let m = m & s.predicate(0);
                 if m != 0 {
                     let scope = s.warp.convergence[b as usize][m.trailing_zeros() as usize];
@@ -212,6 +217,7 @@ impl Class for Convergence {
                 let v = s.bits(0)?;
                 assign(&mut s.warp.convergence[b as usize], &v, m);
             }
+            // waits for the lanes in its source
             Convergence::Warpsync => {
                 let need = s.bits(0)?[m.trailing_zeros() as usize & 31] & s.warp.live;
                 if m != 0 && need & !here != 0 {
@@ -270,6 +276,7 @@ impl Class for Barrier {
         match self {
             Barrier::Bar(mode) => {
                 let (id, threads) = (s.bits(0)?[0] as usize & 15, s.bits(1)?[0]);
+                // Cta::step() passes it to the CTA, which may make the group wait
                 let arrival = Arrival { id, mode, group: s.group, threads, mask: s.active, votes: s.predicate(0) & s.active };
                 s.arrival = (s.active != 0).then_some(arrival);
             }
@@ -278,7 +285,7 @@ impl Class for Barrier {
                 s.write(&[v; 32]);
                 s.set_predicate(0, if v != 0 { !0 } else { 0 });
             }
-            // they only take time (timing/): results of instructions are there at once
+            // they wait for memory and for results, which are there at once here: only the timing model (timing/) makes them take time
             Barrier::Membar | Barrier::Depbar { .. } => {}
         }
         Ok(())

@@ -107,7 +107,7 @@ fn source(s: &Step, i: usize, ftz: bool) -> SimResult<[f32; 32]> {
     Ok(s.f32(i)?.each(|x| flush_subnormal(x, ftz)))
 }
 
-/// Returns `near`, the results rounded to nearest, or with another rounding the exact ones rounded so.
+/// Returns each lane's result: `near`, which f32 arithmetic rounds to nearest, or for another mode `exact`, in f64, rounded in that mode.
 #[inline(always)]
 fn rounded(rnd: Round, near: impl Fn(usize) -> f32, exact: impl Fn(usize) -> f64) -> [f32; 32] {
     match rnd {

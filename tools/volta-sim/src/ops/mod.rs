@@ -38,8 +38,8 @@ pub fn undecodable(raw: &RawInst, why: String) -> Inst {
 }
 
 impl Cta {
-    /// Executes the next instruction of warp `warp_index`, which must be runnable, and returns its index. `now` feeds the clock registers.
-    /// `access` receives the lanes, addresses and branch for the timing model.
+    /// Executes the next instruction of warp `warp_index`, which must be runnable. Returns the instruction's index in the code. `now`
+    /// feeds the clock registers. `access` receives the lanes, addresses and branch for the timing model.
     pub fn step(&mut self, warp_index: usize, env: &Env, now: u64, access: &mut Access) -> SimResult<usize> {
         let w = &mut self.warps[warp_index];
         let group = match w.select() {
@@ -55,7 +55,7 @@ impl Cta {
         access.mask = active;
         access.taken = false;
         w.insts += 1;
-        w.groups[group].pc = pc + 16;
+        w.groups[group].pc = pc + 16; // a branch overwrites it
 
         let mut s =
             Step { env, inst, warp: w, group, group_mask, active, shared: &mut self.shared, cta: &self.id, now, access, arrival: None };
@@ -82,7 +82,7 @@ impl Cta {
 /// Mnemonics that decode as [`Op::Nop`]: hints, and control of caches. CCTL.PF2 is an exception, a prefetch.
 const WITHOUT_EFFECT: [&str; 7] = ["NOP", "PREEXIT", "NANOSLEEP", "ERRBAR", "CCTL", "CCTLL", "CCTLT"];
 
-/// Executes an operation with these features of the host. Its loops run over 32-lane arrays: AVX2 lets LLVM vectorize them, FMA makes
+/// Executes an operation, compiled for these features of the host. Loops run over 32-lane arrays: AVX2 lets LLVM vectorize them, FMA makes
 /// `f32::mul_add` an instruction instead of a libm call. Each class is a function of its own: in one for all, LLVM vectorizes less.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt,lzcnt")]
@@ -113,6 +113,7 @@ macro_rules! classes {
                 d.inst.unit = Unit::Ctl;
                 return Ok(Some(Op::Nop));
             }
+            // a uniform instruction, as UIADD3, is decoded as its vector twin, IADD3; `scalar`: it runs on the uniform datapath
             let scalar = uniform::as_vector(d)?;
             $(if let Some(op) = $class::decode(d)? {
                 if scalar {

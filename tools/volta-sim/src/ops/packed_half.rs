@@ -15,6 +15,7 @@ impl Class for PackedHalf {
         let op = match d.base {
             "HADD2" | "HMUL2" | "HFMA2" => {
                 let sources = if d.base == "HFMA2" { 3 } else { 2 };
+                // MMA, which ptxas adds to some, changes nothing here
                 d.allow(&["F32", "SAT", "FTZ", "MRG_H0", "MRG_H1", "MMA"])?.dst()?.srcs(sources)?;
                 let (sat, ftz) = (d.sat(), d.ftz());
                 let mrg = d.one_of(&[("MRG_H0", Merge::H0), ("MRG_H1", Merge::H1)]).unwrap_or(Merge::Both);
@@ -102,6 +103,7 @@ fn write(s: &mut Step, lo: [u16; 32], hi: [u16; 32], mrg: Merge, ftz: bool) {
     }));
 }
 
+/// Flushes a subnormal half to zero of the same sign if `on`.
 #[inline(always)]
 fn flush(h: u16, on: bool) -> u16 {
     if on && h & 0x7c00 == 0 {

@@ -86,7 +86,7 @@ fn decode_imma(d: &mut Decoder) -> Result<Op, String> {
 
 /// One HMMA.884 step: four independent 8x8x4 products, one per quad-pair.
 ///
-/// Quad-pair q owns lanes {4q..4q+3, 16+4q..16+4q+3}; thread t of a quad-pair holds
+/// Quad-pair q owns lanes {4q..4q+3, 16+4q..16+4q+3}. Value v of its thread t (v: 0 to 3, of C 0 to 7) is
 /// ```text
 ///   A row: A[t][v]          A col: A[4*(t>=4)+v][t%4]
 ///   B col: B[v][t]          B row: B[t%4][4*(t>=4)+v]
@@ -99,8 +99,9 @@ fn decode_imma(d: &mut Decoder) -> Result<Op, String> {
 fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: bool) {
     let (a, b) = (halves(w, &inst.src[0]), halves(w, &inst.src[1]));
     let [c0, c1] = registers(w, &inst.src[2]);
-    // Lanes 4g..4g+3, of quad-pair g & 3, hold the rows of A that they compute with. Columns 0 to 3 of B are in the quad-pair's lanes below
-    // 16, columns 4 to 7 in the others: F32 steps 0 and 1 (F16 step 0) compute the former
+    // `own` and `columns` give the first of the four lanes that hold what lanes 4g..4g+3, of quad-pair g & 3, compute with. Their rows of A
+    // are their own. Columns 0 to 3 of B are in the quad-pair's lanes below 16, columns 4 to 7 in the others. F32 steps 0 and 1 (F16: step
+    // 0) compute the former
     let own = |g: usize| 4 * g;
     let (d0, d1) = if is32 {
         let half = step as usize >> 1;
@@ -115,8 +116,8 @@ fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: 
         let column = |i: usize, c: &V, shift: u32| {
             dot(&a, &vectors(&b, !b_col, columns, [i; 4]), c.each(|c| h2f((c >> shift) as u16) as f64)).each(|d| d2h(d) as u32)
         };
-        let (d, e, f, g) = (column(0, &c0, 0), column(1, &c0, 16), column(2, &c1, 0), column(3, &c1, 16));
-        (lanes(|l| d[l] | e[l] << 16), lanes(|l| f[l] | g[l] << 16))
+        let d = [column(0, &c0, 0), column(1, &c0, 16), column(2, &c1, 0), column(3, &c1, 16)];
+        (lanes(|l| d[0][l] | d[1][l] << 16), lanes(|l| d[2][l] | d[3][l] << 16))
     };
     w.write(inst.dst, &d0, !0);
     w.write(inst.dst + 1, &d1, !0);

@@ -4,9 +4,10 @@ use super::cache::ICache;
 use serde::Serialize;
 use std::collections::VecDeque;
 
-/// What a warp waits for, as in [`Stalls`]. An earlier instruction holds a scoreboard until its result is there.
+/// What a warp waits for; [`Stalls`] counts the cycles. An earlier instruction holds a scoreboard until its result is there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) enum WaitReason {
+    /// the cycles that the instruction before asks for in its encoding
     #[default]
     StallCount,
     ShortScoreboard,
@@ -50,18 +51,21 @@ pub(super) struct WarpTiming {
     pub(super) last_issue: u64,
     /// whether it waits at a barrier of its CTA
     pub(super) blocked: bool,
-    /// since its last issue: how often its pipe was busy, its instruction absent, and how often the scheduler looked at it
+    /// since its last issue: how often the scheduler looked at it
+    pub(super) scans: u64,
+    /// of these, how often its pipe was busy, and how often its instruction was absent
     pub(super) pipe_wait: u64,
     pub(super) fetch_wait: u64,
-    pub(super) scans: u64,
 }
 
 /// A sub-partition of the SM: a scheduler with its pipes.
 #[derive(Default)]
 pub(super) struct SubPartition {
+    /// its warps, as indices of `SmSim::warps`
     pub(super) warps: Vec<usize>,
-    /// the warp that issued last, and whether its instruction asked to prefer another
+    /// the warp that issued last
     pub(super) last: Option<usize>,
+    /// whether that warp's instruction asked to prefer another warp
     pub(super) last_yield: bool,
     /// by `Unit`: when the pipe can take another instruction
     pub(super) free: [u64; 8], // Unit::Ctl, the last one, has no pipe

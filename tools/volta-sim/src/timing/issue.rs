@@ -1,6 +1,6 @@
 //! Issue of an instruction: units, scoreboards and stall counts. A scoreboard is one of six counters of a warp: an instruction of variable
 //! latency holds one, and later instructions wait for it. `s` is a sub-partition (scheduler), `k` an index of `SmSim::warps`, `idx` the
-//! number of an instruction in the code. Times are cycles.
+//! number of an instruction in the code. `w` is a warp's `WarpTiming`, what the scheduler knows of it. Times are cycles.
 
 use super::counters::{Release, WaitReason};
 use super::SmSim;
@@ -45,7 +45,8 @@ impl SmSim<'_, '_> {
             self.clock_reads = Some((self.clock_reads.map_or(now, |(first, _)| first), now));
         }
 
-        // --- stall attribution: to `next` the stall count or a barrier, to `ready` a scoreboard, to `now` fetches, pipes and other warps
+        // --- what the warp waited for since its last issue: until `next` the stall count or a barrier, until `ready` a scoreboard, until
+        // `now` fetches, pipes and other warps
         {
             let w = self.warps[k].as_mut().unwrap();
             let stalls = &mut self.counters.stalls;
@@ -66,7 +67,8 @@ impl SmSim<'_, '_> {
             w.last_issue = now;
         }
 
-        // --- resources, and when results are written (wr) and sources read (rd): without active lanes an instruction takes no unit
+        // --- resources, and when results are written (wr) and sources read (rd), which release scoreboards. An instruction whose guard
+        // holds in no lane takes no unit
         let (wr, rd, why) = if acc.mask == 0 && !matches!(inst.unit, Unit::Ctl) {
             (now + 1, now + 1, WaitReason::ShortScoreboard)
         } else {
@@ -99,7 +101,7 @@ impl SmSim<'_, '_> {
         self.subs[s].last = Some(k);
         self.subs[s].last_yield = inst.ctrl.yield_;
 
-        // --- barrier releases and exits; the warps of a CTA's slot are next to each other in `warps`
+        // --- barrier releases and exits; the warps of a CTA are next to each other in `warps`, from `base` on
         let cta = self.ctas[slot].as_mut().unwrap();
         let released = std::mem::take(&mut cta.released);
         let base = slot * cta.warps.len();
@@ -129,18 +131,19 @@ impl SmSim<'_, '_> {
         Ok(all_done.then_some(slot))
     }
 
-    /// Computes when warp `k` may issue its next instruction: after its stall count (reason `base_why`) and the scoreboards that it needs.
-    pub(super) fn refresh(&mut self, k: usize, base_why: WaitReason) {
+    /// Computes when warp `k` may issue its next instruction: not before `w.next`, for which it waits because of `reason` (the stall count
+    /// or a barrier), and not before the scoreboards that the instruction needs.
+    pub(super) fn refresh(&mut self, k: usize, reason: WaitReason) {
         let w = self.warps[k].as_mut().unwrap();
-        let ww = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.warp_index];
-        let Some(g) = ww.select() else {
+        let warp = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.warp_index];
+        let Some(g) = warp.select() else {
             w.blocked = true;
             return;
         };
         w.blocked = false;
-        let Some(inst) = self.env.prog.code.get((ww.groups[g].pc / 16) as usize) else { return };
+        let Some(inst) = self.env.prog.code.get((warp.groups[g].pc / 16) as usize) else { return };
         w.ready = w.next;
-        w.ready_reason = base_why;
+        w.ready_reason = reason;
         let is_hmma = is_hmma884(inst);
         for i in 0..6 {
             if inst.ctrl.wait >> i & 1 != 0 {
@@ -156,7 +159,7 @@ impl SmSim<'_, '_> {
     }
 
     /// Occupies the instruction's unit. Returns when the result is written, when the sources have been read, and the reason of waits for
-    /// either. Results of fixed latency use no scoreboard, so the last case hardly matters.
+    /// either. Instructions of fixed latency, the last arm, hold no scoreboard, so the times that it returns hardly matter.
     pub(super) fn occupy(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
         let m = self.machine;
         let inst = &self.env.prog.code[idx];

@@ -93,9 +93,9 @@ impl SmSim<'_, '_> {
             q.pop_front();
         }
         q.push_back(start);
-        let done = start + busy - each; // last wavefront enters
+        let done = start + busy - each; // when the last wavefront enters the data stage
         let rd = done + m.rd_release;
-        let tail = |lat: u64| lat - m.mio_delay; // latencies count from the address unit
+        let tail = |latency: u64| latency - m.mio_delay; // the constants count from the address unit, mio_delay before the data stage
         match space {
             None if matches!(inst.op, Op::WarpWide(WarpWide::Movm)) => (done + tail(m.movm_latency), rd, WaitReason::ShortScoreboard),
             None => (done + tail(m.shfl_latency), rd, WaitReason::ShortScoreboard),
@@ -104,14 +104,14 @@ impl SmSim<'_, '_> {
             Some(sp) => {
                 self.counters.global_wavefronts += waves as u64;
                 let mut ready = done + tail(m.l1_latency);
-                for sct in sectors {
-                    let a = sct * 32;
+                for sector in sectors {
+                    let a = sector * 32; // its byte address
                     if write && sp == Space::Global {
                         // write-through; atomics are performed in L2
-                        let t = self.l2_xfer(done, false);
+                        let t = self.l2_transfer(done, false);
                         self.counters.store_sectors += 1;
                         if !self.l2.access(a) && self.is_written_back(a) {
-                            self.dram_xfer(t as f64);
+                            self.dram_transfer(t as f64);
                         }
                         if atomic {
                             ready = ready.max(t + tail(m.l2_latency) + m.atom_extra);
@@ -120,13 +120,14 @@ impl SmSim<'_, '_> {
                     }
                     if prefetch {
                         if !self.l2.access(a) && self.first_touch(a) {
-                            let arrives = self.dram_xfer(done as f64) as u64 + tail(m.dram_latency);
-                            self.in_flight.insert(sct, arrives);
+                            let arrives = self.dram_transfer(done as f64) as u64 + tail(m.dram_latency);
+                            self.in_flight.insert(sector, arrives);
                         }
                         continue;
                     }
                     if !strong {
                         self.counters.l1_sectors += 1;
+                        // stores to local memory, the only ones that come here, stay in L1
                         if self.l1.access(a) || write {
                             self.counters.l1_hits += 1;
                             continue;
@@ -134,9 +135,9 @@ impl SmSim<'_, '_> {
                     }
                     self.counters.l2_sectors += 1;
                     let hit = self.l2.access(a) || sp == Space::Local || !self.first_touch(a);
-                    let t = self.l2_xfer(done, !hit);
+                    let t = self.l2_transfer(done, !hit);
                     ready = ready.max(t + tail(if hit { m.l2_latency } else { m.dram_latency }));
-                    if let Some(arrives) = self.in_flight.remove(&sct) {
+                    if let Some(arrives) = self.in_flight.remove(&sector) {
                         ready = ready.max(arrives);
                     }
                 }
@@ -147,35 +148,36 @@ impl SmSim<'_, '_> {
 
     /// Moves one 32-byte sector over this SM's share of the L2 bandwidth, with `dram` of DRAM's too, from cycle `at` on. Returns when it
     /// starts.
-    pub(super) fn l2_xfer(&mut self, at: u64, dram: bool) -> u64 {
-        let c = 32.0 / self.l2_rate;
+    pub(super) fn l2_transfer(&mut self, at: u64, dram: bool) -> u64 {
+        let cycles = 32.0 / self.l2_rate;
         let mut t = (at as f64).max(self.l2_free);
-        self.l2_free = t + c;
-        self.counters.l2_busy += c;
+        self.l2_free = t + cycles;
+        self.counters.l2_busy += cycles;
         if dram {
-            t = self.dram_xfer(t);
+            t = self.dram_transfer(t);
         }
         t as u64
     }
 
     /// Moves one sector over this SM's share of the DRAM bandwidth. Returns when it starts.
-    pub(super) fn dram_xfer(&mut self, at: f64) -> f64 {
-        let c = 32.0 / self.dram_rate;
+    pub(super) fn dram_transfer(&mut self, at: f64) -> f64 {
+        let cycles = 32.0 / self.dram_rate;
         let t = at.max(self.dram_free);
-        self.dram_free = t + c;
-        self.counters.dram_busy += c;
+        self.dram_free = t + cycles;
+        self.counters.dram_busy += cycles;
         self.counters.dram_sectors += 1;
         t
     }
 
-    /// Returns whether this SM pays for writing a stored sector to DRAM: for its share of each buffer larger than L2. Others stay in L2.
+    /// Returns whether this SM pays for writing a stored sector to DRAM: for its share of each buffer larger than L2, from whose budget it
+    /// takes the sector. Smaller buffers stay in L2.
     pub(super) fn is_written_back(&mut self, addr: u64) -> bool {
         let buffers = &self.env.mem.bufs;
         buffers.iter().find(|b| b.touches(addr)).is_some_and(|b| b.len > self.machine.l2_bytes) && self.first_touch(addr)
     }
 
-    /// Returns whether this SM pays the DRAM fetch of a sector that no warp of it touched before. It pays
-    /// for its share of each buffer, one part in as many as SMs are busy. The others bring the rest into L2.
+    /// Returns whether this SM pays the DRAM fetch of a sector that no warp of it touched before, and takes it off the buffer's budget
+    /// (`dram_budget`). It pays for one part in as many as SMs are busy. The others bring the rest into L2.
     pub(super) fn first_touch(&mut self, addr: u64) -> bool {
         let Some(i) = self.env.mem.bufs.iter().position(|b| b.touches(addr)) else { return false };
         let pays = self.dram_budget[i] > 0;

@@ -1,6 +1,6 @@
 //! Timing model of one SM, which `launch` runs: issue follows the control codes (stall counts and scoreboards in each instruction), pipes
 //! and memory are resources with a "free at" time, and instructions execute functionally when they issue. Times are cycles. A line of code
-//! is 128 bytes, 8 instructions. A sub-partition is one of the SM's four schedulers with its pipes. A slot is a place for a resident CTA.
+//! is 128 bytes, 8 instructions. A sub-partition is one of the SM's four schedulers with its pipes. A slot is room for a resident CTA.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -26,7 +26,7 @@ pub struct SmSim<'a, 'e> {
     pub counters: Counters,
     /// by instruction of the code, like the next three: how often a warp executed it
     pub executions: Vec<u64>,
-    /// issue-to-issue cycles attributed to waiting before each instruction
+    /// cycles that warps waited before they issued it
     pub wait_cycles: Vec<u64>,
     /// shared-memory wavefronts, and those beyond the ideal
     pub smem_wavefronts: Vec<u64>,
@@ -48,7 +48,7 @@ pub struct SmSim<'a, 'e> {
     l2: Cache,
     /// sectors that were prefetched and not loaded yet, and when they arrive in L2
     in_flight: HashMap<u64, u64>,
-    /// sectors of each buffer that this SM still fetches from DRAM: its share, as other SMs bring the rest into L2
+    /// by buffer, the sectors that this SM still fetches from DRAM: its share, as other SMs bring the rest into L2
     dram_budget: Vec<u64>,
     /// cycles of the first and the last read of the clock by the first warp that reads it
     pub clock_reads: Option<(u64, u64)>,
@@ -162,10 +162,10 @@ impl<'a, 'e> SmSim<'a, 'e> {
         self.ctas[slot] = Some(cta);
     }
 
-    /// Returns the warp that scheduler `s` issues from now, or as an error the next cycle at which it might have one.
+    /// Returns the warp from which scheduler `s` issues at cycle `now`, or as an error the next cycle at which it may have one.
     fn pick(&mut self, s: usize, now: u64) -> Result<usize, u64> {
         let mut best: Option<usize> = None;
-        let mut best_age = u64::MAX;
+        let mut best_rank = u64::MAX;
         let mut next = u64::MAX;
         let (last, last_yielded) = (self.subs[s].last, self.subs[s].last_yield);
         for i in 0..self.subs[s].warps.len() {
@@ -180,9 +180,9 @@ impl<'a, 'e> SmSim<'a, 'e> {
             }
             let age = w.age;
             w.scans += 1;
-            let ww = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.warp_index];
-            let g = ww.select().expect("unblocked warp has a runnable group");
-            let pc = ww.groups[g].pc;
+            let warp = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.warp_index];
+            let g = warp.select().expect("unblocked warp has a runnable group");
+            let pc = warp.groups[g].pc;
             // Cta::step fails for a pc outside the code
             let Some(inst) = self.env.prog.code.get((pc / 16) as usize) else { return Ok(k) };
             if self.machine.icache {
@@ -199,14 +199,14 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 self.warps[k].as_mut().unwrap().pipe_wait += 1;
                 continue;
             }
-            // greedy, then oldest; a yield hint pushes the last warp to the back
-            let age = match last == Some(k) {
+            // the least rank issues: greedily the warp that issued last, then the oldest. A yield hint pushes the last warp to the back
+            let rank = match last == Some(k) {
                 true if last_yielded => u64::MAX - 1,
                 true => 0,
                 false => age + 1,
             };
-            if age < best_age {
-                best_age = age;
+            if rank < best_rank {
+                best_rank = rank;
                 best = Some(k);
             }
         }
