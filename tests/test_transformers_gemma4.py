@@ -94,8 +94,9 @@ def test_generate(pair, how):
         found, calls = profile(lambda inputs=inputs: plain.generate(ours, **inputs))
         assert torch.equal(found, plain.generate(eager, **inputs))
         assert calls.count == 8 * len(ours.model.layers) and not calls.theirs  # 8 steps
-        # for a prompt, layers with shared keys compute only the last row, and get one row of mask as a bias
-        assert calls.biased == ours.config.num_kv_shared_layers
+        # for a prompt, layers with shared keys compute only the last row (transformers 5.20 all rows), and get one row of mask as a bias
+        cuts_rows = hasattr(transformers.modeling_utils, "slice_logits_to_keep")
+        assert calls.biased == (ours.config.num_kv_shared_layers if cuts_rows else 0)
 
 
 @on("sim", "cuda")
