@@ -1,6 +1,6 @@
 // dQ kernel of the volta backward pass, for plans without atomics (src/plan/backward/parts.rs): deterministic=True where this is
-// the faster way, block masks with other features, a tuning's choice. The main kernel (DqMode::kSeparate) computes dK and dV only.
-// Here a block owns queries and visits the keys that they see, a step at a time:
+// faster, block masks with other features, or a tuning file that chooses it. The main kernel, whose blocks own keys, then computes
+// dK and dV only (DqMode::kSeparate). Here a thread block owns queries and visits the keys that they see, a step at a time:
 //
 //   S = Q K^T     P = exp(scale * S - lse)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
 //
@@ -13,11 +13,14 @@
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V),
 //                     kScores (dS); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           tile of 16 queries of the warp; tile of 16 keys; a lane's element (0 to 7) of a 16x16 tile
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query. The
+//                     rows of a sequence there are rounded up (rounded_rows())
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
+//   bits              under a block-sparse mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
-//   remat_*()         reads special registers again (ptx.cuh)
+//   remat_*()         reads a special register (threadIdx, blockIdx) again at its use, to hold no register in between (ptx.cuh)
 //   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
+//                     (softcap, ALiBi, bias, dropout)
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
@@ -48,7 +51,8 @@ struct BackwardDq {
     static constexpr int kGroupWarps = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
 
     // A warp's scores, in tiles of 16x16: its part of (two tiles of queries) x (the tiles of a step's keys). Two by two tiles
-    // need four shared loads for eight products, two by one three for four, one by one two for two.
+    // need four shared loads for eight products, two by one three for four, one by one two for two. kKeyWarps warps share a step's
+    // keys.
     static constexpr int kStepKeyTiles = S::kStep / 16;
     static constexpr int kScoreKeyTiles = kStepKeyTiles > kGroupWarps ? kStepKeyTiles / kGroupWarps : 1;
     static constexpr int kKeyWarps = kStepKeyTiles / kScoreKeyTiles, kScoreQueryTiles = 2 * kKeyWarps / kGroupWarps;
@@ -68,8 +72,9 @@ struct BackwardDq {
             named_sync(1 + group, 32 * kGroupWarps);
     }
 
-    // Kernels with score features: computes dS of a step from S and dP, and stores it at the lane's address `packed`. `row`, `key`:
-    // first of the warp. `addends` (-lse, log2 units), neg_delta: of the lane's rows. `masked`: the step needs the mask.
+    // Kernels with score features: computes dS of a step from S and dP - delta, and stores it at the lane's address `packed`.
+    // `row`, `key`: first of the warp. `addends` (-lse, log2 units), neg_delta: of the lane's rows (queries). `masked`: the step
+    // needs the causal, window or length mask.
     using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
     using Bits = typename Blocks::template Bits<Layout, 16 * kScoreQueryTiles>;
     using Addends = ExponentAddends<Layout, kScoreQueryTiles>;
@@ -84,7 +89,7 @@ struct BackwardDq {
         for (int tile = 0; tile < kScoreQueryTiles * kScoreKeyTiles; tile++) {
             const int m = tile / kScoreKeyTiles, n = tile % kScoreKeyTiles;
             const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 16 * n);
-            const auto of_row = [&](const LaneRows& x, int v) {
+            const auto value_of = [&](const LaneRows& x, int v) {  // of element v's query
                 const int r = Layout::row_of(v);
                 return m ? x[kScoreQueryTiles - 1][r] : x[0][r];  // one or two tiles: a choice of two needs no index
             };
@@ -94,21 +99,21 @@ struct BackwardDq {
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     float slope;
-                    x[v] = function_score(x[v], of_row(addends.of_row, v), function, slope);
-                    dx[v] *= slope;
+                    x[v] = function_score(x[v], value_of(addends.of_row, v), function, slope);
+                    dx[v] *= slope;  // the function's derivative
                 }
             } else {
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, of_row(addends.of_row, v));
+                for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, value_of(addends.of_row, v));
             }
-            add_position_terms(x, p, remat_block_y(), p.problem.seqlen_q, coord);
+            add_position_terms(x, p, remat_block_y(), p.problem.seqlen_q, coord);  // ALiBi and bias
             if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
             if (bits.any()) bits.hide(x, m, n);
             if (uses_dropout(options)) {
-                const u32 bits = draw_kept_rows(philox_of(p, remat_block_y()), DropoutRule(options), coord);
+                const u32 kept = draw_kept_rows(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                 for (int v = 0; v < 8; v++)
-                    dx[v] = dropped_gradient(dx[v], of_row(neg_delta, v), !is_kept<Layout>(bits, v), options.dropout_scale);
+                    dx[v] = dropped_gradient(dx[v], value_of(neg_delta, v), !is_kept<Layout>(kept, v), options.dropout_scale);
             }
 #pragma unroll
             for (int v = 0; v < 8; v++) dx[v] *= exp2_approx(x[v]);
@@ -143,6 +148,8 @@ struct BackwardDq {
         tiles.load(p.k, p.v, sequence.seqlen_k() - keys.first());
         load_own<S>(p, p.q, p.dout, blockIdx.y, shared, sequence.q_offset(), first_row, sequence.seqlen_q());
 
+        // The lane's shared addresses: operands of S (those of dP are a tile further); where its dS goes; operands of dQ. The
+        // thread's: where its part of the step tiles goes.
         const u32 own_address = own_operand<S>(shared + S::kOwnS, lane, score_row);
         const u32 step_address = step_operand<S>(shared + S::kStepS, lane, score_key);
         const u32 packed =
@@ -165,7 +172,7 @@ struct BackwardDq {
                 addends.of_row[m][r] = exists ? stats[RowStats::kNegLseAt] : negative_infinity();
                 neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }
-        addends.scale(p.problem.scale_log2, 0.f);
+        addends.scale(p.problem.scale_log2, 0.f);  // from -lse/scale to -lse in log2 units
 
         Gradient<kQueryTiles, kBlocks> dq = {};
 
@@ -177,6 +184,7 @@ struct BackwardDq {
             const int key = keys.first();
             Bits bits;
             bits.load(blocks, keys, first_row + score_row, score_key, sequence.seqlen_k());
+            // s: S, then P. dp: dP - delta, then dS.
             Accumulator s[kScoreQueryTiles][kScoreKeyTiles], dp[kScoreQueryTiles][kScoreKeyTiles];
             unrolled<kScoreQueryTiles, kScoreKeyTiles, 8>([&](int m, int n, int v) {
                 s[m][n][v] = 0.f;

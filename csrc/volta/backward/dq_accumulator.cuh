@@ -1,10 +1,12 @@
-// Element order of dq's fp32 accumulator on volta, to which main kernels add by atomics (dq_product.cuh): that in which lanes hold
-// their sums, so that a warp's atomics cover whole 128-byte lines. backward/postprocess.cuh converts it to dq.
+// Element order of dq's fp32 accumulator in global memory on volta. Main kernels (blocks own keys and visit queries in steps) add
+// to it by atomics (dq_product.cuh); the postprocess kernel (backward/postprocess.cuh) converts it to dq. The order is that in
+// which lanes hold their sums, so that each atomic instruction of a warp covers one whole 128-byte line.
 //
 // A tile of 256 floats is 32 queries by 8 columns, or 16 by 16 where steps have 16 queries (headdim above 192). It has eight lines
 // of 32 floats, one for each accumulator element v (0 to 7) of a lane. In a line two columns of a query are neighbors.
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, the eight lanes of an 8x8x4 product: quad is lane % 4, half is
+// lane / 16. The quad-pair's number in the warp is qm + 2 * qn: bits 2 and 3 of the lane (Lane, volta/mma.cuh).
 #pragma once
 
 namespace volta {
@@ -20,7 +22,8 @@ struct DqAccumulator {
 
     // Element (row, column), column a multiple of 8, lies at row(row) + column(column) from the sequence's first element; load8()
     // has the seven after it. The row's bits are, from the lowest: bit 0 of t, bit 1 of v, then qn, half and qm. In steps of 16
-    // queries qm is bit 3 of the column instead. Integer: long long in postprocess. headdim: columns of a row of the accumulator.
+    // queries qm is bit 3 of the column instead. headdim: columns of a row of the accumulator. Integer: the type of offsets, long
+    // long in postprocess.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         const int rows = has_short_steps(headdim) ? 16 : 32, in_step = static_cast<int>(row % rows);
@@ -38,9 +41,9 @@ struct DqAccumulator {
         a = make_float4(x.x, y.x, x.y, y.y), b = make_float4(z.x, w.x, z.y, w.y);
     }
 
-    // Which row, and which chunk of eight columns of the first 32, a thread of postprocess converts first: a warp has 16 of 32
-    // rows, those with the same bit 1, by 16 columns. So its loads cover whole lines and its stores whole 32-byte sectors.
-    static constexpr int kLanesPerRow = 4;  // threads of a row, in two warps; each goes on with every fourth chunk
+    // For postprocess: the row and the chunk (eight columns, of the first 32) that a thread of its block converts first. A warp has
+    // 16 of 32 rows, those with the same bit 1, by 16 columns. So its loads cover whole lines and its stores whole 32-byte sectors.
+    static constexpr int kLanesPerRow = 4;  // threads that share a row, in two warps; each goes on with every fourth chunk
     static __device__ __forceinline__ int row_of(int thread) {
         const int lane = thread % 32, warp = thread / 32;
         return lane / 2 % 2 + warp % 2 * 2 + lane / 4 * 4 + warp / 4 * 32;

@@ -1,14 +1,17 @@
-// dQ += dS K in the main kernels of volta, whose blocks own keys: the product that all warps of a block share. The result is added
-// to the fp32 accumulator by atomics, unscaled (add_to), or stored as dq by the fused kernel, whose block has all keys (store).
+// dQ += dS K in the main kernels of volta (single_role.cuh, warp_specialized.cuh), whose blocks own keys and visit queries in
+// steps. In each step, once dS^T of all warps is in shared memory (block barrier), all warps call multiply(). Then add_to() adds
+// the result to the fp32 accumulator in global memory by atomics, unscaled. In the fused kernel, whose block has all keys, store()
+// stores it as dq instead.
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh). A
-// chunk is eight fp16 elements (16 bytes) of a row.
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, the eight lanes of an 8x8x4 product: quad is lane % 4, half is
+// lane / 16. The quad-pair's number in the warp is qm + 2 * qn: bits 2 and 3 of the lane (Lane, volta/mma.cuh). A chunk is eight
+// fp16 elements (16 bytes) of a row.
 //
 //   kScoreChunks, kScoreRowBytes  chunks and bytes of a row of dS^T, whose first S::kStep elements count
 //   kTileFloats, kLineFloats  floats of a tile of the accumulator, and of one of its eight lines, one for each v (DqAccumulator)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
 //   u, v              number of the warp's unit of columns; a lane's element (0 to 7) of its 8x8 product
-//   remat_*()         reads special registers again (ptx.cuh)
+//   remat_*()         reads a special register again at its use, to hold no register in between (ptx.cuh)
 #pragma once
 
 #include "backward/gradient_output.cuh"
@@ -21,10 +24,10 @@ namespace volta {
 // of a row of K. Each warp computes all queries of every kWarps-th unit of columns, over all keys of the block. A unit is eight
 // columns, or 16 in steps of 16 queries (kShortSteps).
 //
-// Other products give quad-pair (qm, qn) eight rows and eight columns of a 16x16 tile. Here qn has one half of every eight keys, so
-// that a lane's columns of K meet two tiles of eight queries. qm has half of the step's queries or, in steps of 16, half of the
-// unit's columns. In the end two lanes add their halves of the keys by a shuffle, one tile each. A lane keeps tile number qn: c[0];
-// the other tile is c[1].
+// Other products give quad-pair (qm, qn) eight rows and eight columns of a 16x16 tile. Here qn selects one half of every eight
+// keys, and qm half of the step's queries or, in steps of 16, half of the unit's columns. So a quad-pair has 16 queries, two tiles
+// of eight, and a lane's columns of K serve both. In the end two lanes add their halves of the keys by a shuffle, one tile each. A
+// lane keeps tile number qn: c[0]; the other tile is c[1].
 //
 // Compact: half of the code, for kernels that exceed the instruction cache, as those with score features (kHasScoreFeatures) do.
 template <class S, bool Compact = kHasScoreFeatures>
@@ -37,18 +40,18 @@ struct DqProduct {
     // Keys of an iteration. 16 hide more latency, 8 leave more of the instruction cache. Chosen by simulation.
     static constexpr int kKeysAtOnce = !Compact && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
 
-    // Address of the lane's column-major A operand in a tile of dS^T (rows are keys): one key, four queries of tile number qn.
-    // Those of the other tile are 8 bytes before or after: the other half of the chunk.
+    // Shared address of the lane's column-major A operand in dS^T, whose rows are keys, at `tile`: one key, four queries of the
+    // tile of eight that the lane keeps. Those of the other are 8 bytes before or after: the other half of the chunk.
     static __device__ __forceinline__ u32 a_operand(u32 tile, const Lane& lane) {
         const int chunk = kShortSteps ? lane.half : 2 * lane.qm + lane.half;
         return tile + swizzled<kScoreChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.qn;
     }
-    // Address of the lane's row-major B operand in K: one key, four columns.
+    // Shared address of the lane's row-major B operand in K, which is at `tile`: one key, four columns.
     static __device__ __forceinline__ u32 b_operand(u32 tile, const Lane& lane, int warp) {
         const int chunk = kUnitChunks * warp + (kShortSteps ? lane.qm : 0);
         return tile + swizzled<S::kChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.half;
     }
-    // Offset of the lane's sums, from the first of the step's rows in the accumulator.
+    // Offset, in floats, of the lane's sums from the first of the step's rows in the accumulator.
     static __device__ __forceinline__ int output_offset(const Lane& lane, int warp) {
         return warp * DqAccumulator::kTileFloats + DqAccumulator::line_offset(lane.half, lane.qn, lane.qm, lane.quad);
     }
@@ -59,7 +62,7 @@ struct DqProduct {
 
     Accumulator c[2][kUnits] = {};  // over the lane's half of the keys: of the tile that it keeps, and of the other lane's
 
-    // Adds the products of dS^T and K, from a_operand() and b_operand().
+    // Adds the products of dS^T and K over the block's keys. Addresses: those of a_operand() and b_operand().
     __device__ __forceinline__ void multiply(u32 a_address, u32 b_address) {
 #pragma unroll 1
         for (int key = 0; key < S::kRows; key += kKeysAtOnce) {
@@ -89,11 +92,9 @@ struct DqProduct {
         }
     }
 
-    // Stores the sums, times |softmax_scale| (K in shared memory has its sign), as dq of the step's rows, from
-    // `row` on; the sequence has `rows` rows.
-    //
-    // In a unit of eight columns two lanes (lane ^ 2) have four columns each of the same two rows, two apart. As fp16 they exchange
-    // halves, so that each stores one whole row, 16 bytes.
+    // Stores the sums, times |softmax_scale| (K in shared memory has its sign), as dq of the step's queries, from row `row` of the
+    // sequence on, which has `rows` rows. In a unit of eight columns two lanes (lane ^ 2) have four columns each of the same two
+    // rows, two apart. As fp16 they exchange halves, so that each stores one whole row, 16 bytes.
     __device__ __forceinline__ void store(const BwdParams& p, int head, int row, int rows) {
         static_assert(!kShortSteps, "a unit is eight columns");
         const int thread = remat_thread_index(), batch = remat_block_batch();
