@@ -1,6 +1,7 @@
-// Block-sparse masks in the turing backward kernels. A list names the blocks of 64 columns that 128 rows have scores in; a partial
-// block has a tile of bits, one for each score (block_lists.cuh). In main kernels rows are keys and columns queries, in dq kernels
-// the reverse. Used by warp_specialized.cuh, dq.cuh and dq_warp_specialized.cuh, as their template argument Blocks.
+// Block-sparse masks in the turing backward kernels: loads the mask's bits, and hides the scores without one. A list names the
+// blocks of 64 columns that 128 rows have scores in. A partial block has a tile of bits, one for each score (block_lists.cuh). In
+// main kernels (dK, dV) rows are keys and columns queries, in dq kernels the reverse. ListedBlocks is the template argument Blocks
+// of the kernels in warp_specialized.cuh, dq.cuh and dq_warp_specialized.cuh.
 #pragma once
 
 #include "backward/block_mask.cuh"
@@ -8,13 +9,14 @@
 
 namespace turing {
 
-// Bits of a warp's Rows rows (of the product, and of the list) in a step of at most 32 columns. A lane holds those of one row, bit
-// 0 for the first column. Loads run one step ahead to hide their latency, and leave the word as it is: shifting it would wait.
-// Layout (fragments.cuh): tiles of scores have kTileQueries queries by kTileKeys keys. A lane has kElements elements of a tile;
-// element v is at its first row and column plus the slots of v. kListedRows (128): rows of a list.
+// Bits of a warp's Rows rows (of the product, and of the list) in a step: at most 32 columns that the kernel computes at once. A
+// lane holds the bits of one row. load() runs one step ahead to hide its latency, so combine() shifts them, not load(), which would
+// wait for them. Layout (fragments.cuh): tiles of scores have kTileQueries queries by kTileKeys keys. A lane has kElements elements
+// of a tile; element v is at its first row and column plus the slots of v. kListedRows (128): rows of a list.
 //
-// Steps (ListedSteps, listed_steps.cuh) iterates over the list's steps. For the step n later, has_bits_after(n) tells whether its
-// block is partial, tile_after(n) the number of its bit tile, column_in_tile(n) its first column (0 to 63) there.
+// Steps (ListedSteps, listed_steps.cuh) iterates over the list's steps: first() is the step's first column, has_bits() whether its
+// block is partial. For the step n later, has_bits_after(n) tells that, tile_after(n) the number of its bit tile,
+// column_in_tile(n) its first column (0 to 63) there.
 template <class Layout, int Rows>
 class StepBits {
     static_assert(Rows <= 32, "a word a lane");
@@ -23,7 +25,8 @@ class StepBits {
     static constexpr int kTileRows = kKeyRows ? Layout::kTileKeys : Layout::kTileQueries;
     static constexpr int kTileColumns = kKeyRows ? Layout::kTileQueries : Layout::kTileKeys;
     using Tile = typename Layout::Tile;
-    unsigned loaded_ = 0, word_ = 0;
+    unsigned loaded_ = 0;  // the lane's row in a bit tile, as in memory: 32 columns, with the step's among them
+    unsigned word_ = 0;  // of the present step: bit 0 is its first column, 0 where the score is hidden
 
     static __device__ __forceinline__ constexpr int row_slot(int v) {
         return kKeyRows ? Layout::key_slot(v) : Layout::query_slot(v);
@@ -39,33 +42,34 @@ class StepBits {
     }
 
 public:
-    // Loads the bits of the step `steps` after this one, if its block is partial. `columns`: the iterator over steps. `row`: the
-    // warp's first, in the sequence. (remat_thread(): threadIdx.x, read again to hold no register.)
+    // Loads the bits of the step `ahead` steps after this one (0 or 1), if its block is partial. `row`: the warp's first, in the
+    // sequence. (remat_thread(): threadIdx.x, read again to hold no register.)
     template <class Blocks, class Steps>
-    __device__ __forceinline__ void load(const Blocks& blocks, const Steps& columns, int row, int steps) {
-        if (!columns.has_bits_after(steps)) return;
+    __device__ __forceinline__ void load(const Blocks& blocks, const Steps& steps, int row, int ahead) {
+        if (!steps.has_bits_after(ahead)) return;
         const BlockLists& lists = blocks.lists();
-        const int tile = columns.tile_after(steps);
+        const int tile = steps.tile_after(ahead);
         const unsigned list_row = static_cast<unsigned>(row) % kListedRows + remat_thread() % Rows;
         int word = 0;
-        // a tile that does not exist reads as zeros: its scores are hidden
+        // Predicated, without a branch. A tile that does not exist reads as zeros: its scores are hidden.
         load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word,
-                    bits_of(lists, tile, list_row, columns.column_in_tile(steps)));
+                    bits_of(lists, tile, list_row, steps.column_in_tile(ahead)));
         loaded_ = word;
     }
     // Takes this step's bits, or all bits in a full block, and keeps of them bits `first` to `last`, which lengths, causal mask and
-    // window do not hide. So masks and bits share the code that hides scores. `row`: the warp's first.
+    // window do not hide. So masks and bits share the code that hides scores. Query i sees keys i + mask.low to i + mask.high,
+    // inclusive. `row`: the warp's first.
     template <class Steps>
-    __device__ __forceinline__ void combine(const Steps& columns, const Mask& mask, int row) {
+    __device__ __forceinline__ void combine(const Steps& steps, const Mask& mask, int row) {
         const int i = row + static_cast<int>(remat_thread() % Rows);
         int first = i - mask.high, last = min(i - mask.low, mask.seqlen_q - 1);
         if (!kKeyRows) first = i + mask.low, last = min(i + mask.high, mask.seqlen_k - 1);
-        first = max(first - columns.first(), 0), last = min(last - columns.first(), 31);
-        word_ = columns.has_bits() ? loaded_ >> columns.column_in_tile(0) % 32 : ~0u;
+        first = max(first - steps.first(), 0), last = min(last - steps.first(), 31);
+        word_ = steps.has_bits() ? loaded_ >> steps.column_in_tile(0) % 32 : ~0u;
         word_ = first > last || (kKeyRows && i >= mask.seqlen_k) ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
-    // Hides the scores without a bit in N neighboring tiles: those of row tile m, from `column` in the step on. tile(n): the lane's
-    // scores of the n-th. All lanes of the warp call it together.
+    // Sets to -inf the scores without a bit in N neighboring tiles: those of row tile m, from `column` of the step on. tile(n): the
+    // lane's scores of the n-th. All lanes of the warp call it together: they shuffle words.
     template <int N, class TileOf>
     __device__ __forceinline__ void hide(int m, int column, TileOf tile) const {
         const Lane lane = remat_lane();
@@ -84,7 +88,7 @@ public:
     }
 };
 
-// Template argument Blocks of the kernels: a thread block visits the steps of its list.
+// A thread block visits the steps of its list. 2: the iterator tells the columns of up to two steps ahead, for loads.
 using ListedBlocks = ::ListedBlocksOf<2, StepBits>;
 
 }  // namespace turing

@@ -1,5 +1,5 @@
-// dQ kernel of the turing backward pass without atomics, up to headdim 128 (dq_warp_specialized.cuh: above). The main kernel then
-// computes dK and dV only (DqMode::kSeparate). A block owns queries and visits the keys that they see, a step at a time:
+// dQ kernel of the turing backward pass, up to headdim 128 (dq_warp_specialized.cuh: above): for calls whose main kernel computes
+// dK and dV only, without atomics (DqMode::kSeparate). A block owns queries and visits the keys that they see, a step at a time:
 //
 //   S = Q K^T      P = exp(scale * S - lse)      dP = dO V^T      dS = P * (dP - delta)      dQ += dS K
 //
@@ -12,8 +12,10 @@
 //   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
 //   keys_by_rows(), keys_by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dQ (products.cuh)
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
-//   keys              iterator over listed steps: first() is the step's first key, after(n) that of the step n later
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query;
+//                     rounded_row(): the sequence's first row there, of all heads; rounded_rows(): the sequence's rows there
+//   range             keys that the block's rows see: first (of a step) to `end`; steps in range.unmasked need no mask
+//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
 //   remat_*()         reads special registers again, to hold no register in between (ptx.cuh)
 //   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
@@ -52,11 +54,12 @@ struct BackwardDq {
         return (Blocks::kListed ? first_row : block_row()) + remat_thread() / 32 * kWarpRows;
     }
 
-    // Returns x, which all lanes agree on. Lists come from memory, so without a vote (kVotes) the compiler must not use uniform
-    // registers for addresses: at headdim 64 that took 9% longer. Kernels with more products a step, or all features, gain nothing.
+    // Returns x, which all lanes agree on. Lists come from memory, so only a vote (kVotes) tells the compiler that the loop is
+    // uniform. Without it addresses are not in uniform registers: at headdim 64 that took 9% longer. Kernels with larger headdims
+    // or with score features gain nothing.
     static constexpr bool kVotes = !kHasScoreFeatures && Headdim <= 64;
     static __device__ __forceinline__ bool agreed(bool x) { return kVotes ? __any_sync(~0u, x) : x; }
-    // The slot of the step that comes `steps` after the one at `key`.
+    // Number (0 or 1) of the slot of the step that comes `steps` after the one at `key`.
     template <class Steps>
     static __device__ __forceinline__ u32 slot_after(const Steps& keys, int key, int steps) {
         if constexpr (Blocks::kListed)
@@ -123,7 +126,7 @@ struct BackwardDq {
     static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
-        int first_row;
+        int first_row;  // of the block's queries; lists have a launch order, longest first
         if constexpr (Blocks::kListed)
             first_row = keep_in_register(blocks.template first_row<BlockRows>(p));
         else
@@ -132,18 +135,19 @@ struct BackwardDq {
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
-        // the sequence's first key in the tensors
+        // first row of the sequence in k and v: only packed sequences begin after row 0, and they have no block mask
         const int key_origin = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
                   seqlen_k = sequence.seqlen_k();
 
-        OperandA q[kRowTiles][S::kChunks], dout[kRowTiles][S::kChunks];  // sign_flip is Q's; dO keeps its signs (0)
+        // A negative softmax_scale flips the signs of Q (sign_flip), not of dO (0).
+        OperandA q[kRowTiles][S::kChunks], dout[kRowTiles][S::kChunks];
         load_own_fragments(q, p.q, rows_of(p.q, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row),
                            sequence.seqlen_q(), p.problem.headdim, p.problem.sign_flip, query_of_lane);
         load_own_fragments(dout, p.dout, rows_of(p.dout, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row),
                            sequence.seqlen_q(), p.problem.headdim_v, 0, query_of_lane);
 
-        // Row statistics. Memory has -lse / scale, so that a product with scale_log2 is -lse in log2 units. Rows past its arrays
-        // are like rows past seqlen_q: P = exp(-inf) = 0.
+        // Row statistics. Memory has -lse / scale; times scale_log2 that is -lse in log2 units. Rows past rounded_rows() are like
+        // rows past seqlen_q: P = exp(-inf) = 0.
         LaneRows neg_lse, neg_delta;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)

@@ -1,5 +1,5 @@
-// dQ kernel of the turing backward pass without atomics, for headdims above 128, where Q and dO of a warp's rows do not both fit
-// its registers (dq.cuh: up to 128). It follows a main kernel that computes dK and dV only. A block owns queries and visits the
+// dQ kernel of the turing backward pass for headdims above 128, where Q and dO of a warp's rows do not both fit its registers
+// (dq.cuh: up to 128). It follows a main kernel that computes dK and dV only, without atomics. A block owns queries and visits the
 // keys that they see, a step of 16 at a time: S = Q K^T, P = exp(scale * S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K.
 // scale is |softmax_scale|, lse softmax_lse, delta rowsum(dO * O). Inputs are fp16, dq fp16 or fp32.
 //
@@ -12,8 +12,10 @@
 //   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
 //   keys_by_rows(), keys_by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dQ (products.cuh)
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query
-//   keys              iterator over listed steps: first() is the step's first key, after(n) that of the step n later
+//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query;
+//                     rounded_row(): the sequence's first row there, of all heads; rounded_rows(): the sequence's rows there
+//   range             keys that the block's rows see: first (of a step) to `end`; steps in range.unmasked need no mask
+//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
 //   remat_*()         reads special registers again, to hold no register in between (ptx.cuh)
 //   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
@@ -31,7 +33,7 @@
 namespace turing {
 
 // The kernel. BlockRows: queries of a block. Step: keys of a step. Blocks: DenseBlocks, or ListedBlocks under a block-sparse mask.
-// With kListed, lists name the keys that a block of queries visits.
+// With kListed, lists name the keys that a block of queries visits, and their bits say which scores exist.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDqWarpSpecialized {
     // No own rows and no tiles between warps lie in shared memory; K and V of a step have three slots.
@@ -53,8 +55,8 @@ struct BackwardDqWarpSpecialized {
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
     static_assert(kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
 
-    // Without lists the last rows come first, because they see the most keys under a causal mask. A listed block is a part of a
-    // list's rows; these come in the order of their rows.
+    // Without lists the last rows come first, because they see the most keys under a causal mask. With lists thread blocks take
+    // their rows in ascending order.
     static __device__ __forceinline__ int block_row() {
         return (Blocks::kListed ? remat_block_x() : gridDim.x - 1 - remat_block_x()) * BlockRows;
     }
@@ -62,6 +64,7 @@ struct BackwardDqWarpSpecialized {
     static __device__ __forceinline__ int remat_pair() { return remat_thread() / 32 % kPartners; }
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_pair() * kWarpRows; }
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
+    // A barrier of the two partners, 64 threads. (Barrier 0 is __syncthreads().)
     static __device__ __forceinline__ void wait_partner() { named_sync(1 + remat_pair(), 64); }
     // Address of the lane's part of a region.
     static __device__ __forceinline__ u32 exchange(u32 region) {
@@ -81,7 +84,8 @@ struct BackwardDqWarpSpecialized {
     }
 
     // P is kept times kProbabilityUnit, 2^kProbabilityBits = 2^12, with which small P fit fp16. The second role divides dP - delta
-    // by it. LaneRows: of the lane's rows, first role: -lse in log2 units plus kProbabilityBits, second: -delta / kProbabilityUnit.
+    // by it. LaneRows: a number for each of the lane's rows: in the first role -lse in log2 units plus kProbabilityBits, in the
+    // second -delta / kProbabilityUnit.
     using LaneRows = float[kRowTiles][Layout::kRows];
     static __device__ __forceinline__ float of_row(const LaneRows& x, int m, int v) {
         const int r = Layout::row_of(v);
@@ -145,7 +149,7 @@ struct BackwardDqWarpSpecialized {
         }
     }
 
-    // Computes dS in x, from the partner's P in x, and dP.
+    // Replaces x, the partner's P, by dS. slopes_address: of the score function's derivatives, which the partner stored.
     static __device__ __forceinline__ void score_gradients(PackedScores& x, const Scores& dp, const LaneRows& neg_delta,
                                                            const BwdParams& p, u32 slopes_address) {
         const ScoreOptions& options = p.score_options;
@@ -182,7 +186,7 @@ struct BackwardDqWarpSpecialized {
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
         // first row of the sequence in k and v: only packed sequences begin after row 0, and they have no block mask
-        const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
+        const int key_origin = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
                   seqlen_k = sequence.seqlen_k();
 
         OperandA own[kRowTiles][S::kChunks];  // of Q or of dO
@@ -192,7 +196,7 @@ struct BackwardDqWarpSpecialized {
                                sequence.seqlen_q(), is_first_role() ? p.problem.headdim : p.problem.headdim_v,
                                is_first_role() ? p.problem.sign_flip : 0, query_of_lane);
         }
-        // Rows past the arrays are like rows past seqlen_q: P = exp(-inf) = 0.
+        // Rows past rounded_rows() are like rows past seqlen_q: P = exp(-inf) = 0.
         LaneRows stats;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
@@ -217,10 +221,10 @@ struct BackwardDqWarpSpecialized {
             tiles.load(p, p.k, p.v, key_head, keys.first(), seqlen_k - keys.first());
             if (is_first_role()) bits.load(blocks, keys, remat_warp_row(), 0);
         } else {
-            tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
+            tiles.load(p, p.k, p.v, key_head, key_origin + range.first, seqlen_k - range.first);
         }
         tiles.store(shared);
-        // dS and K of the step before the first: zeros, which add nothing.
+        // The first step adds dQ of a step before it: its dS and K are zeros, which add nothing.
         clear_shared<S::kStepTile, S::kThreads>(shared + 2 * S::kSlotBytes);
         clear_shared<kPartnerBytes, S::kThreads>(shared + kGradients);
 
@@ -250,14 +254,15 @@ struct BackwardDqWarpSpecialized {
                     multiply_pair<S>(s, a, pair_after<S>(step, c));
                 }
             }
-            // Loads of the next tile are in flight from here on. Past the last key nothing is loaded.
+            // Begins the loads of the next tile; each role calls it before it waits for the other. Past the last key nothing is
+            // loaded.
             const auto load_next = [&] {
                 if constexpr (Blocks::kListed)
                     tiles.load(p, p.k, p.v, key_head, keys.after(1), seqlen_k - keys.after(1));
                 else
-                    tiles.load(p, p.k, p.v, key_head, first_key + key + S::kStep, seqlen_k - key - S::kStep);
+                    tiles.load(p, p.k, p.v, key_head, key_origin + key + S::kStep, seqlen_k - key - S::kStep);
             };
-            PackedScores probabilities;
+            PackedScores packed;  // P; in the second role then dS
             // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
             if (__any_sync(~0u, is_first_role())) {
                 bool masked = !range.unmasked.contains(key);
@@ -267,8 +272,7 @@ struct BackwardDqWarpSpecialized {
                     if (masked) bits.combine(keys, mask_of(p.problem, sequence), remat_warp_row());
                 }
                 if (kHasScoreFeatures) {
-                    generic_probabilities(probabilities, s, stats, p, remat_warp_row(), key, masked, bits,
-                                          exchange(shared + kSlopes));
+                    generic_probabilities(packed, s, stats, p, remat_warp_row(), key, masked, bits, exchange(shared + kSlopes));
                 } else {
                     if (masked) {
                         if constexpr (Blocks::kListed)
@@ -288,19 +292,19 @@ struct BackwardDqWarpSpecialized {
                                     return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, stats[m][h]));
                                 };
                                 const float x = probability_of(2 * h), y = probability_of(2 * h + 1);
-                                probabilities[n][m][h] = with_residual_signs(pack_units(x, y), x, y);
+                                packed[n][m][h] = with_residual_signs(pack_units(x, y), x, y);
                             }
                 }
-                send(exchange(shared + kProbabilities), probabilities);
+                send(exchange(shared + kProbabilities), packed);
                 if constexpr (Blocks::kListed) bits.load(blocks, keys, remat_warp_row(), 1);
                 load_next();
                 wait_partner();
             } else {
                 load_next();
                 wait_partner();
-                receive(exchange(shared + kProbabilities), probabilities);
-                score_gradients(probabilities, s, stats, p, exchange(shared + kSlopes));
-                send(exchange(shared + kGradients), probabilities);
+                receive(exchange(shared + kProbabilities), packed);
+                score_gradients(packed, s, stats, p, exchange(shared + kSlopes));
+                send(exchange(shared + kGradients), packed);
             }
             tiles.store(next_slot);
             const u32 free_slot = last_slot;
