@@ -1,6 +1,6 @@
-// Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices: attention kernels
-// multiply fp16 only. src/ops/cast.rs launches it once for each Phase in this order: the second where a call may hide keys, the
-// last one after a forward pass. Grid: row blocks, heads of q, k and v, batch entries.
+// Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices: attention kernels multiply fp16
+// only. src/ops/cast.rs launches it once for each Phase in this order: the second where a call may hide keys, the last one after a
+// forward pass. Grid: row blocks, heads of q, k and v, batch entries.
 //
 // A group is the rows of a KV head and its query heads, of one batch entry or of all packed sequences. It has an exponent each for
 // q, k and v: the fp16 numbers are the given ones times 2^exponent. The largest magnitudes of the group decide these exponents.
@@ -19,7 +19,8 @@
 // know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability, whatever their scale;
 // only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent (log2 units: 26 forward,
 // 23 backward) get a smaller exponent of their own, which keeps scores where fp32 resolves them. Their largest score stays so far
-// above the others that their probabilities are 0 or 1 as before, unless two scores agree to about 18 bits.
+// above the others that their probabilities are 0 or 1 as before. An exception are rows whose two largest scores agree in about
+// their first 18 bits (backward; 25 forward): lowered to 2^18 or more (2^25), they are only about 1 apart.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once
@@ -91,8 +92,9 @@ __device__ __forceinline__ unsigned largest_of(const CastParams& p, Tensor tenso
 }
 
 // Returns the exponent of a group's values, which brings the largest |v| below 2^largest_v_exponent (2, with low parts 13).
-// Ordinary groups are scaled too: v times a power of two then gives out times this power, bitwise. With keeps_ordinary_v
-// (batch-invariant calls) they are not: the exponent depends on all tokens of the group, and bits of v must not.
+// Ordinary groups (kMinOrdinary to kMaxOrdinary), which would need no scale, are scaled too: so the caller's v times a power of two
+// gives out times this power, bitwise. With keeps_ordinary_v (batch-invariant calls) they are not: the exponent depends on all
+// tokens of the group, and bits of v must not.
 __device__ __forceinline__ int value_exponent(const CastParams& p, int group) {
     const unsigned largest = largest_of(p, kV, group);
     const int exponent = exponent_of(largest);
@@ -141,8 +143,9 @@ struct Exponents {
 __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& exponents, int shift, float largest, float most,
                                             float lse) {
     if (largest == 0.f) return 0;
-    // The largest score is at most lse (natural logarithm). Without it, |score| is at most `most` times the softmax scale in log2
-    // units (p.scale_log2_exponent: its exponent).
+    // lse (natural logarithm) is the largest score plus at most ln(seqlen_k), so |lse| stands for its size, whatever its sign; much
+    // lower scores have probability 0. Without lse, |score| is at most `most` times the softmax scale in log2 units
+    // (p.scale_log2_exponent: its exponent).
     const int score_exponent =
         lse != 0.f ? exponent_of(__float_as_uint(fabsf(lse * kLog2e)))
                    : exponent_of(__float_as_uint(most)) - shift + exponents.q + exponents.keys + p.scale_log2_exponent;
