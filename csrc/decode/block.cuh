@@ -51,9 +51,10 @@ struct Block {
     static constexpr int kOutputFloats = kTokenGroups * kRowsAtOnce * kPartialStride,
                          kWorkFloats = Mainloop::kWorkBytes / sizeof(float);
 
-    // Batch-invariant kernels cut tokens at fixed numbers (split_scheduler.cuh). Of their tiles, `blocks` counts the row tile's
-    // splits; whole: this block has all of these; is_empty: no row sees this split. kTokenGroups > 0, always true, makes this
-    // depend on Mainloop, so that `if constexpr` drops what the other kind of tile lacks.
+    // Batch-invariant kernels cut a row tile's tokens into splits at fixed numbers (split_scheduler.cuh); their work tiles are
+    // SplitTiles. Of these `blocks` is the number of the row tile's splits; whole: this block has all of them; is_empty: no row
+    // sees this split. kTokenGroups > 0, always true, makes this depend on Mainloop, so that `if constexpr` drops what the other
+    // kind of tile lacks.
     static constexpr bool kFixedSplits = kBatchInvariant && kTokenGroups > 0;
     using Scheduler = typename Conditional<kFixedSplits, SplitScheduler, TileScheduler>::Type;
     using Tile = typename Conditional<kFixedSplits, SplitTile, WorkTile>::Type;

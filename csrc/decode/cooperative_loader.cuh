@@ -50,8 +50,8 @@ class CooperativeLoader {
     float shared_factor_ = Bf16Scaler().factor();  // factor of all values in the buffer
 
     static constexpr int kInvalidPage = -(1 << 30);
-    // After the slots eight floats, in two slots: the factors of the two warps that load values, of the two that load keys, and the
-    // inverse factors of all four warps' queries.
+    // bf16: after the slots come eight floats, in two slots' space: the Bf16Scaler factors of the two warps that load values, of
+    // the two that load keys, and the inverse factors of all four warps' queries.
     static constexpr int kStepBytes = (kSlots + 2 * kBf16) * kSlotBytes;
 
 public:

@@ -55,6 +55,7 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
 // Finishes the lane's row r of the warp's row tile mt. `row` is the warp's first row, `lse` that of the sequence's row 0. Writes
 // the lse if the row exists, and returns the factor for its output. All lanes of the warp call it together, because row_sum
 // shuffles.
+//
 // Packed: P V took probabilities rounded to fp16, while the sum has them unrounded. From |row_max| = kInexactRowMax (8192) on,
 // row_max is so coarse in fp32 that the probability of a row's only visible key may not be 1. The sum that divides `out` is then
 // rounded to fp16's digits too: else out of that row would differ from the key's V (docs/design/numerics.md).

@@ -19,8 +19,8 @@
 // know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability, whatever their scale;
 // only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent (log2 units: 26 forward,
 // 23 backward) get a smaller exponent of their own, which keeps scores where fp32 resolves them. Their largest score stays so far
-// above the others that their probabilities are 0 or 1 as before. An exception are rows whose two largest scores agree in about
-// their first 18 bits (backward; 25 forward): lowered to 2^18 or more (2^25), they are only about 1 apart.
+// above the others that their probabilities are 0 or 1 as before. An exception: scores that differ by less than about 2^-18 of
+// their size. Lowered to about 2^19 (backward), they are only a unit or two apart, so both get a share of the probability.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once
