@@ -102,8 +102,8 @@ private:
     using Exchange = ScoreExchange<kStepTiles * RowTiles>;  // adds the scores of two column groups; does nothing for one
     using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
-    // Whether the loads of the first keys and values precede those of Q, so that DRAM starts about a thousand cycles earlier. With
-    // one column group this takes 25 more registers, and kernels spill.
+    // Whether the loads of the first keys and values precede those of Q, so that DRAM starts about a thousand cycles earlier. Only
+    // with two column groups: with one this takes 25 more registers, and kernels spill.
     static constexpr bool kKeysFirst = kColumnGroups > 1 && !kCooperative && !kStaged;
 
 public:

@@ -97,8 +97,8 @@ struct SharedPartials {
 };
 
 // Maximum partials that one block combines. With more blocks in a row tile the combination is a tree: blocks in groups of kRadix,
-// then the groups, each by its last block to arrive. Small where a partial has many floats: one SM reads them at its share of L2's
-// bandwidth, while the groups of a level share the SMs.
+// then the groups, each by its last block to arrive. Small where a partial has many floats: the block that combines a group reads
+// them at one SM's share of L2's bandwidth, while the groups of a level are read by several SMs.
 constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 8 : 4;
 
 // Partials in global memory, read with ld.cg because other blocks wrote them and L1 is not coherent.
