@@ -1,7 +1,7 @@
 // Constants of batch-invariant kernels, for calls with the option batch_invariant: a query gets the same output bits whatever else
 // is in the batch. A row's bits depend on its own query, keys and values alone: not on other rows of its tile, other sequences, or
-// the number of blocks. These kernels are the usual sources, compiled again with -DBATCH_INVARIANT; kBatchInvariant tells the code.
-// Included by the forward and decode kernels; docs/design/batch-invariance.md lists all differences.
+// the number of blocks. These kernels are the usual sources, compiled again with -DBATCH_INVARIANT. Included by the forward and
+// decode kernels; docs/design/batch-invariance.md lists all differences.
 #pragma once
 
 #include "softmax.cuh"

@@ -96,9 +96,10 @@ public:
     __device__ __forceinline__ ListedSteps<Step, Ahead> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
         return ListedSteps<Step, Ahead>(lists_, of_head(p, head).of(lists_, row / kListedRows), columns);
     }
-    // Number of the thread block's block of Keys keys in main kernels. Grid maps blockIdx to a block of keys (number, of count) and
-    // a KV head. Lists carry a launch order, longest list first, so that the longest work starts first (HeadLists::launched). A KV
-    // head takes the order of its first query head. If two thread blocks share a list (Keys < 128), they start in key order.
+    // Main kernels: which of the sequence's blocks of Keys keys the thread block owns. Grid maps blockIdx to a place in the launch
+    // order (number, of count) and a KV head. Lists carry a launch order, longest list first, so that the longest work starts first
+    // (HeadLists::launched). A KV head takes the order of its first query head. If two thread blocks share a list (Keys < 128),
+    // they start in key order.
     template <int Keys, class Grid>
     __device__ __forceinline__ int key_block(const BwdParams& p, const Grid& grid) const {
         if (Keys < kListedRows) return grid.number(p);

@@ -28,7 +28,7 @@ struct DenseBlocks {
     __device__ __forceinline__ DenseSteps<Step> steps(const BwdParams&, int, int, int first, int end, int) const {
         return DenseSteps<Step>(0, 0, first, end);
     }
-    // Main kernels: number of the thread block's Keys keys in the sequence. Grid maps blockIdx to blocks of keys and KV heads.
+    // Main kernels: which of the sequence's blocks of Keys keys the thread block owns. Grid maps blockIdx to it and to a KV head.
     template <int Keys, class Grid>
     __device__ __forceinline__ static int key_block(const BwdParams& p, const Grid& grid) {
         return grid.number(p);

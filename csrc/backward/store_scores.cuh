@@ -216,7 +216,8 @@ struct BackwardScores {
     }
 
     // Computes P from S and stores it, with 0 for dropped probabilities, as dV needs it. Until dS is known, its memory keeps the
-    // score function's derivative, or all of P with signs that mark dropped ones. (No problem has both.)
+    // score function's derivative, or all of P with signs that mark dropped ones. (No problem has both a score function and
+    // dropout.)
     static __device__ __forceinline__ void store_probabilities(Scores& s, const BwdParams& p, const Place& place,
                                                                const Stored& to_p, const Stored& to_ds, const float* stats,
                                                                int rows, Unit& unit, const Blocks& blocks) {

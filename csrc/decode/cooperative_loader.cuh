@@ -121,7 +121,7 @@ public:
     __device__ __forceinline__ ValueOperands values(int tile) const { return {*this, tile}; }
     // Factor from the accumulated output to the output.
     __device__ __forceinline__ float inverse() const { return inverse_power(shared_factor_); }
-    // Keeps the inverse factor of this warp's bf16 queries, for which registers have no room.
+    // Keeps the inverse factor of this warp's bf16 queries in both buffers, because registers have no room.
     __device__ __forceinline__ void set_query_inverse(float inverse) {
         for (float* to : {factors(), factors() + to_other_buffer_ / static_cast<int>(sizeof(float))})
             to[4 + threadIdx.x / 32 % 4] = inverse;
