@@ -1,6 +1,7 @@
-// What batch-invariant kernels do differently: they are the usual sources, compiled again with -DBATCH_INVARIANT. A row's bits
-// depend on its own query, keys and values alone: not on other rows of its tile, other sequences, or the number of blocks. Included
-// by the forward and decode kernels; docs/design/batch-invariance.md lists all differences.
+// Constants of batch-invariant kernels, for calls with the option batch_invariant: a query gets the same output bits whatever else
+// is in the batch. A row's bits depend on its own query, keys and values alone: not on other rows of its tile, other sequences, or
+// the number of blocks. These kernels are the usual sources, compiled again with -DBATCH_INVARIANT. Included by the forward and
+// decode kernels; docs/design/batch-invariance.md lists all differences.
 #pragma once
 
 #include "softmax.cuh"
@@ -11,8 +12,9 @@ constexpr bool kBatchInvariant = true;
 constexpr bool kBatchInvariant = false;
 #endif
 
-// Which rows of a warp move their softmax maximum, which is updated lazily (softmax.cuh), once a score of any row exceeds its
-// limit: all, or those above their own limits. A move changes a row's rounding, so a neighbor must not cause it.
+// A row's softmax maximum is lazy: a warp raises it, and rescales the output, only once a score of any of its rows exceeds that
+// row's limit (softmax.cuh). This says which rows then move: usually all, so that the next time comes later. A move changes a row's
+// rounding, and no neighbor may cause it: batch-invariant kernels move only rows above their own limits.
 constexpr RescaledRows kMovedRows = kBatchInvariant ? RescaledRows::kExceeding : RescaledRows::kAll;
 
 // Returns the first key of the main loop: `key`, the first that a window lets the block's rows see. Batch-invariant kernels round

@@ -9,9 +9,11 @@
 // Lists come from GPU memory, unvalidated. Counts are clamped to the entries that a list has. An entry outside the matrix becomes
 // kNoColumn, past every sequence: its columns are not loaded, and masked. Bit tiles outside the tensor read as 0.
 //
-// A step is an iteration of a kernel's main loop: the columns (STEP, at most 64) of one tile. Main loops are written once for all
-// iterators over steps. DenseSteps has no lists. Iterators have, for the step n after the present one (first() and after(n): its
-// first column; begins_block(): whether it is its block's first; advance(): moves to the next step):
+// A step is an iteration of a kernel's main loop: STEP columns, at most 64, inside one listed block. Main loops are written once
+// for four iterators over steps, of which DenseSteps has no lists. An iterator stands at a step; n counts steps from there. first()
+// and after(n) return a step's first column, begins_block() whether the step is its block's first; advance() moves to the next
+// step. The other functions tell whether a step's block is partial, the number of its bit tile, the step's first column there, and
+// the step's number modulo a constant:
 //
 //                                      DenseSteps  ListedSteps  CompactListedSteps  ListedBlockSteps
 //   first(), after(n), exists()        yes         yes          yes                 yes; exists() of the block
@@ -22,10 +24,10 @@
 //   begins_block()                     -           yes          yes                 -
 //   largest n                          any         Ahead        64 / Step           64 / Step
 //
-// Their constructors take (grid, thread block, first column, end of columns), or in backward kernels (block lists, address of a
-// list, end of columns) for ListedSteps. It loads an entry one block before use; its template parameter Ahead is the largest n.
-// CompactListedSteps holds three registers fewer and waits for loads at each block. ListedBlockSteps is for kernels that loop over
-// a block's steps. The file of each has its name.
+// Constructors take (grid, thread block, first column, end of columns); that of ListedSteps in backward kernels takes (block lists,
+// address of a list, end of columns). ListedSteps loads an entry one block before use; its template parameter Ahead is the largest
+// n. CompactListedSteps holds three registers fewer and waits for loads at each block. ListedBlockSteps is for kernels that loop
+// over a block's steps. The file of each has its name.
 #pragma once
 
 #include "tile.cuh"

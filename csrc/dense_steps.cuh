@@ -23,9 +23,10 @@ public:
     __device__ __forceinline__ static constexpr bool has_bits() { return false; }
 };
 
-// Stands in for MaskBits (forward/block_mask.cuh), a block mask's bits of single scores. Its calls compile to nothing.
-// Unnamed ints are those of MaskBits. load(): a step, counted from the current one, or the warp's first row (split.cuh). combine():
-// the warp's first row. apply_to(): first key of the tiles, counted from the step's. Keys is an iterator over steps.
+// Stands in for MaskBits (forward/block_mask.cuh), a block mask's bits of single scores. Its calls compile to nothing. Keys is an
+// iterator over steps. The unnamed int of load() says how many steps later the bits are used (of forward/split.cuh: the warp's
+// first row). That of combine() is the warp's first row, that of apply_to() the first key of the tiles, counted from the step's
+// first.
 struct NoMaskBits {
     static constexpr bool kHidesAll = false;  // whether the bits also hide what lengths, causal masks and windows hide
     template <class Grid, class Keys>

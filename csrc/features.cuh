@@ -28,7 +28,7 @@ constexpr bool kRequiresScoreFunction = kRequiredFeatures & kFeatureSoftcap;
 constexpr bool kRequiresAlibi = kRequiredFeatures & kFeatureAlibi;
 constexpr bool kRequiresBias = kRequiredFeatures & kFeatureBias;
 constexpr bool kRequiresDropout = kRequiredFeatures & kFeatureDropout;
-constexpr bool kRequiresTwo = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;  // a bit remains without the lowest one
+constexpr bool kRequiresTwo = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;  // more than one bit is set
 // Generic kernels: parameters say which of the features the problem uses. The others are plain kernels, without score features, and
 // kernels that require one feature or two.
 constexpr bool kGeneric = kHasScoreFeatures && !kRequiredFeatures;

@@ -1,15 +1,17 @@
 // Pairs of fp16 or bf16 in a 32-bit word: conversions from and to fp32, arithmetic on fp16, byte permutations. For all kernels.
 #pragma once
 
-// Returns the lower, or the upper, halves of two words: a's in the lower half. (A selector's hexadecimal digits, lowest byte last,
-// are byte numbers: 0 to 3 of the first word, 4 to 7 of the second.)
+// Returns a word of two 16-bit halves: with `upper` the upper ones of a and b, else their lower ones, a's in the result's lower
+// half. Each hexadecimal digit of __byte_perm's selector chooses a byte of the result, the last digit the lowest one: 0 to 3 are
+// bytes of a, 4 to 7 of b.
 __device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper) {
     return __byte_perm(a, b, upper ? 0x7632 : 0x5410);
 }
 __device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) { return halves(a, b, false); }
 __device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { return halves(a, b, true); }
 
-// Two floats to packed fp16, rounded to nearest even. Uses the XU pipe, a quarter of the FMA pipe's rate: not for inner loops.
+// Two floats to packed fp16, rounded to nearest even. The conversions take the XU pipe, which also computes exp2, at a quarter of
+// the FMA pipe's rate. So inner loops of the softmax pack by integers instead (pack_shifted, softmax.cuh).
 __device__ __forceinline__ unsigned to_half2(float lo, float hi) {
     unsigned packed;
     asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(lo), "f"(hi));
@@ -45,7 +47,8 @@ __device__ __forceinline__ unsigned pack2(float lo, float hi, bool is_bf16) {
 __device__ __forceinline__ float2 unpack2(unsigned packed, bool is_bf16) {
     return is_bf16 ? bf16x2_to_float2(packed) : to_float2(packed);
 }
-// Unpack four, and eight elements in their order. (Do not call unpack2(): ptxas then schedules the conversions otherwise.)
+// Unpack four, and eight elements in their order. Written out, because with calls of unpack2() ptxas schedules the conversions in
+// another order, and kernels' machine code changes.
 __device__ __forceinline__ void unpack4(float (&x)[4], const uint2& packed, bool is_bf16) {
     const float2 a = is_bf16 ? bf16x2_to_float2(packed.x) : to_float2(packed.x);
     const float2 b = is_bf16 ? bf16x2_to_float2(packed.y) : to_float2(packed.y);

@@ -6,9 +6,9 @@
 
 #include "block_lists.cuh"  // a list's layout in memory; kExists, kHasBits, kFlags: low bits of a first column
 
-// Iterates over a list in two nested loops: blocks, and the steps of a block. advance() only counts: advance_block() does the rest.
-// Entries are loaded two blocks ahead. Indexed: computes an entry's address from its number, else keeps a pointer. ptxas schedules
-// headdim 64 better with a pointer, 128 without.
+// Iterates over a list in two nested loops: blocks, and the steps of a block. advance() only moves in a block; advance_block() goes
+// to the next. Entries are loaded two blocks ahead. Indexed: computes an entry's address from its number, else keeps a pointer.
+// ptxas schedules headdim 64 better with a pointer, 128 without.
 template <int Step, bool Indexed>
 class ListedBlockSteps {
     const int* from_;  // the first entry, or the one that is loaded next

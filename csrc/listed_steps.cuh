@@ -37,9 +37,9 @@ public:
     __device__ __forceinline__ void advance(bool leaves) { tile_ += leaves; }
 };
 
-// Iterates over a list in steps of Step columns, and also tells the columns of steps up to Ahead later, for loads. Registers and
-// instructions are scarce. So columns have two flags in their low bits (kExists, kHasBits), and in a block advance() only adds to
-// first_ and ahead_. The compiler leaves out members that a kernel does not use, for example number_.
+// Iterates over a list in steps of Step columns. Kernels load ahead of use, so it also tells the columns of steps up to Ahead
+// later. Registers and instructions are scarce. So columns have two flags in their low bits (kExists, kHasBits), and in a block
+// advance() only adds to first_ and ahead_. The compiler leaves out members that a kernel does not use, for example number_.
 template <int Step, int Ahead>
 class ListedSteps {
     static_assert(kListedColumns % Step == 0 && Step % 4 == 0, "a step lies in one block; two bits of columns are free");

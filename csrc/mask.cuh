@@ -12,7 +12,7 @@ struct Mask {
     int low, high;  // row i sees keys i + low to i + high, inclusive
     int seqlen_q, seqlen_k;
 
-    // Does not call the other constructor: ptxas schedules that worse.
+    // For sequences that all have the problem's lengths. Does not call the other constructor: ptxas schedules that worse.
     __device__ __forceinline__ explicit Mask(const Problem& p)
         : low(p.seqlen_k - p.seqlen_q - p.window_left), high(p.seqlen_k - p.seqlen_q + p.window_right), seqlen_q(p.seqlen_q),
           seqlen_k(p.seqlen_k) {}

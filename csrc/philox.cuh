@@ -24,8 +24,9 @@ __device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1)
     c = make_uint4(second.high ^ c.y ^ k0, second.low, first.high ^ c.w ^ k1, first.low);
 }
 
-// Rounds 0 and 1 of a call, in terms that calls of one head, row or column share, so that volta's forward kernels with dropout
-// compute these once (volta/forward/feature_dropout.cuh). The table has the counter before and after. K: the key of round 1.
+// Rounds 0 and 1 of a call, split into products that calls of the same head, row or column share: volta's forward kernels with
+// dropout compute each product once (volta/forward/feature_dropout.cuh). The table has the counter's words before, after round 0
+// and after round 1. K: the key of round 1.
 //
 //             x                                   y             z                                   w
 //   counter   column / 4                          row           head                                offset
@@ -34,7 +35,7 @@ __device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1)
 //
 // of_head and of_column are the products of the counter; of_row and of_both (of column and offset) those of x and z after round 0.
 struct PhiloxTerms {
-    unsigned key[2], x;  // the key, and x after round 0, which head and row decide
+    unsigned key[2], x;  // the key; word x after round 0, which depends on head and row alone
 
     __device__ __forceinline__ PhiloxTerms() {}
     // Terms of row 0.

@@ -110,9 +110,10 @@ struct Element<CacheFormat::E4m3> : ByteElement {
     }
 };
 
-// A 4-bit code at bit 0 of a half is 2^-24 times the code, at bit 4 2^-20 times: fp16 subnormals, which products take exactly. So
-// slots 0 to 3 have the codes at bits 0 to 3 of bytes, slots 4 to 7 those at bits 4 to 7. `y` has the upper byte of each half in
-// the lower. Byte i has columns 2 * i and 2 * i + 1, so the slots have columns 0, 4, 2, 6, 1, 5, 3 and 7.
+// A 4-bit code at bit 0 of an fp16 number's bits is 2^-24 times the code, at bit 4 2^-20 times: fp16 subnormals, which products
+// take exactly. So slots 0 to 3 have the codes at bits 0 to 3 of bytes, slots 4 to 7 those at bits 4 to 7. y = x >> 8 brings bytes
+// 1 and 3 to the places of bytes 0 and 2. Byte i has columns 2 * i and 2 * i + 1, so the slots have columns 0, 4, 2, 6, 1, 5, 3 and
+// 7.
 template <>
 struct Element<CacheFormat::Int4> {
     static constexpr float kScale = 5.9604644775390625e-8f;  // 2^-24

@@ -59,9 +59,10 @@ public:
         return __fdividef(log2_approx(fmaxf(__fdividef(1.f, state) - 1.f, 0.f)), to_exponent_);
     }
 
-    // How a tile's states are computed. A masked product is -inf, and its score must be -inf, so its state infinite: 1 / (0 + 0).
-    // The state of a plain tile, 1 / (e^2x + 1), would be 1. So a tile with masked products has states 1 / e^2y (kMaskable). There
-    // maskable_product() first turns the other products into those of y, where e^2y = e^2x + 1. Volta's forward kernels do so.
+    // How a tile's states are computed. A masked product is -inf. Its score must be -inf, so its state must be infinite, but 1 /
+    // (e^2x + 1) would be 1. So a tile with masked products (kMaskable) has states 1 / e^2y, which is 1 / 0 for these. Before it
+    // masks, the kernel calls maskable_product(), which turns each product, of x, into that of y with e^2y = e^2x + 1. volta's
+    // forward kernels do so.
     using TileKind = float;
     static constexpr TileKind kPlain = 1.f, kMaskable = 0.f;  // addend of the denominator
     __device__ __forceinline__ float state(float product, TileKind kind) const {

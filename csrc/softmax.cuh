@@ -59,9 +59,10 @@ __device__ __forceinline__ float shifted(float probability) {
 // Packs two probabilities times kPackedOne.
 __device__ __forceinline__ unsigned pack_probabilities(float lo, float hi) { return pack_shifted(shifted(lo), shifted(hi)); }
 
-// Which rows move their row_max once any score of the warp exceeds its row's limit. kAll moves every row, which postpones the next
-// time. But where packed probabilities of the previous tile still wait for P V, a rescale rounds them once more. That is harmless
-// only below 2^-kRescaleThreshold of the row's maximum, so these kernels use kExceeding: only rows above their limit move.
+// Which rows move their row_max, that is raise it to their largest score, once any score of the warp exceeds its row's limit. kAll
+// moves every row, so that the next move comes later. But where packed probabilities of the previous tile still wait for P V, a
+// move rescales them, and rounds them once more. That is harmless only if they become smaller than 2^-kRescaleThreshold of the
+// row's maximum, as in rows above their limit. So these kernels use kExceeding: only such rows move.
 enum class RescaledRows { kAll, kExceeding };
 
 // A lane's softmax state of one row. Other lanes have the row's other keys: row_max and limit are the row's, the sum is the lane's.

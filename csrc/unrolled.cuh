@@ -1,6 +1,6 @@
 // Nests of unrolled loops over a lane's registers: tiles, rows, elements. Registers cannot be indexed at run time: arrays in a loop
-// that is not unrolled go to local memory. Some kernels keep a nest written out, because ptxas schedules them otherwise with a call
-// (tools/compare_kernels.py shows it).
+// that is not unrolled go to local memory. Some kernels keep a nest written out, because with a call ptxas schedules them in
+// another order (tools/compare_kernels.py shows it).
 #pragma once
 
 // Calls f(i, j) for each i < I and j < J, the last index fastest; likewise with three and four bounds.

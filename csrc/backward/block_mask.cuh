@@ -1,7 +1,10 @@
 // Block-sparse masks in the backward kernels: ListedBlocks says which steps a thread block visits, and ScoreBits hides single
-// scores. A list (block_lists.cuh) names the blocks of 64 columns that 128 rows see. A partial block has a tile of bits, 1 where
-// the score exists. In dq kernels rows are queries and columns keys, as in the forward pass. Main kernels take transposed lists:
-// rows are keys, columns queries, one list for each query head. A step is the columns that a kernel computes at once.
+// scores. A step is the columns that a thread block computes at once. Main kernels compute dK and dV, most also dQ: their thread
+// blocks own keys (rows) and visit queries (columns). dq kernels compute dQ: they own queries and visit keys, as in the forward
+// pass.
+//
+// A list (block_lists.cuh) names the blocks of 64 columns that 128 rows see, for each query head. Main kernels take transposed
+// lists, whose rows are keys. A partial block has a bit tile, with a bit of 1 for each score that exists.
 //
 // The kernel tables in src/kernels pass ListedBlocks as template argument Blocks; turing/backward/block_mask.cuh has turing's.
 #pragma once
@@ -12,7 +15,7 @@
 
 // Bits of a warp's scores, Rows rows by at most 32 columns of a step: a lane holds the word of one row, and hide() shuffles words
 // to the lanes with that row's scores. The Layout (score_coord.cuh) says which these are: an element's slots count from the lane's
-// first query and key. remat_* reads a special register again, to hold none in between (ptx.cuh).
+// first query and key. remat_thread_index() reads threadIdx.x again, so that it holds no register in between (ptx.cuh).
 template <class Layout, int Rows>
 class ScoreBits {
     static_assert(Rows <= 32, "a word a lane");
@@ -21,27 +24,27 @@ class ScoreBits {
     bool any_;
 
 public:
-    // Loads the bits of a step. `row`: the warp's first key (transposed list) or query. `column`: the warp's first, counted from
-    // the step's. `columns`: of the sequence. A step past them, and a tile that does not exist, have only hidden scores: the word
-    // stays 0. The argument 0 of steps' functions means this step.
+    // Loads the bits of the current step of `steps` (0 steps later). `row`: the warp's first key (transposed list) or query.
+    // `column`: the warp's first column, counted from the step's. `columns`: number of the sequence's. A step past them, and a bit
+    // tile outside the mask's tensor, hide all scores: the word stays 0.
     template <class Blocks, class Steps>
     __device__ __forceinline__ void load(const Blocks& blocks, const Steps& steps, int row, int column, int columns) {
         any_ = steps.has_bits() || steps.first() >= columns;
         word_ = 0, shift_ = 0;
         if (!steps.has_bits()) return;
         const BlockLists& lists = blocks.lists();
-        const int tile = steps.tile_after(0);
+        const int bit_tile = steps.tile_after(0);
         const unsigned in_tile = steps.column_in_tile(0) + column;
         const unsigned list_row = static_cast<unsigned>(row) % kListedRows + static_cast<unsigned>(remat_thread_index()) % Rows;
         int word = 0;
-        load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word,
-                    bits_of(lists, tile, list_row, in_tile));
+        load_int_if(static_cast<unsigned>(bit_tile) < static_cast<unsigned>(lists.tiles), word,
+                    bits_of(lists, bit_tile, list_row, in_tile));
         word_ = word, shift_ = in_tile % 32;
     }
     // Whether the step has scores to hide. Uniform in a warp.
     __device__ __forceinline__ bool any() const { return any_; }
-    // Sets the lane's scores s without a bit in the warp's tile (m, n) to -inf; m counts tiles of rows, n of columns. All lanes
-    // call it together: they shuffle words.
+    // Sets the lane's scores s without a bit to -inf, in the warp's tile (m, n) of the product: m counts tiles of rows, n of
+    // columns. All lanes call it together, because they shuffle words.
     __device__ __forceinline__ void hide(typename Layout::Tile& s, int m, int n) const {
         hide(reinterpret_cast<typename Layout::Tile(&)[1]>(s), m, n);
     }
@@ -72,13 +75,13 @@ public:
 };
 
 // A thread block visits the steps of its list. DenseBlocks (dense_blocks.cuh) has the same interface without a block mask. BitsOf:
-// the class of a warp's bits. Ahead: by how many steps loads run ahead.
+// ScoreBits, or turing's StepBits. Ahead: how many steps later the iterator also tells the columns of, for loads.
 template <int Ahead, template <class, int> class BitsOf>
 class ListedBlocksOf {
     const BlockLists& lists_;
 
 public:
-    static constexpr bool kListed = true;
+    static constexpr bool kListed = true;  // tells kernels that lists name the steps
     template <class Layout, int Rows>
     using Bits = BitsOf<Layout, Rows>;
     __device__ __forceinline__ explicit ListedBlocksOf(const BlockLists& lists) : lists_(lists) {}
@@ -87,22 +90,24 @@ public:
     __device__ __forceinline__ HeadLists of_head(const BwdParams& p, int head) const {
         return HeadLists(lists_, p.lengths.first_batch + blockIdx.z, head);
     }
-    // Iterates over the list that has row `row`, Step columns at a time, and tells the columns of Ahead steps ahead, for loads.
-    // `columns`: of the sequence. Unnamed: the columns that masks leave, for DenseBlocks.
+    // Iterates over the list that has row `row`, Step columns at a time. `columns`: number of the sequence's. Unnamed: first column
+    // and end of those that causal masks and windows leave, for DenseBlocks.
     template <int Step>
     __device__ __forceinline__ ListedSteps<Step, Ahead> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
         return ListedSteps<Step, Ahead>(lists_, of_head(p, head).of(lists_, row / kListedRows), columns);
     }
-    // Number of the thread block's block of Keys keys in main kernels. Grid maps blockIdx to a block of keys (number, of count) and
-    // a KV head. Lists carry a launch order, longest list first, so that the longest work starts first (HeadLists::launched). A KV
-    // head takes the order of its first query head. If two thread blocks share a list (Keys < 128), they start in key order.
+    // Main kernels: which of the sequence's blocks of Keys keys the thread block owns. Grid maps blockIdx to a place in the launch
+    // order (number, of count) and a KV head. Lists carry a launch order, longest list first, so that the longest work starts first
+    // (HeadLists::launched). A KV head takes the order of its first query head. If two thread blocks share a list (Keys < 128),
+    // they start in key order.
     template <int Keys, class Grid>
     __device__ __forceinline__ int key_block(const BwdParams& p, const Grid& grid) const {
         if (Keys < kListedRows) return grid.number(p);
         const int group = p.problem.nheads / p.problem.nheads_k;
         return of_head(p, grid.head(p) * group).launched(lists_, grid.number(p), grid.count(p));
     }
-    // First query of a thread block in the dq kernels, likewise: blockIdx.x is its place in the order, blockIdx.y its query head.
+    // First query of a thread block of Rows queries in the dq kernels, in launch order too: blockIdx.x is the place in the order,
+    // blockIdx.y the query head.
     template <int Rows>
     __device__ __forceinline__ int first_row(const BwdParams& p) const {
         if (Rows < kListedRows) return blockIdx.x * Rows;

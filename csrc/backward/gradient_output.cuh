@@ -18,9 +18,9 @@ enum class DqMode {
     kStore,
 };
 
-// Output dtype: fp16, or fp32 where the caller's tensors were cast to fp16 operands (src/ops/scaled.rs), because sums of many rows
-// may leave fp16's range. Returns whether it is fp32. A parameter says so; kernels without the feature fp32_gradients have only the
-// fp16 code.
+// Returns whether the output dtype is fp32, else fp16. It is fp32 where the caller's tensors were cast to fp16 operands
+// (src/ops/scaled.rs), because sums of many rows may leave fp16's range. A parameter says so; kernels compiled without the feature
+// fp32_gradients (kHasFp32Gradients) have only the fp16 code.
 __device__ __forceinline__ bool gradients_are_fp32(const BwdParams& p) { return kHasFp32Gradients && p.gradients_are_fp32; }
 
 // Stores two neighboring elements of a gradient, as fp32, or as fp16 (unsigned short).

@@ -1,6 +1,6 @@
 // Loop bounds of the backward kernels under causal and window masks (mask.cuh). QueryRange: the query rows that a block of keys
-// visits (main kernels). KeyRange: the keys that a block of queries visits (dq kernels, and stored_gradients.cuh). Both also tell
-// which steps need no mask. A step is the Step rows or keys that a kernel computes at once.
+// visits, in main kernels, which compute dK and dV. KeyRange: the keys that a block of queries visits, in dq kernels and in dQ of
+// stored_gradients.cuh. Both also tell which steps need no mask. A step is the Step rows or keys that a kernel computes at once.
 //
 // Registers are scarce: remat_* reads a special register again where it is needed, and keep_in_register keeps the compiler from
 // computing a bound again in every step. kVarlen kernels (features.cuh) read each sequence's lengths from memory.
@@ -29,9 +29,9 @@ struct QueryRange {
     static __device__ __forceinline__ int end_of_seen(const Mask& mask, int first_key) {
         return kVarlen && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, Keys);
     }
-    // Returns the first row of the first step, a multiple of Step.
+    // Returns the first row of the first step, a multiple of Step, for block of keys number blockIdx.x.
     static __device__ __forceinline__ int first(const Mask& mask) { return first(mask, remat_block_x()); }
-    // The same for the block of keys number `block`, where that is not blockIdx.x.
+    // The same for block of keys number `block`.
     static __device__ __forceinline__ int first(const Mask& mask, int block) { return mask.row_first(block * Keys) / Step * Step; }
     // Returns the number of rows of Q and dO that loads may read. Varlen kernels, which lack a register for seqlen_q, take `end`:
     // rows from there on, which see none of the keys, count as missing.

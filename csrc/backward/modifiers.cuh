@@ -126,10 +126,11 @@ __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
     return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + head);
 }
 
-// Returns which probabilities of the lane's two rows (queries), 0 and 1, are kept: bit kept_bit(row, key) (philox.cuh). `mine` and
-// `others` are kept_bits() of two Philox calls, the lane's for its row `mine_is` (0 or 1) and its partner's for the lane's other
-// row. A call decides four keys of query r, whose bit 2 is 0, and of query r + 4. has_bit_of_4: 1 if both of the lane's rows have
-// bit 2 set, so that each is the r + 4 of its call; else 0.
+// Returns which probabilities of the lane's two queries, numbers r = 0 and 1, dropout keeps: 1 in bit kept_bit(r, c), which is 2 *
+// r + c % 2 + 16 * (c / 2), for key c of four. `mine` and `others` are kept_bits() of two Philox calls (philox.cuh): the lane's,
+// for its query number `mine_is`, and its partner's, for the lane's other query. A call decides two queries: bits kept_bit(0, c)
+// are of one whose number has bit 2 clear, kept_bit(1, c) of the one 4 later. has_bit_of_4: 1 if the lane's queries are the later
+// ones of their calls, else 0.
 __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, int has_bit_of_4, int mine_is) {
     mine = mine >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
     others = others >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
@@ -145,7 +146,7 @@ __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, 
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "a lane has four keys of two queries");
-    // Rows r and r + 4 share the call of row r, whose bit 2 is clear (philox.cuh): hence `& ~4`.
+    // Queries r and r + 4 share the call of r, whose bit 2 is clear (philox.cuh): hence `& ~4`.
     const int has_bit_of_4 = coord.query(0) >> 2 & 1;
     const int row = (coord.query(0) & ~4) + has_bit_of_4 * Layout::row_slot(1);
     const unsigned mine = rule.kept_bits(philox.numbers(row, coord.key(0)));

@@ -24,10 +24,10 @@ __device__ __forceinline__ PackedTile packed(const float (&s)[8], Pack pack) {
     const auto word = [&](int i) { return pack(s[packed_element(i)], s[packed_element(i) + 1]); };
     return {{word(0), word(1), word(2), word(3)}};
 }
-// Packs P * 2^kExponentShift (2^-100) to P * 2^12 (probabilities.cuh): pack_shifted multiplies by 2^112 as it packs.
+// Packs s, which is P * 2^-100 (kExponentShift, probabilities.cuh), as P * 2^12: pack_shifted multiplies by 2^112 as it packs.
 __device__ __forceinline__ PackedTile pack_probability_tile(const float (&s)[8]) { return packed(s, pack_shifted); }
 // Also sets `with_signs` to the same with sign bits, which P leaves free, since it is never negative. A set bit says that fp16
-// rounded P down. multiply_by_probabilities() then corrects P by a mean rounding error, for dS (residual_signs.cuh).
+// rounded P down. From it multiply_by_probabilities() corrects P by the mean rounding error, for dS (residual_signs.cuh).
 __device__ __forceinline__ PackedTile pack_probability_tile(const float (&s)[8], PackedTile& with_signs) {
     PackedTile tile;
 #pragma unroll
@@ -58,8 +58,8 @@ __device__ __forceinline__ PackedTile with_signs_of(const PackedTile& x, const P
 __device__ __forceinline__ PackedTile without_signs(const PackedTile& x) {
     return {{x.x[0] & ~kSigns, x.x[1] & ~kSigns, x.x[2] & ~kSigns, x.x[3] & ~kSigns}};
 }
-// Computes dS from s, (dP - delta) / 2^12, and x, P * 2^12. With has_residuals the sign bits of x tell which way P was rounded,
-// and correct it. Else they mark elements that dropout drops, and are ignored here.
+// Turns s from (dP - delta) / 2^12 into dS, by x, which is P * 2^12. With has_residuals the sign bits of x tell which way P was
+// rounded, and correct it. Else they mark elements that dropout drops, and are ignored here.
 __device__ __forceinline__ void multiply_by_probabilities(float (&s)[8], const PackedTile& x, bool has_residuals) {
     multiply(s, x, [=](float p) { return from_residual_sign(p, has_residuals); });
 }

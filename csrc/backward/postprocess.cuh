@@ -1,6 +1,7 @@
 // Last kernel of a backward pass whose main kernel accumulates dq (DqMode::kAtomicAdd): dq = scale * dq_accum, to fp16 or fp32,
-// with the caller's strides. A single accumulator is a sum by atomics, in any order. In deterministic mode each block of keys of a
-// launch has its own accumulator (dq_accum_splits of them), and this kernel sums these in a fixed order.
+// with the caller's strides. A single accumulator is a sum by atomics, in any order. In deterministic mode there are
+// dq_accum_splits, and the main kernel has several launches of as many blocks of keys: block n of each launch adds to accumulator
+// n. This kernel sums them in a fixed order.
 //
 // The factor is |softmax_scale|: if it is negative, the main kernel has flipped the signs of K (Problem::sign_flip).
 //

@@ -7,7 +7,8 @@
 #include "backward/row_statistics.cuh"  // RowStatistics; BwdParams (src/params): tensors and scratch memory
 
 // The kernel, which src/kernels/shared.rs names. A block has BlockRows rows of one head; kLanesPerStatistic (8) lanes share a row.
-// all_rows is seqlen_q rounded up to whole steps of other kernels; the rows added get delta 0 and lse +inf, so that their P is 0.
+// all_rows is seqlen_q rounded up to 32 (kRowRounding, scratch.cuh), whole steps of other kernels; the rows added get delta 0 and
+// lse +inf, so that their P is 0.
 template <int BlockRows, int Threads>
 struct BackwardPreprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;

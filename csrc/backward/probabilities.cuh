@@ -11,11 +11,12 @@
 #include "softmax.cuh"
 #include "unrolled.cuh"
 
-// P is kept in fp16 as P * 2^12. volta's main kernels, turing's main kernel with two roles (warp_specialized.cuh: warps that
-// compute P, warps that compute dP) and store_scores.cuh (where P is one fp16 number) pack by integers: pack_shifted, which flushes
-// values below 2^-14, so P below 2^-26 becomes 0. The other kernels that pack P do it by conversions, which keep subnormals.
-// (dq.cuh packs dS alone.) P * 2^12 overflows fp16 (65504) only above P = 15.99: rounding of S and lse can make P larger than 1,
-// where |S * scale_log2| is about 2^24.
+// P is kept in fp16 as P * 2^12, so that small P are normal numbers. It overflows fp16 (65504) only above P = 15.99: rounding of S
+// and lse can make P larger than 1, where |S * scale_log2| is about 2^24.
+//
+// Some kernels pack by integers: pack_shifted, which flushes P * 2^12 below 2^-14, so P below 2^-26, to 0. These are volta's main
+// kernels, turing's main kernel with two roles (warp_specialized.cuh: warps that compute P, warps that compute dP), and
+// store_scores.cuh where P is one fp16 number. The others pack by conversions, which keep subnormals. (dq.cuh packs dS alone.)
 constexpr float kProbabilityBits = 12.f;
 constexpr float kProbabilityUnit = 4096.f;  // 2^kProbabilityBits
 // pack_shifted takes numbers times 2^-112: then fp32 bits are those of fp16, shifted, as exponent biases differ by 127 - 15 = 112.
@@ -29,7 +30,7 @@ template <class Layout, int T>
 struct ExponentAddends {
     float of_row[T][Layout::kRows];
 
-    // Turns statistics -lse / scale into addends: scale_log2 is scale * log2(e).
+    // Turns statistics -lse / scale into addends: scale_log2 is scale * log2(e), by which lse gets log2 units.
     __device__ __forceinline__ void scale(float scale_log2, float shift) {
         unrolled<T, Layout::kRows>([&](int t, int r) { of_row[t][r] = fmaf(of_row[t][r], scale_log2, shift); });
     }

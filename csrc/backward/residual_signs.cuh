@@ -18,16 +18,18 @@ constexpr unsigned kSigns = 0x80008000u;  // of two packed elements
 // number becomes the sign of an fp16 number. The lower bytes mean nothing.
 __device__ __forceinline__ unsigned second_bytes(unsigned lo, unsigned hi) { return __byte_perm(lo, hi, 0x5010); }
 
-// Packs two numbers as pack_shifted (softmax.cuh) does, and sets `with_signs` to the same with signs. The numbers are scaled by
-// 2^-112, so their fp32 bits times 8 have the fp16 number in the upper half, and adding 0x8000 rounds it: shifted_sum. Bit 15 of
-// that sum is set where the addition has not carried into the fp16 number: the true number lies above it, or is equal.
+// For kernels that pack P by integers: packs two numbers as pack_shifted (softmax.cuh) does, and sets `with_signs` to the same with
+// signs. The numbers are scaled by 2^-112, so their fp32 bits times 8 have the fp16 number in the upper half, and adding 0x8000
+// rounds it: shifted_sum. Bit 15 of that sum is set where the addition has not carried into the fp16 number: the true number lies
+// above it, or is equal.
 __device__ __forceinline__ unsigned pack_shifted_and_signs(float lo, float hi, unsigned& with_signs) {
     const unsigned packed = pack_shifted(lo, hi);
     with_signs = packed | (second_bytes(shifted_sum(lo), shifted_sum(hi)) & kSigns);
     return packed;
 }
-// Adds signs to `packed`, which to_half2 has made of lo and hi. to_half2 drops bits 0 to 12 of the fp32 number, and rounds up where
-// bit 12 is set; << 3 moves it to bit 15. (Not in subnormals, whose signs mean nothing, nor in half of the ties.)
+// For kernels that pack P by conversions: adds signs to `packed`, which to_half2 has made of lo and hi. to_half2 drops bits 0 to 12
+// of the fp32 number, and rounds up where bit 12 is set; << 3 moves it to bit 15. (Signs of subnormals mean nothing, and half of
+// the ties get the wrong one.)
 __device__ __forceinline__ unsigned with_residual_signs(unsigned packed, float lo, float hi) {
     return packed | (~(second_bytes(__float_as_uint(lo), __float_as_uint(hi)) << 3) & kSigns);
 }

@@ -9,8 +9,8 @@
 //                                  because ptxas's schedule depends on it
 //   kKeyRows                       true: rows of the product are keys (S^T); scores s[m][n] then have tiles of keys in m
 //   kRows, row_of(v), row_slot(r)  element v is of the lane's query r = row_of(v) < kRows, which is first_query + row_slot(r)
-//   kKeys, kKeyStride              number and stride of each query's keys in an aligned group of four: (0, 1, 2, 3), or (0, 2)
-//                                  or (1, 3)
+//   kKeys, kKeyStride              a query's keys in the lane: kKeys of an aligned group of four, kKeyStride apart: 4 and 1 for
+//                                  keys 0 to 3, or 2 and 2 for keys 0 and 2 in some lanes, 1 and 3 in others
 //   element(r, j)                  the element of query r and key j of the lane
 //   kQueryPartnerMask              where kKeys or kRows is 4: XOR mask to the lane whose queries are 4 before or after: a call of
 //                                  dropout's generator (Philox) draws for four keys of both (modifiers.cuh, packed_tile.cuh)

@@ -22,7 +22,7 @@ static_assert(2 * kStagedBuffer == SHARED_BYTES && kStagedRows == BLOCK_ROWS && 
 struct TermColumns {
     static constexpr int kChunks = kStagedTerms / kChunk, kRowBytes = kChunks * kChunkBytes, kRows = kStagedRows;
 };
-// Tiles whose rows are a step's terms: 32 rows of `Columns` columns. kStep: rows over which volta's accumulate() sums.
+// Tiles whose rows are a step's terms: 32 rows of `Columns` columns. kStep: volta's name for the rows that a product sums.
 template <int Columns>
 struct TermRowsOf {
     static constexpr int kChunks = Columns / kChunk, kRowBytes = kChunks * kChunkBytes, kRows = kStagedTerms, kStep = kRows;

@@ -6,8 +6,8 @@
 //
 // A block computes one stored tile, kStoredRows (128) keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and
 // dS^T. Each of four warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
-// Operands come in steps of kStagedTerms (32) columns, as tiles TermColumns, through two buffers of shared memory. In each the
-// second operand begins kStagedTile bytes after the first (staged_tiles.cuh).
+// Operands come in steps of kStagedTerms (32) columns, as tiles of 128 rows (TermColumns), through two buffers of shared memory. In
+// each the second operand begins kStagedTile bytes after the first (staged_tiles.cuh).
 //
 // P is stored as fp16 times kProbabilityUnit, 2^12, which keeps digits of small P. Exponents get kExponentShift = 12 - 112, because
 // pack_shifted, which packs by integers, takes numbers times 2^-112.
@@ -15,7 +15,7 @@
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
 //   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
 //   load_rows                      loads row statistics, -lse / scale or -delta, of the lane's queries in a tile
-//   kLaneStatistics                floats from a tile's statistics to the lane's, for each query of it before the lane's first
+//   kLaneStatistics                a lane's statistics begin first_query(lane) * kLaneStatistics floats after the tile's
 //   tile_row(row)                  row of shared memory where a row of K, Q, V or dO goes
 //   own_operand, other_operand     shared offset of the lane's operands of keys and of queries, of the warp's rows from `row` on
 //   multiply_scores(c, a, b)       adds the products of a step to c; a and b: shared addresses of these operands
@@ -169,6 +169,7 @@ struct BackwardScores {
         __device__ __forceinline__ void load(int m, int n, SplitTile& tile) const { tile = {load(m, n), low().load(m, n)}; }
     };
 
+    // Where the warp's 64 by 64 scores are in the sequence.
     struct Place {
         int head, first_key, first_row;  // query head; first key and query of the warp
         int row_end;  // one past the last query that sees one of the block's keys
@@ -215,7 +216,8 @@ struct BackwardScores {
     }
 
     // Computes P from S and stores it, with 0 for dropped probabilities, as dV needs it. Until dS is known, its memory keeps the
-    // score function's derivative, or all of P with signs that mark dropped ones. (No problem has both.)
+    // score function's derivative, or all of P with signs that mark dropped ones. (No problem has both a score function and
+    // dropout.)
     static __device__ __forceinline__ void store_probabilities(Scores& s, const BwdParams& p, const Place& place,
                                                                const Stored& to_p, const Stored& to_ds, const float* stats,
                                                                int rows, Unit& unit, const Blocks& blocks) {

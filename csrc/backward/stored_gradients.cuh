@@ -1,7 +1,8 @@
-// Second main kernel of the backward pass for large headdims (volta: above 192, turing: 256), and for fp32 tensors: dK, dV and dQ,
-// from the P and dS that the first, store_scores.cuh, has stored in scratch memory, because dK, dV and their operands do not fit
-// an SM, or slowly. To bound the memory a launch has only some KV heads and keys. A block computes 128 rows (kStagedRows) of one
-// gradient, by 128 columns, or by 64 if no gradient has more (kStagedColumns; the block has as many threads, kStagedThreads):
+// Second main kernel of the backward pass for large headdims (volta: above 192, turing: above 256), and for fp32 tensors: computes
+// dK, dV and dQ from the P and dS that the first, store_scores.cuh, has stored in scratch memory. (One kernel for all would have to
+// keep dK, dV and their operands in an SM, where they do not fit, or only with slow code.) To bound the memory a launch has only
+// some KV heads and keys. A block computes 128 rows (kStagedRows) of one gradient, by 128 columns, or by 64 if no gradient has more
+// (kStagedColumns; the block has as many threads, kStagedThreads):
 //
 //   dV = P^T dO      dK = dS^T Q      over all queries of a KV head, in steps of 32
 //   dQ += dS K       over the keys of the launch, in steps of 32
@@ -28,9 +29,10 @@
 // operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory (SHARED_BYTES, from the row in
 // src/kernels) has two buffers of both operands, B kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128
 // queries. StoredScores has a launch's KV heads (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first, is_last:
-// these include a head's first, last key.
+// whether these key tiles are the heads' first, last ones, so that sums of dQ begin with 0, or are complete.
 //
-// Sparse (Split with a block mask): steps visit only half tiles, 64 terms, with scores. A unit of kAbsentUnit: there are none.
+// Sparse (Split with a block mask): steps visit only those half tiles (64 terms of a stored tile) that have scores. Those whose
+// unit is kAbsentUnit have none.
 #pragma once
 
 #include "backward/gradient_output.cuh"  // gradients_are_fp32(), store_gradient2(): output dtype

@@ -20,8 +20,9 @@ __device__ __forceinline__ unsigned to_half2_saturating(float lo, float hi) {
 // Returns 1 / x of a power of two from 2^-126 to 2^126: subtracts its exponent from twice the bias, 0x7f000000 = 127 << 24.
 __device__ __forceinline__ float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
 
-// Whether numbers far above a warp's others saturate, at about 2^21 times the median of its lanes' largest numbers. Keys do: their
-// scores stay so large that they are all of a row's softmax or none of it, and other keys keep their digits. Values do not.
+// What becomes of numbers far above a warp's others. kFit: the factor makes room for them. kSaturate: beyond about 2^21 times the
+// median of the lanes' largest numbers they become fp16's largest number, and the others keep their digits. For keys: scores of
+// saturated keys stay so large that these are all of a row's softmax or none of it.
 enum class Outliers { kFit, kSaturate };
 
 // Multiplies a warp's bf16 numbers so that they fit fp16. The factor is a power of two, from the largest number so far. It

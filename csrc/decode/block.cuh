@@ -51,9 +51,10 @@ struct Block {
     static constexpr int kOutputFloats = kTokenGroups * kRowsAtOnce * kPartialStride,
                          kWorkFloats = Mainloop::kWorkBytes / sizeof(float);
 
-    // Batch-invariant kernels cut tokens at fixed numbers (split_scheduler.cuh). Of their tiles, `blocks` counts the row tile's
-    // splits; whole: this block has all of these; is_empty: no row sees this split. kTokenGroups > 0, always true, makes this
-    // depend on Mainloop, so that `if constexpr` drops what the other kind of tile lacks.
+    // Batch-invariant kernels cut a row tile's tokens into splits at fixed numbers (split_scheduler.cuh); their work tiles are
+    // SplitTiles. Of these `blocks` is the number of the row tile's splits; whole: this block has all of them; is_empty: no row
+    // sees this split. kTokenGroups > 0, always true, makes this depend on Mainloop, so that `if constexpr` drops what the other
+    // kind of tile lacks.
     static constexpr bool kFixedSplits = kBatchInvariant && kTokenGroups > 0;
     using Scheduler = typename Conditional<kFixedSplits, SplitScheduler, TileScheduler>::Type;
     using Tile = typename Conditional<kFixedSplits, SplitTile, WorkTile>::Type;
@@ -64,7 +65,7 @@ struct Block {
         RowInfo row_info[BLOCK_ROWS];
         Scheduler scheduler;
         Tile tile;
-        bool all_have_queries;
+        bool cu_seqlens_q_valid;
     };
     static_assert(sizeof(Shared) <= SHARED_BYTES, "the kernel's row in src/kernels has enough shared memory");
     static_assert(kRadix * BLOCK_ROWS * sizeof(RowState) <= sizeof(Shared::output), "combine_blocks has room for its states");
@@ -81,11 +82,11 @@ struct Block {
         // memory, because the main loop has no register for it. remat_*: with threadIdx.x in a register, 64 rows of latents spill.
         if constexpr (kFixedSplits) {
             const bool has_queries = scheduler.begin(p);
-            const bool all_have_queries = __syncthreads_and(has_queries);
-            if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;
+            const bool cu_seqlens_q_valid = __syncthreads_and(has_queries);
+            if (threadIdx.x == 0) shared.cu_seqlens_q_valid = cu_seqlens_q_valid;
         } else if (remat_thread_index() < 32) {
-            const bool all_have_queries = scheduler.begin(p);
-            if (remat_thread_index() == 0) shared.all_have_queries = all_have_queries;
+            const bool cu_seqlens_q_valid = scheduler.begin(p);
+            if (remat_thread_index() == 0) shared.cu_seqlens_q_valid = cu_seqlens_q_valid;
         }
         while (true) {
             if (remat_thread_index() < 32) scheduler.next(p, shared.tile);
@@ -122,7 +123,7 @@ struct Block {
             __syncthreads();
         }
         // Rows of packed q that belong to no sequence become NaN.
-        if (p.lengths.cu_seqlens_q) fill_unowned_rows(p, shared.all_have_queries);
+        if (p.lengths.cu_seqlens_q) fill_unowned_rows(p, shared.cu_seqlens_q_valid);
     }
 
 private:

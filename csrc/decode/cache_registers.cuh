@@ -53,7 +53,8 @@ struct Ones {
     __device__ __forceinline__ uint4 chunk(int) const { return make_uint4(0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00); }
 };
 
-// A lane's columns of one row (token) of K or V: Chunks chunks, one of every Spread columns of the product.
+// A lane's columns of one row (token) of K or V: Chunks chunks, one in every Spread columns of the product. Spread / 8 lanes share
+// a row.
 //
 // In memory a lane's chunks are adjacent as far as a 16-byte load reaches (kChunksPerLoad). So a product's columns are a
 // permutation of the tensor's, the same for Q and K: of() maps a column of the product to one of the tensor.
@@ -67,7 +68,8 @@ struct Columns {
     unsigned words[Chunks * kWords];
 
     __device__ __forceinline__ static constexpr int of(int column) {
-        const int number = column / Spread, lane = column % Spread / 8;  // of the chunk in its lane; of the lane
+        // numbers of the chunk among its lane's, and of the lane among those of the row
+        const int number = column / Spread, lane = column % Spread / 8;
         return number / kChunksPerLoad * (Spread * kChunksPerLoad) + lane * (8 * kChunksPerLoad) + number % kChunksPerLoad * 8 +
                Element<Format>::column(column % 8);
     }

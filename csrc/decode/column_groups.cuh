@@ -1,5 +1,5 @@
-// Splits the columns of heads wider than 256 between two groups of warps, because the registers of one warp hold at most 256
-// columns of Q, K, V and output. Used by mainloop.cuh and the loaders.
+// Splits the columns of heads wider than 256 between two groups of warps of a decode kernel, because the registers of one warp hold
+// at most 256 columns of Q, K, V and output. Used by mainloop.cuh and the loaders.
 //
 // A token group is the warps that take the same tokens. Its column groups take the same rows too. Each has partial scores, of its
 // columns of Q and K. ScoreExchange adds them, so each warp has the whole scores and the same softmax. The output needs no

@@ -50,8 +50,8 @@ class CooperativeLoader {
     float shared_factor_ = Bf16Scaler().factor();  // factor of all values in the buffer
 
     static constexpr int kInvalidPage = -(1 << 30);
-    // After the slots eight floats, in two slots: the factors of the two warps that load values, of the two that load keys, and the
-    // inverse factors of all four warps' queries.
+    // bf16: after the slots come eight floats, in two slots' space: the Bf16Scaler factors of the two warps that load values, of
+    // the two that load keys, and the inverse factors of all four warps' queries.
     static constexpr int kStepBytes = (kSlots + 2 * kBf16) * kSlotBytes;
 
 public:
@@ -121,7 +121,7 @@ public:
     __device__ __forceinline__ ValueOperands values(int tile) const { return {*this, tile}; }
     // Factor from the accumulated output to the output.
     __device__ __forceinline__ float inverse() const { return inverse_power(shared_factor_); }
-    // Keeps the inverse factor of this warp's bf16 queries, for which registers have no room.
+    // Keeps the inverse factor of this warp's bf16 queries in both buffers, because registers have no room.
     __device__ __forceinline__ void set_query_inverse(float inverse) {
         for (float* to : {factors(), factors() + to_other_buffer_ / static_cast<int>(sizeof(float))})
             to[4 + threadIdx.x / 32 % 4] = inverse;

@@ -1,5 +1,5 @@
-// Loads K and V of a decode warp from global memory straight into operand registers, a step at a time:
-// kStepTokens tokens, one or two tiles (kStepTiles) of eight (kTileTokens).
+// Loads K and V of a decode warp from global memory straight into operand registers, a step at a time: kStepTokens tokens, one or
+// two tiles (kStepTiles) of eight (kTileTokens).
 //
 // A warp-wide load of 16 bytes per lane covers 64 contiguous bytes of K of eight tokens, or 128 bytes of V of four. Quantized
 // caches with few columns load less. So each byte of the cache is loaded once, by one lane, without shared memory or barriers.

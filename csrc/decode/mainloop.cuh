@@ -64,9 +64,9 @@ struct DecodeMainloop {
     // Two warps with the same tokens find each other's bytes in L1. Four warps exchange what they load (cooperative_loader.cuh).
     static constexpr bool kCooperative = Layout::kCooperative && RowGroups == 4 && !kQuantized;
     static constexpr int kKeyLoads = kGroupHeaddim / 32, kValueLoads = kGroupHeaddimV / 64;
-    // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory. With column groups
-    // (column_groups.cuh), 64 KB of shared memory have room for a quarter. Beside keys and values of bytes, in registers, all of Q
-    // goes there (1 part).
+    // 1 / kSharedQueryParts of Q goes to shared memory. 16 rows of 256 columns take 128 registers for the output and 64 for Q, so
+    // half of Q. With column groups (column_groups.cuh), 64 KB of shared memory have room for a quarter. With quantized keys and
+    // values, whose bytes wait in registers, all of Q.
     static constexpr int kSharedQueryParts = kQuantized ? 1 : kColumnGroups > 1 && SHARED_BYTES <= 65536 ? 4 : 2;
     static constexpr int kSharedQueryChunks =
         (kCooperative || kQuantized) && RowTiles * kKeyLoads > 8 ? kKeyLoads / kSharedQueryParts : 0;
@@ -102,8 +102,8 @@ private:
     using Exchange = ScoreExchange<kStepTiles * RowTiles>;  // adds the scores of two column groups; does nothing for one
     using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
-    // Whether the loads of the first keys and values precede those of Q, so that DRAM starts about a thousand cycles earlier. With
-    // one column group this takes 25 more registers, and kernels spill.
+    // Whether the loads of the first keys and values precede those of Q, so that DRAM starts about a thousand cycles earlier. Only
+    // with two column groups: with one this takes 25 more registers, and kernels spill.
     static constexpr bool kKeysFirst = kColumnGroups > 1 && !kCooperative && !kStaged;
 
 public:

@@ -1,5 +1,6 @@
 // Combines partial results of decode row tiles (split-KV, as FlashDecoding), in a fixed order, so the output is deterministic. Used
-// by block.cuh, split_partials.cuh. A row tile is up to BLOCK_ROWS query rows, (query, head) pairs of a sequence and one KV head.
+// by block.cuh and split_partials.cuh. A row tile is up to BLOCK_ROWS query rows, (query, head) pairs of a sequence that read one
+// KV head.
 //
 // A partial has, for each row, the softmax state (row_max and sum of SoftmaxRow, softmax.cuh) and the unnormalized output over some
 // of its tokens. The token groups of a block, warps with different tokens, leave partials in shared memory (SharedPartials). A
@@ -19,13 +20,15 @@ constexpr int kColumns = 8;  // output columns that a thread combines at a time
 // Floats between output rows in shared memory: four more than columns, so that rows begin in different banks.
 constexpr int kPartialStride = HEADDIM_V + 4;
 
-// Softmax state of one row: its lazy maximum (log2 units) and the sum of its probabilities, as in SoftmaxRow.
+// Softmax state of one row: row_max, subtracted from its scores (log2 units), and the sum of its probabilities. row_max is lazy:
+// some scores may exceed it, by at most kRescaleThreshold (softmax.cuh). A sum of 0: the row saw no key.
 struct RowState {
     float row_max, sum;
 };
 
-// How a row's partials are combined: a factor for the output of each, and the joint softmax state. Lies in shared memory, in as
-// many bytes as the states of Most partials, [Most][BLOCK_ROWS], so that columns are combined without a look at the states.
+// How a row's partials are combined: a factor for the output of each, and the joint softmax state. Lies in shared memory at `at`,
+// in place of the states of Most (maximum number of) partials, [Most][BLOCK_ROWS], so that columns are combined without a look at
+// the states.
 template <int Most>
 struct RowWeights {
     static constexpr float kUnseen = -1.f;  // instead of a factor: the row saw no key there, and its output may be unwritten
@@ -94,8 +97,8 @@ struct SharedPartials {
 };
 
 // Maximum partials that one block combines. With more blocks in a row tile the combination is a tree: blocks in groups of kRadix,
-// then the groups, each by its last block to arrive. Small where a partial has many floats: one SM reads them at its share of L2's
-// bandwidth, while the groups of a level share the SMs.
+// then the groups, each by its last block to arrive. Small where a partial has many floats: the block that combines a group reads
+// them at one SM's share of L2's bandwidth, while the groups of a level are read by several SMs.
 constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 8 : 4;
 
 // Partials in global memory, read with ld.cg because other blocks wrote them and L1 is not coherent.
@@ -266,18 +269,18 @@ __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const Work
 }
 
 // Writes NaN to the output and lse of rows of packed q that belong to no sequence. If cu_seqlens_q is valid for all sequences
-// (all_have_queries), these are the rows after the last sequence.
-__device__ __forceinline__ void fill_unowned_rows(const DecodeParams& p, bool all_have_queries) {
+// (cu_seqlens_q_valid), these are the rows after the last sequence. Else each block searches all sequences for each of its rows.
+__device__ __forceinline__ void fill_unowned_rows(const DecodeParams& p, bool cu_seqlens_q_valid) {
     const Problem& problem = p.problem;
-    const int end = all_have_queries ? load_length(p.lengths.cu_seqlens_q + problem.batch) : 0;
+    const int end = cu_seqlens_q_valid ? load_length(p.lengths.cu_seqlens_q + problem.batch) : 0;
     const int chunks = problem.headdim_v / kColumns;
     for (int row = end + blockIdx.x; row < p.lengths.total_q; row += gridDim.x) {
-        bool is_some = false;  // whether a sequence of this thread has the row
-        for (int batch = threadIdx.x; batch < problem.batch && !all_have_queries; batch += THREADS) {
+        bool is_owned = false;  // whether one of this thread's sequences has the row
+        for (int batch = threadIdx.x; batch < problem.batch && !cu_seqlens_q_valid; batch += THREADS) {
             const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
-            is_some |= row >= sequence.q_offset() && row < sequence.q_offset() + sequence.seqlen_q();
+            is_owned |= row >= sequence.q_offset() && row < sequence.q_offset() + sequence.seqlen_q();
         }
-        if (__syncthreads_or(is_some)) continue;
+        if (__syncthreads_or(is_owned)) continue;
         for (int i = threadIdx.x; i < problem.nheads * chunks; i += THREADS) {
             const int head = i / chunks, column = i % chunks * kColumns;
             const unsigned nan = 0x7fff7fff;  // two NaN, as fp16 and as bf16

@@ -9,10 +9,11 @@
 
 namespace decode {
 
-// Scales and zero points of a step's kStepTokens tokens (8 or 16). A register holds kTensorsPerRegister of the tensors below,
-// kStepTokens lanes each: lane l has that of token l % kStepTokens.
+// Scales and zero points of a step's kStepTokens tokens (8 or 16). They come from kCount tensors: scales of keys and values, zero
+// points of keys and values. A register holds the numbers of kTensorsPerRegister tensors, kStepTokens lanes each: lane l has that
+// of token l % kStepTokens.
 struct StepScales {
-    // Number of each tensor. Registers take them in this order.
+    // Number of each tensor, for pair(). Registers take them in this order.
     static constexpr int kKeyScale = 0, kValueScale = 1, kKeyZeroPoint = 2, kValueZeroPoint = kKeyZeroPoints ? 3 : 2;
     // 2 for int8, 4 for int4, 3 for keys in int8 with values in int4.
     static constexpr int kCount = 2 + kKeyZeroPoints + kValueZeroPoints;

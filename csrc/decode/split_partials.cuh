@@ -36,8 +36,9 @@ struct RowPart {
 
 // Partials in global memory. A slot, the place of one partial, has all rows that a sequence can have in a tile, one after the
 // other: of a row first the first four of every eight columns, then the second four, so a warp accesses whole lines. After the rows
-// come two states of each. The first alone is used, except in a slot that serves all splits of a row tile: there even splits write
-// the first and odd ones the second (`odd`), and each reads the other, because all threads of a row read and one writes.
+// come two states of each. The first alone is used, except in a slot that serves all splits of a row tile, one after the other.
+// There splits with an even number write the first state, and the others the second (`odd`). Each reads the state that the split
+// before has written: all threads of a row read it, while one already writes the new one.
 struct SplitSlots {
     float4* base;
     int rows;  // of a slot

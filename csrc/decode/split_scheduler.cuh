@@ -3,15 +3,15 @@
 // divides all tokens evenly, so where a row tile is cut depends on the batch and the GPU. Here splits begin at multiples of
 // kSplitTokens, and each is one work tile with a partial result, which split_partials.cuh joins in the order of their tokens.
 //
-// Two grids give the same bits, and the host chooses between them (src/plan/decode.rs):
+// All splits of all row tiles, in the order of sequences, KV heads, rows and tokens, form a line. Two grids give the same bits, and
+// the host chooses between them (src/plan/decode.rs):
 //
 //   num_splits 0  blocks take equal ranges of the line of all splits, and the last block of a row tile joins its partials
 //   num_splits 1  block b takes row tiles b, b + gridDim.x, ... whole, and joins each partial as it is done: for many row tiles,
 //                 whose partials would take much memory
 //
-// The line: all splits of all row tiles, in the order of sequences, KV heads, rows and tokens. SequenceWork (tile_scheduler.cuh)
-// has a sequence's number of row tiles, over all KV heads, and the range of tokens [first, end) that any row sees. THREADS: of a
-// block.
+// SequenceWork (tile_scheduler.cuh) has a sequence's number of row tiles, over all KV heads, and the range of tokens [first, end)
+// that any row sees. THREADS: of a block.
 #pragma once
 
 #include "decode/tile_scheduler.cuh"

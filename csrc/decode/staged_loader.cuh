@@ -25,9 +25,9 @@ struct StagedScales {
 // of the set in the block. Layout says which token and columns each lane needs as an operand.
 template <class Layout, int Groups>
 class StagedLoader {
-    // Steps in flight. A warp's step has 1280, 2304 and 2176 bytes at headdims 64, 128 and 256. With 16, 12 or 8 warps an SM these
-    // are 41, 28 and 35 KB in flight. 19 KB would do at 3000 cycles of latency (under load; about 7 times an idle V100's): an SM's
-    // share of the attained bandwidth is 783 GB/s / 80 SMs / 1.53 GHz = 6.4 bytes a cycle.
+    // Steps in flight. A warp's step (K, V and scales) has 1280, 2304 and 2176 bytes at headdims 64, 128 and 256. With 16, 12 or 8
+    // warps an SM and 2, 1 or 2 steps these are 41, 28 and 35 KB in flight. 19 KB hide 3000 cycles of latency (under load; about 7
+    // times an idle V100's): an SM's share of the attained bandwidth is 783 GB/s / 80 SMs / 1.53 GHz = 6.4 bytes a cycle.
     static constexpr int kSteps = HEADDIM == 128 ? 1 : 2;
     // kGroupHeaddim: columns of a row that a warp takes, all of them up to headdim 256 (column_groups.cuh).
     // unit_offset(): bytes from a row's first column to another.

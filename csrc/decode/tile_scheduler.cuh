@@ -64,9 +64,10 @@ constexpr int kMinSteps = (IS_LATENTS ? 32 : 64) / kStepTokens, kMinStepsOfSever
 __device__ __forceinline__ int about_quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
 // Returns the number of blocks that get work, at most gridDim.x, from `steps` (not 0) in `tiles` row tiles. The grid has
-// BLOCKS_PER_SM blocks for each SM, and SMs get equal numbers of blocks. `steps_each`: of one sequence's row tiles. If all
-// have as many, and a block then few, each row tile gets whole blocks, because a block with parts of two row tiles begins and ends
-// twice: unless some SM would then have kMoreSteps more than the average. A row tile gets no more blocks than shorten the longest.
+// BLOCKS_PER_SM blocks for each SM, and SMs get equal numbers of blocks. `steps_each`: steps of a row tile of one sequence. If all
+// row tiles have as many, and a block then has at most kFewSteps, each row tile gets whole blocks, because a block with parts of
+// two row tiles begins and ends twice: unless some SM would then have kMoreSteps more than the average. A row tile gets no more
+// blocks than shorten the longest.
 __device__ __forceinline__ int working_blocks(long long steps, int tiles, int steps_each) {
     constexpr int kMoreSteps = 8, kFewSteps = 64;
     const int sms = gridDim.x / BLOCKS_PER_SM;

@@ -47,8 +47,8 @@ struct HeadGroupBlock {
         return (gridDim.x - 1 - remat_block_x()) * (BlockRows / Heads);
     }
 };
-// Block of a grid policy (a template argument of the kernels) without a block mask. Base: ForwardBlock or HeadGroupBlock. Rows: of
-// a head.
+// What a thread block computes in kernels without a block mask: its coordinates, from Base (ForwardBlock or HeadGroupBlock), and
+// its range of keys. Grid policies, a template argument of the kernels, name it. Rows: the block's rows of a head.
 template <class Base, int Rows>
 struct DenseBlock : Base {
     template <class Grid>

@@ -7,8 +7,9 @@
 #include "block_lists.cuh"  // BlockLists, in memory; FwdBlockParams (src/params) has it as `blocks`
 #include "forward/scores.cuh"  // Scores: a warp's tiles of scores
 
-// ForwardBlock (first row, heads, batch entry: block.cuh) of the list that the thread block takes: the packed mask orders each
-// head's lists, the longest first, so that long blocks start first. EitherOrder: the grid may have heads on its first axis.
+// The list that a thread block takes, and its first row, heads and batch entry (ForwardBlock, block.cuh). Lists carry a launch
+// order of each head's row blocks, longest list first, so that the longest work starts first. EitherOrder: the grid may have heads
+// on its first axis.
 template <int BlockRows, bool EitherOrder>
 struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
     static_assert(BlockRows == kListedRows, "a list belongs to the rows of one block");

@@ -118,8 +118,8 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     // Row of the tile at which the group of the thread's first row begins.
     __device__ __forceinline__ static int first_group(int thread) { return row_of(thread) / kPageGroup * kPageGroup; }
 
-    // Streams the tokens before `last`. Here `next` stays in page 0, at row row_of() - first_group(), the thread's row in its
-    // group, because address() adds group and page. So TileStream's first row is -first_group().
+    // Streams the tokens before `last`. Unlike TileStream's, `next` does not move: address() adds the group's row and its page. So
+    // it stays in page 0 at the thread's row in its group, row_of() - first_group(), and TileStream's first row is -first_group().
     __device__ __forceinline__ PagedTileStream(int thread, const Operand& x, int head, int columns, int last)
         : Stream(thread, x.ptr + head * x.head_stride, x.row_stride, columns, -first_group(thread), last) {}
 

@@ -11,13 +11,19 @@
 //
 // Forward: K and V of a step of 16 keys lie in one of two slots of shared memory, one barrier a step. While a step computes, the
 // next one is stored to the other slot, and the one after it is in flight. WideForward: for wider heads, see there.
+// A Family, {volta,turing}/forward/split.cuh, has the tensor-core code. Where it has a high and a low version, one multiplies by
+// the high parts of K or V, the other by the low ones:
 //
-// A Family, {volta,turing}/forward/split.cuh, has the products and the Layout of a lane's scores: Queries::multiply() is S = Q K^T,
-// add_output() is O += P V, key_of_row() the key in a row of the shared tile. multiply_high(), multiply_low(), add_high() and
-// add_low() do the part of the high or of the low parts of K or V. Its step has kTiles tiles of scores; a lane's keys in a tile are
-// kNextTile after those in the tile before. Queries hold a warp's rows of Q, in registers and, with kSharedBytes a row, in shared
-// memory: the last arguments of load() are its address and the warp's first row in it. Probabilities hold P, split. Output<Columns>
-// has a lane's sums o[0][j][v], element v of tile j of kOutputTiles<Columns>: it lies in column(lane, j, v).
+//   Layout                         which of a tile's scores a lane has (score_layout.cuh). A step has kTiles tiles; a lane's keys
+//   in
+//                                  a tile are kNextTile after those in the tile before
+//   Queries                        a warp's rows of Q, in registers and, with kSharedBytes a row, in shared memory: the last
+//                                  arguments of load() are its address and the warp's first row in it
+//   Queries::multiply(), multiply_high(), multiply_low()  S = Q K^T
+//   Probabilities                  P, split
+//   add_output(), add_high(), add_low()  O += P V
+//   Output<Columns>                a lane's sums o[0][j][v]: element v of tile j of kOutputTiles<Columns>, in column(lane, j, v)
+//   key_of_row()                   the key in a row of the shared tile
 //
 // The kernel's row in src/kernels/shared.rs names Forward or WideForward. It gives HEADDIM and HEADDIM_V (of v; equal here),
 // BLOCK_ROWS (query rows of a block), STEP (keys of a step: kStep), THREADS and SHARED_BYTES (of a block).

@@ -17,7 +17,8 @@ class ListedKeys : public RowTileGrid {
 
 public:
     // The iterator with the fewest registers: with ListedSteps kernels would spill. It waits for a load at each block of 64 keys,
-    // every four steps. Ahead, by how many steps loads precede their use, is at most the 4 (64 / kStep) that it knows.
+    // every four steps. Ahead: by how many steps the kernel's loads precede their use. This iterator knows the keys of up to 4
+    // later steps (64 / kStep), whatever Ahead.
     template <int Ahead>
     using Steps = CompactListedSteps<kStep>;
     struct Bits : MaskBits<kWarpRows, kStep> {

@@ -19,7 +19,7 @@
 //
 //   Queries, load(q, mt, address)  registers of the warp's row tile mt (rows 16 * mt to 16 * mt + 15), from rows of kPitch bytes
 //   Scores, multiply(c, q, address, beside)  c = q . k for 32 rows and 16 keys; c.at(mt, v): the lane's element v (0 to 7) of row
-//                                  tile mt. Calls beside(i) between the products of chunk i (8 of the 128 columns)
+//                                  tile mt. Calls beside(i), the other work above, among the products of chunk i (8 columns of 128)
 //   row(), kRowStep                element v is in row row() + kRowStep * ((v >> 1) & 1) of its row tile
 //   key(i)                         its key in the key tile, with i = (v & 1) + 2 * (v >> 2)
 //   key_offset()                   byte offset of the lane's first load in a key tile
@@ -54,7 +54,8 @@ struct Kernel {
     static_assert(kWarps * kStagedRows * kPitch <= 2 * kBufferBytes, "queries are staged in the buffers of the keys");
     static constexpr int kTiles = kWarpKeys / kKeyTile;  // key tiles of a warp and step: 4 or 1
     using Loader = KeyLoader<kStep>;
-    static constexpr int kPieces = 2 * Loader::kPasses, kPiecesOfTile = kPieces / kTiles;  // 8 codes each: a thread's 4 of a step
+    // Pieces (8 codes of a key) that a thread loads for a step: 4; and that it converts during one of its key tiles.
+    static constexpr int kPieces = 2 * Loader::kPasses, kPiecesOfTile = kPieces / kTiles;
     // Other work between the products of a key tile: the sum of the key tile before, at chunk kFinishChunk; the conversion of a
     // piece of the next step's keys, every kChunksPerPiece chunks.
     static constexpr int kFinishChunk = 1, kChunksPerPiece = 3;

@@ -27,8 +27,9 @@ __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
     return sign | (rounded + kBias) << kMantissa | (__float_as_uint(y) >> (23 - kMantissa) & ((1 << kMantissa) - 1));
 }
 
-// Scale and zero point of a row; fp8 has the scale alone. `finite`: whether all numbers are. Codes are computed from x * unit:
-// `origin` is what code 0 stands for, times unit.
+// Scale and zero point of a row; fp8 has the scale alone. `finite`: whether all numbers are. `unit` is 1, or 1/2 in rows whose
+// range exceeds fp32; code() computes (x * unit - origin) / (scale * unit). `origin`: the number that code 0 stands for, times
+// unit.
 struct RowScale {
     float scale, zero_point, origin, unit;
     bool finite;

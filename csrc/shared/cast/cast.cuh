@@ -1,25 +1,27 @@
-// Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices: attention kernels
-// multiply fp16 only. src/ops/cast.rs launches it once for each Phase in this order: the second where a call may hide keys, the
-// last one after a forward pass. Grid: row blocks, heads of q, k and v, batch entries.
+// Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices: attention kernels multiply fp16
+// only. src/ops/cast.rs launches it once for each Phase in this order: the second where a call may hide keys, the last one after a
+// forward pass. Grid: row blocks, heads of q, k and v, batch entries.
 //
 // A group is the rows of a KV head and its query heads, of one batch entry or of all packed sequences. It has an exponent each for
 // q, k and v: the fp16 numbers are the given ones times 2^exponent. The largest magnitudes of the group decide these exponents.
 //
 // Keys that no query sees (hidden keys) may hold any finite numbers: what memory held before. So they change no exponent of a
-// group, and those that are too large for fp16 become its largest number. (In largest_product() they count, at most as large as
-// visible ones: they can only leave a row's coarser bound in force.) A key is outlying if it is far larger than the group's
-// smallest one: only then is it worth the time to find out whether a query sees it.
+// group, and those that are too large for fp16 become its largest number. (largest_product() counts them, cut to the size of
+// visible ones: its bound of a row's scores may then be larger than necessary.) A key is outlying if it is far larger than the
+// group's smallest one: only then is it worth the time to find out whether a query sees it.
 //
 // With low parts (low_column not 0) a number is the sum of two fp16 numbers: the rounded one and, low_column columns further, what
 // rounding took. The first phase then casts nothing, and q and k get about the same size, so that low parts are not subnormal.
 // Where all scores are tiny, low parts are subnormal all the same. Scores lose nothing by that, but dk and dq, which are products
 // with q and k, would. So the backward pass casts q and k once more, with exponents that do not cancel.
 //
-// Scores are products of q and k. So the exponents of q and k cancel, as far as fp16 holds both factors, and no kernel needs to
-// know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability, whatever their scale;
-// only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent (log2 units: 26 forward,
-// 23 backward) get a smaller exponent of their own, which keeps scores where fp32 resolves them. Their largest score stays so far
-// above the others that their probabilities are 0 or 1 as before, unless two scores agree to about 18 bits.
+// Scores are products of q and k. So the exponents of q and k cancel (their sum is 0), as far as fp16 holds both factors, and no
+// kernel needs to know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability,
+// whatever their scale; only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent
+// (log2 units: 26 forward, 23 backward) get a smaller exponent of their own, which keeps scores where fp32 resolves them. Their
+// largest score stays so far above the others that their probabilities are 0 or 1 as before. An exception: scores that differ by
+// less than about 2^-18 of their size. Lowered to about 2^19 (backward), they are only a unit or two apart, so both get a share of
+// the probability.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once
@@ -91,8 +93,9 @@ __device__ __forceinline__ unsigned largest_of(const CastParams& p, Tensor tenso
 }
 
 // Returns the exponent of a group's values, which brings the largest |v| below 2^largest_v_exponent (2, with low parts 13).
-// Ordinary groups are scaled too: v times a power of two then gives out times this power, bitwise. With keeps_ordinary_v
-// (batch-invariant calls) they are not: the exponent depends on all tokens of the group, and bits of v must not.
+// Ordinary groups (kMinOrdinary to kMaxOrdinary), which would need no scale, are scaled too: so the caller's v times a power of two
+// gives out times this power, bitwise. With keeps_ordinary_v (batch-invariant calls) they are not: the exponent depends on all
+// tokens of the group, and bits of v must not.
 __device__ __forceinline__ int value_exponent(const CastParams& p, int group) {
     const unsigned largest = largest_of(p, kV, group);
     const int exponent = exponent_of(largest);
@@ -141,8 +144,9 @@ struct Exponents {
 __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& exponents, int shift, float largest, float most,
                                             float lse) {
     if (largest == 0.f) return 0;
-    // The largest score is at most lse (natural logarithm). Without it, |score| is at most `most` times the softmax scale in log2
-    // units (p.scale_log2_exponent: its exponent).
+    // lse (natural logarithm) is the largest score plus at most ln(seqlen_k), so |lse| stands for its size, whatever its sign; much
+    // lower scores have probability 0. Without lse, |score| is at most `most` times the softmax scale in log2 units
+    // (p.scale_log2_exponent: its exponent).
     const int score_exponent =
         lse != 0.f ? exponent_of(__float_as_uint(fabsf(lse * kLog2e)))
                    : exponent_of(__float_as_uint(most)) - shift + exponents.q + exponents.keys + p.scale_log2_exponent;
