@@ -13,7 +13,7 @@ use crate::tuning::Shape;
 /// A kernel of each pass of a set.
 pub(super) type Chosen<const N: usize> = [ChosenKernel; N];
 
-/// A pass and the features that it must have of those that the problem requests.
+/// A pass, and those of the problem's features that concern it: its kernel must have them.
 type Requested = (Pass, FeatureSet);
 
 /// Chooses kernels of one family for these passes: the first family that has an applicable kernel for each pass.

@@ -103,7 +103,8 @@ const MAX_GROWTH: i64 = 4;
 /// Key tiles of a launch that fill a GPU. With fewer, the blocks that sum dk and dv are few and long.
 const FULL_KEY_TILES: i64 = 16;
 
-/// Tiles of P and dS of one launch.
+/// Tiles of P and dS (128 keys by 128 queries of a query head) of one launch. A launch has some batch entries, some of their KV heads, and
+/// of these heads some keys with all queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredPlan {
     /// Batch entries of a launch.
@@ -116,7 +117,7 @@ pub struct StoredPlan {
     pub key_launches: i64,
     /// Query tiles of a head in an entry, or of all sequences if packed.
     pub query_tiles: i64,
-    /// Column tiles of dq.
+    /// Tiles of 128 columns of dq.
     pub columns: i64,
     /// Tensors are fp32, and their numbers sums of two fp16 numbers.
     pub split: bool,
