@@ -146,7 +146,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
     let of_rows = || empty(&[a.batch, a.nheads], Kind::Float);
     let (softmax_lse, max_logits) = (of_rows()?, of_rows()?);
 
-    // most tokens that a query can choose; bytes of its list and, for each head, of a row in fp16 and its scale
+    // `list`: most tokens that a query can choose. `of_query`: bytes of its list (int32) and of its bf16 rows' fp16 copies and scales
     let list = a.seqlen_k;
     let of_query = 4 * list + if is_bf16 { a.nheads * (2 * a.headdim + 4) } else { 0 };
     let at_once = (SCRATCH_BYTES / of_query).clamp(1, a.batch); // queries
