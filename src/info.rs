@@ -46,8 +46,9 @@ fn cache_formats() -> Vec<Json> {
     FORMATS.iter().map(row).collect()
 }
 
-/// Describes a kernel. A block has `block_rows` rows (queries or keys, as the pass's `rows` says) of each of `heads` heads, and its main loop
-/// takes `step` rows of the other kind at a time. `required_features`: those without which it computes nothing.
+/// Describes a kernel. A block has `block_rows` rows (queries or keys, as the pass's `rows` says) of each of `heads` heads, and its main
+/// loop takes `step` rows of the other kind at a time (decode: a warp has `step` of the rows). It runs only problems that use all
+/// `required_features`, and no feature beyond `features`.
 fn variant(v: &Variant) -> Json {
     let image = kernels::image(v);
     json!({

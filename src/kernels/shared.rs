@@ -24,8 +24,8 @@ fn source(family: Family, headers: &[&str], kernel: &str, arguments: &str) -> So
 }
 
 /// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters. A block appends
-/// up to four tokens of a KV head. In a decoding step that is one token, with queries to rotate: about 400 words of 4 bytes. So each of the 256
-/// threads has two loads, all in flight at once. Quantizing takes more registers than four blocks an SM would leave: three.
+/// up to four tokens of a KV head. In a decoding step that is one token, with queries to rotate: about 400 words of 4 bytes. So each of the
+/// 256 threads has two loads, all in flight at once. Quantizing takes more registers than four blocks an SM would leave: three.
 pub fn append(family: Family, cache: CacheFormat) -> Variant {
     let blocks_per_sm = if cache.is_quantized() { 3 } else { 4 };
     Variant { cache, block_rows: 4, blocks_per_sm, ..Variant::new(family, Pass::Append, APPEND) }

@@ -73,8 +73,8 @@ pub(super) fn launch_forward(
     Ok(())
 }
 
-/// Computes the gradients. `ds_factors`, with `mode.split` (fp32 numbers as sums of two fp16): q and k again, scaled for the products dS * k
-/// and dS * q. Those of `inputs` are scaled for scores. `mode`: what the plan must observe beyond the problem, such as fp32 gradients.
+/// Computes the gradients. `ds_factors`, with `mode.split` (fp32 numbers as sums of two fp16): q and k again, scaled for the products dS *
+/// k and dS * q. Those of `inputs` are scaled for scores. `mode`: what the plan must observe beyond the problem, such as fp32 gradients.
 pub fn backward(
     inputs: &Inputs,
     saved: &Saved,

@@ -49,8 +49,8 @@ pub struct CastParams {
     pub k_fp16: Output,
     /// v as fp16.
     pub v_fp16: Output,
-    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Where a row of q gets a smaller exponent, the phase
-    /// `kCastScaled` scales it before a backward pass, and `kRestoreLse` scales it back after a forward pass.
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Where a row of q gets a smaller exponent, phase 2 scales it
+    /// before a backward pass, and phase 4 scales it back after a forward pass.
     pub softmax_lse: *mut f32,
     /// Scratch: (7, groups), zeros before the first phase: bits of magnitudes as fp32, one row for each `cast::Magnitude`.
     pub largest: *mut u32,

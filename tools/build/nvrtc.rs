@@ -255,8 +255,8 @@ impl Compiler {
         if variant.is_batch_invariant {
             options.push("-DBATCH_INVARIANT".into());
         }
-        // Layout of the row statistics that backward kernels keep in scratch memory: -LSE and -delta (the row sum of out * dout). The family
-        // (volta, turing) has it, because Rust and kernels need the same.
+        // Layout of the row statistics that backward kernels keep in scratch memory: -LSE and -delta (the row sum of out * dout). The
+        // family (volta, turing) has it, because Rust and kernels need the same.
         if let (ParamBlock::Backward | ParamBlock::BackwardStreamK | ParamBlock::BackwardStored, Some(scratch)) =
             (variant.pass.info().params, variant.family.scratch)
         {

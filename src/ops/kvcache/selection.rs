@@ -27,8 +27,8 @@ const NO_BLOCK: i64 = 1 << 32;
 struct Selection {
     /// Sequence of each query, (queries) int64.
     sequence: Tensor,
-    /// Tokens of its sequence that a query may see, counted from the first: all, or under a causal mask those up to itself. -1: the sequence
-    /// is invalid. (queries) int64.
+    /// Tokens of its sequence that a query may see, counted from the first: all, or under a causal mask those up to itself. -1: the
+    /// sequence is invalid. (queries) int64.
     limit: Tensor,
     /// Selected blocks, each once, in ascending order, then [`NO_BLOCK`]. (queries, topk) int64.
     blocks: Tensor,
