@@ -21,12 +21,12 @@ use std::mem::replace;
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
-/// Limits of scores (in log2 units), as exponents of 2. A row of q with larger scores is scaled down.
+/// Limits of scores (in log2 units), as exponents of 2. A row of q with larger scores is scaled down by a power of two.
 #[derive(Clone, Copy)]
 struct ScoreExponents {
-    /// Of the largest score that a row keeps.
+    /// Exponent of the largest score that a row keeps.
     max: i32,
-    /// To which larger ones are lowered.
+    /// Exponent to which larger ones are lowered.
     lowered: i32,
 }
 
@@ -55,7 +55,7 @@ enum Phase {
 }
 
 /// Rows of [`CastParams::largest`] (`cast::Magnitude`), each with a magnitude for each group. Rows 0 to 2: the largest of q, k and v. 3 and
-/// 4: the smallest of k and v. 5 and 6: the largest of k and v without hidden outlying ones, 0 where phase 2 had none to leave out.
+/// 4: the smallest of k and v. 5 and 6: the largest of k and v without hidden outlying ones; 0: none was left out.
 const MAGNITUDES: i64 = 7;
 const LARGEST_V: i64 = 2;
 const LARGEST_VISIBLE_V: i64 = 6;
