@@ -55,7 +55,7 @@ enum Phase {
 }
 
 /// Rows of [`CastParams::largest`] (`cast::Magnitude`), each with a magnitude for each group. Rows 0 to 2: the largest of q, k and v. 3 and
-/// 4: the smallest of k and v. 5 and 6: the largest of k and v without hidden outlying ones; 0: none was left out.
+/// 4: the smallest of k and v. 5 and 6: the largest of k and v without hidden outlying ones; 0: no key was looked at for that.
 const MAGNITUDES: i64 = 7;
 const LARGEST_V: i64 = 2;
 const LARGEST_VISIBLE_V: i64 = 6;
