@@ -11,7 +11,7 @@ mod nvrtc;
 #[path = "src/kernels/tables.rs"]
 mod tables;
 
-// Types of the parameter blocks, which the tables name.
+// Parameter blocks, the structs that kernels take as arguments: the tables name their types.
 #[allow(dead_code, unused_imports)]
 #[path = "src/params/mod.rs"]
 mod params;

@@ -3,7 +3,7 @@
 //!
 //! Words: a variant is one compiled kernel, a family the kernels for one kind of tensor core (volta, turing), a pass what kernels compute
 //! (forward, decode), and a mode what a call asks of its backward pass. A feature is an option that kernels need code for. A tuning file
-//! says which kernels plans take or avoid on one GPU.
+//! says which kernels plans take or avoid on one GPU. A backward pass is a preprocess, a main and a postprocess kernel.
 
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, ScaleGranularity, Variant, COMPILED, FORMATS, PASSES};
@@ -46,6 +46,9 @@ fn cache_formats() -> Vec<Json> {
     FORMATS.iter().map(row).collect()
 }
 
+/// Describes a kernel. A block has `block_rows` rows (queries or keys, as the pass's `rows` says) of each of `heads` heads, and its main
+/// loop takes `step` rows of the other kind at a time (decode: a warp has `step` of the rows). It runs only problems that use all
+/// `required_features`, and no feature beyond `features`.
 fn variant(v: &Variant) -> Json {
     let image = kernels::image(v);
     json!({
@@ -72,7 +75,8 @@ fn variant(v: &Variant) -> Json {
     })
 }
 
-/// Returns version, limits, cache formats, passes, families, and all variants with their resources.
+/// Returns version, limits, cache formats, passes, families, and all variants with their resources. Of a family, `native` lists the
+/// architectures (70 for sm_70) that run its machine code; `shared_bytes` and `threads` are those of an SM.
 pub fn describe() -> Json {
     let variants: Vec<Json> = kernels::variants().map(variant).collect();
     let passes = PASSES.map(|p| {

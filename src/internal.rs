@@ -30,8 +30,8 @@ pub const INTERNAL: &[Internal] = &[
     // JSON: this build's kernels and limits, and this machine
     Internal { schema: "_info() -> str", run: |_| json(Ok(info::describe())) },
     // JSON: the kernels that a shape would run. `features`: comma-separated names, as in _info(), of what else the call uses. sms
-    // (multiprocessors), major, minor (compute capability) and shared_bytes (most of a block) describe a GPU, by default a V100; `device`
-    // names one of this machine instead, -1 the simulator's.
+    // (multiprocessors), major, minor (compute capability) and shared_bytes (the most shared memory that a block may have) describe a GPU,
+    // by default a V100; `device` names one of this machine instead, -1 the simulator's.
     Internal {
         schema: "_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, bool is_causal, \
                  int sms=80, int major=7, int minor=0, int shared_bytes=98304, bool deterministic=False, str features='', \

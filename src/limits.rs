@@ -28,8 +28,9 @@ pub const MAX_HEADS: i64 = MAX_GRID_YZ;
 pub const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
 /// Largest headdim of the merge kernel, which counts the chunks of a block's rows in int32.
 pub const MAX_MERGED_HEADDIM: i64 = 1 << 20;
-/// Softcaps other than 0 (off). Kernels compute a capped score as cap - 2 * cap / (exp(2x) + 1) (csrc/score_function.cuh), with an error of
-/// about cap * 2^-23. At 1e4 it is 4e-4 (RMS, simulated), beside 5e-4 of a probability in fp16. Below 1e-4 scores are equal within that.
+/// Softcaps other than 0 (off). Kernels compute a capped score as cap - 2 * cap / (exp(2x) + 1) with x = score / cap
+/// (csrc/score_function.cuh), with an error of about cap * 2^-23. At 1e4 the error of scores is 4e-4 (RMS, simulated), that of a
+/// probability in fp16 5e-4. Under a cap below 1e-4, all scores are equal within that.
 pub const SOFTCAPS: RangeInclusive<f64> = 1e-4..=1e4;
 /// Page sizes are multiples of this: kernels load 16 rows together, and every server's page size is a multiple of it.
 pub const PAGE_SIZE_MULTIPLE: i64 = 16;

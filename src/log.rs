@@ -46,6 +46,7 @@ fn grids(kernels: &[PlannedKernel], batch: i64) -> String {
     kernels.iter().map(|k| kernel(k, batch)).collect::<Vec<_>>().join(", ")
 }
 
+/// Describes a problem: `batch 2, seqlen 1000 x 1000, 32 heads on 8, headdim 128 / 128, causal, with sinks`.
 fn problem(a: &Attention, mode: BackwardMode) -> String {
     let side = |n: Option<i64>| n.map_or("all".into(), |n| n.to_string());
     let window = match a.window {

@@ -144,6 +144,7 @@ pub fn empty(sizes: &[i64], kind: Kind, launcher: &dyn Launcher) -> Result<Tenso
     Ok(room.f_narrow(0, (skip / bytes) as i64, count)?.f_view(sizes)?)
 }
 
+/// Returns another handle of the same tensor.
 pub fn share(t: &Option<Tensor>) -> Option<Tensor> {
     t.as_ref().map(Tensor::shallow_clone)
 }

@@ -74,7 +74,7 @@ struct Attention : torch::autograd::Function<Attention> {
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         variable_list gradients(6);  // of forward's parameters after ctx; undefined where there is none, as for the stack
-        const Tensor &dout = grads[0], &dlse = grads[1];
+        const Tensor &dout = grads[0], &dlse = grads[1];  // gradients of out and of softmax_lse
         if (!dout.defined() && !dlse.defined()) return gradients;
         const Caller& bwd = ops().bwd;
         static const size_t out = bwd.op().at("out"), softmax_lse = bwd.op().at("softmax_lse"), sinks = bwd.op().at("sinks");
@@ -96,7 +96,8 @@ struct Attention : torch::autograd::Function<Attention> {
         if (at::globalContext().deterministicAlgorithms()) stack[deterministic] = true;
         // which of bwd's results, dq, dk, dv, dattn_bias and dsinks, are gradients; the others have no elements
         const std::array<bool, 5> expected{true, true, true, stack[bias_requires_grad].toBool(), !stack[sinks].isNone()};
-        // Without create_graph, skips bwd's own Autograd kernel, because that reads the schema in each call.
+        // Grad mode is on with create_graph=True, where bwd's Autograd kernel makes a second derivative raise. Otherwise skips that
+        // kernel, because it reads the schema in each call.
         std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
         if (!at::GradMode::is_enabled()) guard.emplace();
         bwd(stack);

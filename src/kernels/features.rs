@@ -35,7 +35,7 @@ named! {
         Softcap = "softcap",
         /// slope * distance is subtracted from scores
         Alibi = "alibi",
-        /// an additive bias or a mask; in fp16 without `Fp32Bias`
+        /// an additive bias or a mask: fp16, or beside `Fp32Bias` fp32
         Bias = "bias",
         /// probabilities are dropped by random numbers
         Dropout = "dropout",
@@ -69,7 +69,8 @@ pub struct FeatureSet(u32);
 impl FeatureSet {
     /// Of plain kernels: one length for all sequences, no option.
     pub const NONE: FeatureSet = FeatureSet(0);
-    /// Features of a block's bounds and its epilogue, which cost the main loop nothing.
+    /// Features of varlen kernels: `Lengths` (named "varlen"), and two more that cost the main loop nothing either. They concern only the
+    /// bounds and the epilogue of a block.
     pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Fp32Gradients]);
     /// `VARLEN`, of kernels that can write out as fp32.
     pub const FP32_OUTPUT: FeatureSet = FeatureSet::VARLEN.union(FeatureSet::of(&[Feature::Fp32Output]));

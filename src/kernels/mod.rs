@@ -65,7 +65,7 @@ impl Kernels {
     }
 
     /// Returns the families that devices of this architecture (70 for sm_70) run, and the code that they load, in the planner's order:
-    /// machine code before PTX, and of each the newer family first, because it is nearer to the device.
+    /// machine code before PTX, and of either kind the newer family first, because it is nearer to the device.
     pub fn families_for(self, sm: u32) -> Vec<(&'static Family, Code)> {
         let mut found: Vec<_> = self.families().filter_map(|f| Some((f, f.code_for(sm)?))).collect();
         found.sort_by_key(|(family, code)| (*code, Reverse(family.sm)));

@@ -1,7 +1,8 @@
 //! Passes: what kernels compute, from which parameter block (the struct that is a kernel's argument), over which rows. The kernel tables
 //! name the pass of each kernel, the planner asks for kernels by pass. Also a module of build.rs.
 //!
-//! Words: P are probabilities, dS gradients of scores, and delta is the row sum of out * dout. A stream-K grid divides the steps of some
+//! Words: P are probabilities, dS gradients of scores, and delta is the row sum of out * dout. The main kernels of a backward pass, between
+//! preprocess and postprocess, compute dk, dv and dq, or add to dq's fp32 accumulator. A stream-K grid divides the steps of some
 //! row tiles (the rows of one block) evenly among all blocks. A split fp32 number is the sum of two fp16 numbers. Latents are the
 //! compressed keys and values of multi-head latent attention (MLA).
 
@@ -12,15 +13,16 @@ named! {
     enum ParamBlock {
         Forward = "FwdParams",
         ForwardStreamK = "FwdStreamKParams",
-        /// of every backward pass:
+        /// of backward passes; the other backward structs contain it
         Backward = "BwdParams",
         BackwardStreamK = "BwdStreamKParams",
-        /// of forward kernels with `Feature::Blocks`:
+        /// of forward kernels with `Feature::Blocks` (block masks)
         ForwardBlocks = "FwdBlockParams",
-        /// of backward kernels with `Feature::Blocks`:
+        /// of backward kernels with `Feature::Blocks`
         BackwardBlocks = "BwdBlockParams",
+        /// of kernels that keep P and dS in memory
         BackwardStored = "BwdStoredParams",
-        /// of their kernels with `Feature::Blocks`:
+        /// of the same kernels with `Feature::Blocks`
         BackwardStoredBlocks = "BwdStoredBlockParams",
         Merge = "MergeParams",
         Decode = "DecodeParams",

@@ -23,9 +23,9 @@ fn source(family: Family, headers: &[&str], kernel: &str, arguments: &str) -> So
     Source { headers: headers.leak(), kernel: named(kernel), arguments: named(arguments) }
 }
 
-/// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters. A block has up to
-/// four tokens of a KV head. In a decoding step it has one, and its queries, about 400 words of 4 bytes: two for each of 256 threads, all
-/// in flight at once. Quantizing takes more registers than four blocks an SM would leave.
+/// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters. A block appends
+/// up to four tokens of a KV head. In a decoding step that is one token, with queries to rotate: about 400 words of 4 bytes. So each of the
+/// 256 threads has two loads, all in flight at once. Quantizing takes more registers than four blocks an SM would leave: three.
 pub fn append(family: Family, cache: CacheFormat) -> Variant {
     let blocks_per_sm = if cache.is_quantized() { 3 } else { 4 };
     Variant { cache, block_rows: 4, blocks_per_sm, ..Variant::new(family, Pass::Append, APPEND) }
@@ -84,7 +84,8 @@ type SplitTile = (u32, u32, u32, u32);
 /// step is 16 keys, and a warp has 16 rows. Shared memory has two slots of K and V, whose rows are both parts and 16 bytes of padding.
 ///
 /// Two sources: for headdims to 128, and above (wide). Above, a warp has 128 of the columns, a slot holds one part of K or of V, and sums
-/// of scores take a kilobyte of each warp. Both have versions with block masks, for headdims 64, 128 and 256, as generic kernels alone.
+/// of scores take a kilobyte of each warp. Both have generic versions with block masks (`listed`: they read lists of blocks of keys), for
+/// headdims 64, 128 and 256.
 pub fn split_forward(family: Family, tiles: &[SplitTile]) -> impl Iterator<Item = Variant> + '_ {
     let [narrow, wide] = ["split::Forward<FAMILY::Split>", "split::WideForward<FAMILY::Split>"]
         .map(|kernel| source(family, &["FAMILY/forward/split.cuh"], kernel, "p"));
@@ -163,12 +164,16 @@ pub fn with(feature: Feature, tile: Variant) -> Variant {
 }
 
 // ---- the backward pass ----------------------------------------------------------------------------
+//
+// A pass is a preprocess kernel (row statistics), a main kernel (dk, dv, and dq added to fp32 accumulators) and a postprocess kernel (dq in
+// its type).
 
-/// Returns the main kernel without its dQ product.
+/// Returns the main kernel without its dQ product, for deterministic passes: a kernel of its own computes dq.
 pub fn dkdv(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardDkDv, ..main }
 }
 
+/// Returns the main kernel as all of a pass, for heads whose keys are all in one block.
 pub fn fused(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardFused, ..main }
 }

@@ -67,7 +67,7 @@ pub trait Launcher {
     /// Returns the device of outputs and scratch memory.
     fn device(&self) -> tch::Device;
 
-    /// Returns the alignment of outputs and scratch memory that the launcher needs, bytes; up to 16 ATen's allocators give it anyway.
+    /// Returns the alignment of outputs and scratch memory that the launcher needs, bytes. ATen's allocators align to 16 in any case.
     fn output_alignment(&self) -> usize {
         1
     }
@@ -77,8 +77,9 @@ pub trait Launcher {
         false
     }
 
-    /// Returns true if every block of a launch runs. If false (timed and recorded simulations), callers write what the missing blocks would
-    /// have: the semaphores by which a block finds itself the last, and results that the next launch reads.
+    /// Returns true if every block of a launch runs. If false, callers write what the missing blocks would have: the semaphores by which a
+    /// block finds itself the last, and results that the next launch reads. So it is in simulations that only time one SM's blocks
+    /// (`VOLTA_FA_SIMULATE=timing`) or record launches (`=launches`).
     fn runs_all_blocks(&self) -> bool {
         true
     }

@@ -110,7 +110,8 @@ fn scales(o: &Options<Tensor>, a: &Attention, first: i64, first_entry: i64) -> C
         CacheScale { ptr, batch_stride, row_stride, head_stride }
     };
     let format = a.cache_format();
-    let own = |each: &Option<Tensor>, fp8: &Option<Tensor>| scale(if format.has_scales() { each } else { fp8 });
+    // int8 and int4 have a scale for each token and head, fp8 a descale for each head
+    let own = |of_tokens: &Option<Tensor>, of_heads: &Option<Tensor>| scale(if format.has_scales() { of_tokens } else { of_heads });
     CacheScales {
         format,
         k: own(&o.k_scale, &o.k_descale),

@@ -21,39 +21,41 @@ use std::mem::replace;
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
-/// Limits of scores (in log2 units), as exponents of 2. A row of q with larger scores is scaled down.
+/// Limits of scores (in log2 units), as exponents of 2. A row of q with larger scores is scaled down by a power of two.
 #[derive(Clone, Copy)]
 struct ScoreExponents {
-    /// Of the largest score that a row keeps.
+    /// Exponent of the largest score that a row keeps.
     max: i32,
-    /// To which larger ones are lowered.
+    /// Exponent to which larger ones are lowered.
     lowered: i32,
 }
 
 /// Forward: below 2^26 fp32 resolves a difference of 8, and probabilities fit fp16.
 const SCORES_OF_FORWARD: ScoreExponents = ScoreExponents { max: 26, lowered: 26 };
-/// Backward recomputes probabilities from scores and softmax_lse. Below 2^23 fp32 resolves both to 1/2 or finer, and P, stored as P * 2^12,
-/// stays in fp16. Keys that nearly tie keep their shares there, as in PyTorch's kernels. Beyond, scores are lowered to 2^19: a row that
-/// attends to one key alone is then right within 4%.
+/// Backward recomputes probabilities P from scores and softmax_lse. Below 2^23 fp32 resolves both to 1/2 or finer. So P is wrong by a small
+/// factor at most, and keys that nearly tie keep their shares; P * 2^12, which some kernels store, stays in fp16's range. Larger scores are
+/// lowered to 2^19: a row that attends to one key alone is then right within 4%.
 const SCORES_OF_BACKWARD: ScoreExponents = ScoreExponents { max: 23, lowered: 19 };
 /// Most row tiles of a grid whose blocks rarely have work: each block walks over several.
 const MAX_SPARSE_TILES: u32 = 8;
 
-/// Passes of the kernel over the tensors, a launch each, in this order: `cast::Phase` in csrc/shared/cast/cast.cuh. The first takes the
-/// largest magnitude of each group and casts q and k unscaled (not if they are split). The second takes magnitudes again without keys that
-/// no query sees. The third casts v, and q and k where they need a scale. A backward pass with parts then casts q and k for products with
-/// gradients of scores. After a forward pass the last one scales softmax_lse back.
+/// Passes of the kernel over the tensors, a launch each, in this order: `cast::Phase` in csrc/shared/cast/cast.cuh.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
+    /// Takes the largest magnitude of each group, and casts q and k unscaled (not if they are split).
     TakeLargest,
+    /// Takes magnitudes again, without outlying keys and values that no query sees. Only if there may be such keys.
     LeaveOutHidden,
+    /// Casts v, and q and k where they need a scale.
     CastScaled,
+    /// In a backward pass with parts: casts q and k once more, for products with gradients of scores.
     CastForGradients,
+    /// After a forward pass: scales softmax_lse back.
     RestoreLse,
 }
 
-/// Rows of [`CastParams::largest`], a magnitude for each group: the largest of q, k and v, the smallest of k and v, and the largest of k
-/// and v without hidden outlying ones. Then the numbers of two of them, as in `cast::Magnitude`.
+/// Rows of [`CastParams::largest`] (`cast::Magnitude`), each with a magnitude for each group. Rows 0 to 2: the largest of q, k and v. 3 and
+/// 4: the smallest of k and v. 5 and 6: the largest of k and v without hidden outlying ones; 0: no key was looked at for that.
 const MAGNITUDES: i64 = 7;
 const LARGEST_V: i64 = 2;
 const LARGEST_VISIBLE_V: i64 = 6;

@@ -9,10 +9,10 @@ use tch::{Device, Kind, Tensor};
 pub const SCALE_KEYS: i64 = 64;
 /// Number of scales of a block of keys. Keys 8i + 2t and 8i + 2t + 1 share scale t: those that one GPU lane has scores of.
 pub const SCALES: i64 = 4;
-/// Unused bytes at the end of a tensor of rotated codes, so that its size differs from that of others.
+/// Unused bytes at the end of the tensor with the option `rotate` (codes are of K after a Hadamard transform), so that its size tells.
 const ROTATED: i64 = 16;
 
-/// Returns the headdim of the fast kernel for this many columns.
+/// Returns the headdim of the kernel of `fwd_fast` that takes this many columns.
 pub fn kernel_headdim(columns: i64) -> i64 {
     match columns {
         ..=64 => 64,
@@ -29,7 +29,7 @@ pub struct Codes {
     pub k_scales: Tensor,
     /// (nheads_k, batch, the kernel's headdim) fp32: what was subtracted from K
     pub k_mean: Tensor,
-    /// (nheads_k, batch, the prepare kernel's blocks of the longest sequence) fp32: largest magnitudes of V
+    /// (nheads_k, batch, blocks of the longest sequence) fp32: largest magnitude of V in the keys of each block of the prepare kernel
     pub v_max: Tensor,
     /// V times a power of 2, fp16 below 1 in magnitude; only if V is bf16.
     pub v_scaled: Option<Tensor>,
@@ -41,7 +41,7 @@ pub struct CodeSizes {
 }
 
 impl CodeSizes {
-    /// Returns the sizes of a problem with padded headdims. `headdim` is the kernel's, `v_blocks` the last size of `v_max`.
+    /// Returns the sizes of a problem with padded headdims. `headdim` is the kernel's, `v_blocks` the last size of `v_max`, `is_bf16` of V.
     pub fn new(a: &Attention, headdim: i64, v_blocks: i64, is_bf16: bool) -> CodeSizes {
         // each packed sequence begins on a block, so it may leave a part of one unused
         let blocks = a.total_k().map_or(a.batch * ceil_div(a.seqlen_k, SCALE_KEYS), |total| total / SCALE_KEYS + a.batch + 1);
@@ -71,7 +71,7 @@ impl CodeSizes {
         sizes.iter().product::<i64>() * kind.elt_size_in_bytes() as i64
     }
 
-    /// Returns the size of the tensor of `prepare_fast`, bytes. `rotate`: its codes are of K after a Hadamard transform.
+    /// Returns the size of the tensor of `prepare_fast`, bytes.
     pub fn bytes(&self, rotate: bool) -> i64 {
         self.parts.iter().map(CodeSizes::bytes_of).sum::<i64>() + if rotate { ROTATED } else { 0 }
     }

@@ -2,7 +2,8 @@
 //! fp16 tensors, scaled.rs with fp16 casts of others. `given` is the call's problem, `a` the same with headdims padded to multiples of 8.
 //!
 //! A backward plan has a preprocess kernel (statistics of rows), main kernels (dk and dv, and dq into fp32 accumulators) and a postprocess
-//! kernel (accumulators to dq). Variants of it do all in one kernel, or keep probabilities in memory between two ([`StoredMemory`]).
+//! kernel (accumulators to dq). Variants of it do all in one kernel, or keep probabilities in memory between two ([`StoredMemory`]). On a
+//! stream-K grid several blocks share the keys of a row tile (the rows of one block), backward: the queries of a block of keys.
 
 use super::block_mask;
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
@@ -72,12 +73,12 @@ pub(super) fn launch_forward(
     Ok(())
 }
 
-/// Computes the gradients. `of_gradients`: with `mode.split`, q and k as factors of dk and dq, scaled otherwise than as factors of scores.
-/// `mode`: what the plan must observe beyond the problem, such as fp32 gradients.
+/// Computes the gradients. `ds_factors`, with `mode.split` (fp32 numbers as sums of two fp16): q and k again, scaled for the products dS *
+/// k and dS * q. Those of `inputs` are scaled for scores. `mode`: what the plan must observe beyond the problem, such as fp32 gradients.
 pub fn backward(
     inputs: &Inputs,
     saved: &Saved,
-    of_gradients: Option<&[Tensor; 2]>,
+    ds_factors: Option<&[Tensor; 2]>,
     given: &Attention,
     mode: BackwardMode,
     launcher: &dyn Launcher,
@@ -124,7 +125,7 @@ pub fn backward(
     ranges.extend(stream_k.iter().map(|launch| written_range(SCRATCH, launch.scratch())));
     let of_stored = stored.iter().flat_map(|memory| [("p", &memory.p), ("ds", &memory.ds), ("dq_sums", &memory.dq_sums)]);
     ranges.extend(of_stored.map(|(name, t)| written_range(name, t)));
-    ranges.extend(of_gradients.into_iter().flatten().map(|t| read_range("q or k of gradients", t)));
+    ranges.extend(ds_factors.into_iter().flatten().map(|t| read_range("q or k of gradients", t)));
     let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
     // after `begin`: the simulator fills writable memory with NaN there, but a sum starts from zeros. `&[]`: no other range changes
@@ -191,11 +192,11 @@ pub fn backward(
         if let Some(stored) = &stored {
             // `main` stores P and dS of some heads and keys; `postprocess` is then the gradients kernel, which uses them before the next
             for of_launch in stored.launches(a.nheads_k) {
-                let mut of_products = params;
-                if let Some([q, k]) = of_gradients {
-                    (of_products.q, of_products.k) = (operand(q, first), operand(k, first));
+                let mut gradient_params = params;
+                if let Some([q, k]) = ds_factors {
+                    (gradient_params.q, gradient_params.k) = (operand(q, first), operand(k, first));
                 }
-                for (kernel, backward) in [(Some(plan.main), params), (plan.postprocess, of_products)] {
+                for (kernel, backward) in [(Some(plan.main), params), (plan.postprocess, gradient_params)] {
                     let (Some(kernel), stored) = (&kernel, of_launch) else { continue };
                     match blocks {
                         None => launches.run(kernel, batches, bytes_of(&BwdStoredParams { backward, stored }))?,

@@ -8,8 +8,9 @@
 //! that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
 //! So a lane of Volta's forward kernels gets the eight numbers of its scores from one call. In other layouts, lanes share calls by one or
-//! two shuffles. Read as fp16, numbers up to 0x7c00 (infinity) have the same order, and larger ones are NaN. A packed comparison
-//! "not below the threshold", which is at most 0x4000 and which an unordered comparison (NaN) also satisfies, decides two halves at once.
+//! two shuffles. Kernels compare two numbers with the threshold in one instruction, as if they were fp16. That is right: up to 0x7c00
+//! (infinity) fp16 has the order of the integers. Larger ones are NaN, for which the comparison "not below" is true, as it must be: the
+//! threshold is at most 0x4000.
 
 use crate::error::{Error, Result};
 use tch::{Kind, Tensor};

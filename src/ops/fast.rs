@@ -106,7 +106,7 @@ fn code_sizes(inputs: &Inputs, a: &Attention) -> CodeSizes {
     CodeSizes::prepared(&a.padded(), inputs.k.kind() == Kind::BFloat16)
 }
 
-/// Computes the codes of a call that got none.
+/// Computes the codes of a call without `prepared` on the CPU.
 fn prepare_on_cpu(inputs: &Inputs, a: &Attention) -> Result<Codes> {
     let codes = code_sizes(inputs, a).make(|sizes, kind| Ok(Tensor::f_zeros(sizes, (kind, inputs.k.device()))?))?;
     cpu::fast_prepare(inputs, a, &codes)?;

@@ -106,8 +106,9 @@ fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor
     let [weights_batch_stride, weights_row_stride] = strides(&call.args.weights);
     let [k_end_batch_stride, k_end_row_stride] = strides(&call.args.k_end);
     let [k_start_batch_stride, k_start_row_stride] = call.args.k_start.as_ref().map_or([0; 2], strides);
+    // log2 of the rows of a query in a tile, one for each head: 5 or 6
     let head_shift = plan::indexer_head_shift(x.nheads);
-    let queries = i64::from(planned.variant.block_rows) >> head_shift; // of a tile
+    let queries_of_tile = i64::from(planned.variant.block_rows) >> head_shift;
     let params = IndexerParams {
         q: operand(&q, 0),
         q_format: match q.kind() {
@@ -132,13 +133,13 @@ fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor
         k_end: of_rows(&call.args.k_end),
         k_end_batch_stride,
         k_end_row_stride,
-        is_causal: i32::from(x.is_causal),
+        is_causal: i32::from(x.is_causal), // k_end is that of the last query alone
         batch: x.batch as i32,
         seqlen_q: x.seqlen_q as i32,
         nheads: x.nheads as i32,
         head_shift,
         keys: x.keys as i32,
-        tiles: (x.batch * (x.seqlen_q as u64).div_ceil(queries as u64) as i64) as i32,
+        tiles: (x.batch * (x.seqlen_q as u64).div_ceil(queries_of_tile as u64) as i64) as i32,
         logits: logits.data_ptr() as *mut f32,
         columns: x.columns as i32,
         clean: i32::from(call.clean_logits),

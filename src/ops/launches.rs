@@ -77,13 +77,13 @@ pub fn launch_id() -> u64 {
     static FIRST: OnceLock<u64> = OnceLock::new();
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let first = *FIRST.get_or_init(|| RandomState::new().build_hasher().finish());
-    // 2^64 over the golden ratio: products of different numbers of up to 2^46 calls differ in their upper 48 bits, in half on average
+    // 2^64 over the golden ratio spreads consecutive numbers: in 2^46 calls no two products have the same upper 48 bits
     const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
     first.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)).wrapping_mul(SPREAD) >> 16
 }
 
-/// Prepares a simulator that runs some blocks only, to time them: the first block of each processor finds all other blocks of its row tiles
-/// arrived, with a result for every row, and combines them. So the timed processor has a block that is the last of its tile.
+/// Prepares a simulator that times the blocks of one SM alone. In a full run, the block that arrives last combines a row tile's results. So
+/// semaphores are set as if all other blocks had arrived, for the first block of each SM: it combines, with made-up results (1.0).
 pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Result<()> {
     let DecodePlan { kernel, partials, semaphores, .. } = *plan;
     let _ = scratch.f_narrow(0, 0, partials)?.f_fill_(1.0)?;
@@ -98,7 +98,7 @@ pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Res
         Ok(())
     };
     // Blocks of batch-invariant kernels take equal ranges of all splits, and a row tile's semaphore is that of its first split. The blocks
-    // of a processor take `neighbors` ranges beside each other, except over latents, whose kernels lack registers for that
+    // of an SM take `neighbors` ranges beside each other, except over latents, whose kernels lack registers for that
     // (SplitScheduler in csrc/decode/split_scheduler.cuh).
     if kernel.variant.is_batch_invariant {
         let is_mapped = semaphores >= blocks && kernel.variant.pass != Pass::DecodeMla;

@@ -57,6 +57,7 @@ pub fn merge_in_place(states: &States) -> Result<()> {
     Ok(())
 }
 
+/// Returns true if the kernel can write this out and softmax_lse where they are.
 fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
     let headdim = *out.size().last().unwrap_or(&0);
     // `readable` returns a copy of what kernels cannot read
@@ -129,7 +130,7 @@ fn launch(
             seqlen_q: m.seqlen_q as i32,
             headdim_v: padded_headdim(m.headdim_v) as i32,
             element: tensor::element_type(out),
-            part: tensor::element_type(b),
+            part: tensor::element_type(b), // of the second out
         };
         launches.run(planned, batches, bytes_of(&params))?;
     }

@@ -34,7 +34,8 @@ impl Largest {
     /// v and dout are below 4, so dP is below 16 * headdim and dS, which kernels keep in fp16, below twice that: 2^14 at headdim 512. And a
     /// number that is 2^-25 of the largest does not become 0. Terms of dlse are below 2^13, so that dS stays in fp16's range with them.
     const ONE_NUMBER: Largest = Largest { factors: 2, dlse: 13 };
-    /// With `mode.split`. Kernels scale dS themselves (csrc/backward/store_scores.cuh), so magnitudes may be large, with normal low parts.
+    /// With `mode.split`. Kernels scale dS themselves (csrc/backward/store_scores.cuh), so magnitudes may be large. v and dout are below
+    /// 2^13 for the sake of their low parts, and dlse, which gets the powers of both, below 2^26.
     const TWO_PARTS: Largest = Largest { factors: LARGEST_OF_PARTS as i64, dlse: 26 };
 
     fn of(mode: BackwardMode) -> Largest {
@@ -45,7 +46,8 @@ impl Largest {
     }
 }
 
-/// Exponent of the largest number that becomes a sum of two: then the low parts of smaller ones, too, are normal fp16 numbers.
+/// v and dout are below 2^13 where they become sums of two fp16 numbers. A low part is 2^-11 of its number or less. So it is subnormal
+/// (below 2^-14), and loses digits, only for numbers far below the largest.
 pub(super) const LARGEST_OF_PARTS: i32 = 13;
 
 /// Largest exponent: these powers of two and their inverses are normal numbers in fp32 and bf16.
@@ -255,8 +257,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     }
     let mode = BackwardMode { fp32_gradients: true, has_dlse: dlse.is_some(), ..mode };
     let scaled = Saved { out, dout: scaled_dout, softmax_lse, dlse, attn_bias_requires_grad: saved.attn_bias_requires_grad };
-    let of_gradients = mode.split.then(|| cast.for_gradients()).transpose()?;
-    let mut g = device::backward(&cast.inputs, &scaled, of_gradients.as_ref(), &cast.problem, mode, launcher)?;
+    let ds_factors = mode.split.then(|| cast.for_gradients()).transpose()?;
+    let mut g = device::backward(&cast.inputs, &scaled, ds_factors.as_ref(), &cast.problem, mode, launcher)?;
     let kind = inputs.q.kind();
     // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone. of_dq comes from exponents of k, of_dk of q.
     let [of_dq, of_dk] = cast.gradient_exponents()?;

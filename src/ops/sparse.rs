@@ -25,7 +25,7 @@ use tch::{Kind, Tensor};
 /// Most bytes of lists and cast queries that exist at a time. Calls that need more run some queries after the others.
 const SCRATCH_BYTES: i64 = 64 << 20;
 
-/// Computes the operator on kernels or with ATen.
+/// Computes the operator on kernels or with ATen: [out, softmax_lse, max_logits].
 pub fn forward(call: &Call) -> Result<Found> {
     if all_are_batch_invariant()? {
         return Err(Error::value("VOLTA_FA_BATCH_INVARIANT", "1", "0 for fwd_sparse_mla, which has no batch-invariant kernels"));
@@ -47,6 +47,7 @@ pub fn check(call: &Call) -> Result<()> {
 
 fn validate(call: &Call, backend: Backend) -> Result<Attention> {
     let described = |t: Option<&Tensor>| t.map(describe).transpose();
+    // `unused`: tensors of a second cache that the call does not give, which validation rejects
     let (own, extra, [unused_indices, unused_lengths]) = (&call.own, call.extra.as_ref(), &call.unused);
     let (q, cache, indices, lengths) =
         (describe(&call.q)?, describe(&own.cache)?, describe(&own.indices)?, described(own.lengths.as_ref())?);
@@ -59,7 +60,7 @@ fn validate(call: &Call, backend: Backend) -> Result<Attention> {
     problem::validate_sparse(&q, &own, &extra, sinks.as_ref(), call.softmax_scale, backend)
 }
 
-/// Returns the results of queries without tokens.
+/// Returns the results of queries without tokens: out 0, softmax_lse +inf, max_logits -inf.
 fn without_tokens(call: &Call, a: &Attention) -> Result<Found> {
     let full = |value| Tensor::f_full([a.batch, a.nheads], value, (Kind::Float, call.q.device()));
     let out = Tensor::f_zeros([a.batch, a.nheads, a.headdim_v], (call.q.kind(), call.q.device()))?;
@@ -102,8 +103,8 @@ fn block(tokens: Option<&ChosenTokens>, a: &Attention) -> params::ChosenTokens {
     }
 }
 
-/// Returns the tokens with contiguous rows of indices, and contiguous lengths.
-fn together(tokens: &ChosenTokens) -> Result<ChosenTokens> {
+/// Returns the tokens with contiguous rows of indices and contiguous lengths, which kernels read; copies them if necessary.
+fn with_contiguous_indices(tokens: &ChosenTokens) -> Result<ChosenTokens> {
     let ChosenTokens { cache, indices, lengths } = tokens;
     let rows_lie_together = indices.size()[1] <= 1 || indices.stride()[1] == 1;
     Ok(ChosenTokens {
@@ -113,8 +114,8 @@ fn together(tokens: &ChosenTokens) -> Result<ChosenTokens> {
     })
 }
 
-/// Writes what the selecting kernel would, for a simulator that times launches without running all blocks: every index counts.
-fn stand_in(
+/// Writes what the selecting kernel would, as if every index were valid. A simulator that times a launch runs a few of its blocks only.
+fn fake_selection(
     own: &ChosenTokens,
     extra: Option<&ChosenTokens>,
     q: &Tensor,
@@ -138,14 +139,14 @@ fn stand_in(
 fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Found> {
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let is_bf16 = a.dtype == DType::BFloat16;
-    let (own, extra) = (together(&call.own)?, call.extra.as_ref().map(together).transpose()?);
+    let (own, extra) = (with_contiguous_indices(&call.own)?, call.extra.as_ref().map(with_contiguous_indices).transpose()?);
     let q = readable(&call.q)?.f_unsqueeze(1)?;
     let sinks = call.sinks.as_ref().map(Tensor::f_contiguous).transpose()?;
     let out = empty(&[a.batch, 1, a.nheads, a.headdim_v], call.q.kind())?;
     let of_rows = || empty(&[a.batch, a.nheads], Kind::Float);
     let (softmax_lse, max_logits) = (of_rows()?, of_rows()?);
 
-    // most tokens that a query can choose; bytes of its list and, for each head, of a row in fp16 and its scale
+    // `list`: most tokens that a query can choose. `of_query`: bytes of its list (int32) and of its bf16 rows' fp16 copies and scales
     let list = a.seqlen_k;
     let of_query = 4 * list + if is_bf16 { a.nheads * (2 * a.headdim + 4) } else { 0 };
     let at_once = (SCRATCH_BYTES / of_query).clamp(1, a.batch); // queries
@@ -157,6 +158,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
     let lengths = empty(&[at_once], Kind::Int)?;
     let q_fp16 = if is_bf16 { Some(empty(&[at_once, 1, a.nheads, a.headdim], Kind::Half)?) } else { None };
     let row_scales = if is_bf16 { Some(empty(&[at_once, a.nheads], Kind::Float)?) } else { None };
+    // the selecting kernel's copy of the sinks, at most 1e30: a sink of infinity would make the sum of a row NaN
     let finite_sinks = sinks.as_ref().map(|_| empty(&[a.nheads], Kind::Float)).transpose()?;
     let scratch = empty(&[decode.partials + 2 * decode.semaphores], Kind::Float)?;
 
@@ -174,7 +176,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
         let rows = at_once.min(a.batch - first);
         let given = q.f_narrow(0, first, rows)?;
         let (own, extra) = (own.narrow(first, rows)?, extra.as_ref().map(|t| t.narrow(first, rows)).transpose()?);
-        // kernels find keys by the lists: q stands in for k and v
+        // The decode kernel finds keys by the lists, and takes no k and v. `Inputs` needs both, so q fills their places.
         let operands = [q_fp16.as_ref().unwrap_or(&given); 3].map(Tensor::shallow_clone);
         let sinks_of_decode = tensor::share(&finite_sinks);
         let options = Options { cache_seqlens: Some(lengths.shallow_clone()), sinks: sinks_of_decode, ..Options::default() };
@@ -209,14 +211,14 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
             sinks: sinks.as_ref().map_or(null(), |t| t.data_ptr() as *const f32),
             finite_sinks: finite_sinks.as_ref().map_or(null_mut(), |t| at(t, 0)),
             max_logits: at(&max_logits, first * a.nheads),
-            tail_is_bf16: i32::from(!call.has_fp16_positions),
+            tail_is_bf16: i32::from(!call.has_fp16_positions), // type of the 64 columns of positions at the end of an fp8 row
         };
         let select = plan::PlannedKernel { blocks: [rows as u32, select.blocks[1]], ..select };
         // 1: neither grid has a batch axis
         launches.run(&select, 1, bytes_of(&params))?;
         if !launcher.runs_all_blocks() {
-            stand_in(&own, extra.as_ref(), &given, [&lists, &lengths], [q_fp16.as_ref(), row_scales.as_ref()])?;
-            fake_arrivals(&decode, &scratch, launch_id)?;
+            fake_selection(&own, extra.as_ref(), &given, [&lists, &lengths], [q_fp16.as_ref(), row_scales.as_ref()])?;
+            fake_arrivals(&decode, &scratch, launch_id)?; // the semaphores of blocks that do not run count as set
         }
         launches.run(&decode.kernel, 1, bytes_of(&params))?;
     }

@@ -86,7 +86,7 @@ pub struct SparseMlaParams {
     pub lengths: *mut i32,
     /// (nheads): one more logit for each row of a head, without a value; null: none.
     pub sinks: *const f32,
-    /// Scratch: the sinks, at most 1e30, as the attention kernel reads them.
+    /// Scratch: the sinks, at most 1e30, for the attention kernel: a sink of infinity would make the sum of a row NaN.
     pub finite_sinks: *mut f32,
     /// (queries, nheads): the largest scaled score of each row; -inf without tokens.
     pub max_logits: *mut f32,

@@ -49,8 +49,8 @@ pub struct CastParams {
     pub k_fp16: Output,
     /// v as fp16.
     pub v_fp16: Output,
-    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Where a row of q gets a smaller exponent, the phase
-    /// `kCastScaled` scales it before a backward pass, and `kRestoreLse` scales it back after a forward pass.
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Where a row of q gets a smaller exponent, phase 2 scales it
+    /// before a backward pass, and phase 4 scales it back after a forward pass.
     pub softmax_lse: *mut f32,
     /// Scratch: (7, groups), zeros before the first phase: bits of magnitudes as fp32, one row for each `cast::Magnitude`.
     pub largest: *mut u32,
@@ -68,9 +68,9 @@ pub struct CastParams {
     pub first_entry: i32,
     /// Exponent that every q gets, because problem.scale lacks it.
     pub scale_exponent: i32,
-    /// Exponent of problem.scale_log2, rounded up.
+    /// Exponent e of problem.scale_log2, rounded up: 2^(e - 1) <= scale_log2 < 2^e.
     pub scale_log2_exponent: i32,
-    /// Exponent of headdim * problem.scale_log2, rounded up.
+    /// The same of headdim * problem.scale_log2, by which scores exceed the product of the largest |q| and |k| at most.
     pub score_exponent: i32,
     /// Exponent of the largest score, log2 units, that rows of q keep.
     pub max_score_exponent: i32,
@@ -84,7 +84,7 @@ pub struct CastParams {
     pub score_options: ScoreOptions,
     /// Key blocks of query rows; without lists every block is full.
     pub blocks: BlockLists,
-    /// The launch's phase, `cast::Phase`.
+    /// The launch's phase, `cast::Phase`: 0 takes magnitudes, 1 leaves out hidden keys, 2 casts, 3 casts for gradients, 4 restores lse.
     pub phase: i32,
     /// Sizes and scale.
     pub problem: Problem,

@@ -13,7 +13,7 @@ use crate::tuning::Shape;
 /// A kernel of each pass of a set.
 pub(super) type Chosen<const N: usize> = [ChosenKernel; N];
 
-/// A pass and the features that it must have of those that the problem requests.
+/// A pass, and those of the problem's features that concern it: its kernel must have them.
 type Requested = (Pass, FeatureSet);
 
 /// Chooses kernels of one family for these passes: the first family that has an applicable kernel for each pass.
@@ -34,6 +34,7 @@ pub(super) fn choose<const N: usize>(
     if d.tuning.is_some() {
         families.sort_by_cached_key(|(f, _)| requested.iter().all(|&wanted| search.tuned(f, wanted).is_none()));
     }
+    // true once a family before has applicable kernels, some of which failed on this device
     let mut is_fallback = false;
     for (family, _) in &families {
         let usual = if Some(family.name) == first { Reason::Cheapest } else { Reason::LaterFamily };
@@ -243,7 +244,8 @@ impl OnGrid<'_> {
         self.v.blocks_per_sm >= 4
     }
 
-    /// Smaller blocks compute a row slower: with 32 rows a warp instead of 48 by 10%, with 16 rows by 25 to 30%.
+    /// Compares the rows of the busiest SM with those of `now`, the best kernel so far. Smaller blocks compute a row slower: with 32 rows a
+    /// warp instead of 48 by 10%, with 16 rows by 25 to 30%.
     ///
     /// Where four share an SM (V100, forward, headdim 64), they hide one another's fixed parts and take 1.05 to 1.2 of the time for the
     /// same rows. There the rows of all blocks count too: long sequences, which have no fewer, are faster on a stream-K grid.

@@ -1,6 +1,6 @@
 //! Plans kernels without attention: merging states (results of attention over parts of the keys), appending to a KV cache, dequantizing it,
-//! casting bf16 or fp32 to fp16, and listing the tokens of sparse attention. A kernel serves all headdims. `choose` takes it
-//! from the preferred family of kernels, and `on_grid` gives it a block for every `block_rows` rows of each head.
+//! casting bf16 or fp32 to fp16, and listing the tokens of sparse attention. A kernel serves all headdims. `choose` takes it from the
+//! preferred family of kernels by a [`Shape`] (sizes and cache format), and `on_grid` gives it a block for `block_rows` rows of each head.
 
 use super::choose::choose;
 use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same
@@ -38,7 +38,8 @@ pub fn cast(rows: i64, heads: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     Ok(on_grid(kernel, rows, heads))
 }
 
-/// Plans the kernel before sparse MLA, for `queries` of the problem's queries: a block lists a query's tokens, others cast.
+/// Plans the kernel before sparse MLA, for `queries` of the problem's queries: one block lists a query's tokens, others cast its heads, if
+/// they are bf16, to fp16.
 pub fn sparse_select(a: &Attention, queries: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, [Pass::SparseSelect], &of_tokens(queries, 1), FeatureSet::NONE, d)?;
     // a warp for each head

@@ -71,7 +71,7 @@ pub const PTX_VERSIONS: &[(&str, (u32, u32))] = &[
     ("movmatrix", (7, 8)),
 ];
 
-/// Returns the PTX ISA that introduced a family's target: sm_70 or sm_75, and sm_80 for a later one.
+/// Returns the PTX ISA that introduced a target: that of a kernel family (sm_70 volta, sm_75 turing), or sm_80 for a later one.
 fn first_version_of(sm: u32) -> (u32, u32) {
     match sm {
         ..=72 => (6, 0),
@@ -255,7 +255,8 @@ impl Compiler {
         if variant.is_batch_invariant {
             options.push("-DBATCH_INVARIANT".into());
         }
-        // layout of a backward pass' statistics of rows, -LSE and -delta, in scratch memory: in the family's table, for Rust and kernels
+        // Layout of the row statistics that backward kernels keep in scratch memory: -LSE and -delta (the row sum of out * dout). The
+        // family (volta, turing) has it, because Rust and kernels need the same.
         if let (ParamBlock::Backward | ParamBlock::BackwardStreamK | ParamBlock::BackwardStored, Some(scratch)) =
             (variant.pass.info().params, variant.family.scratch)
         {
@@ -347,16 +348,17 @@ for root in [pathlib.Path(p) / 'nvidia' for p in sys.path]:
             print('cuda_include=' + str(root / package / 'include'))
 ";
 
-/// What the PyPI wheels of the active Python have. Not used if $VOLTA_FA_CUDA_HOME names a toolkit.
+/// Paths of NVRTC and its headers, as installed in the active Python by PyPI wheels (nvidia-cuda-nvrtc-cu12 and others). build.rs queries
+/// them for [`Compiler::load`], which ignores them if $VOLTA_FA_CUDA_HOME names a CUDA toolkit.
 pub struct Environment {
-    /// `libnvrtc.so.12`; None if no wheel has it
+    /// path of `libnvrtc.so.12`; None if no wheel has it
     pub nvrtc: Option<PathBuf>,
-    /// `include` folders of the CUDA runtime and of nvcc
+    /// `include` folders of the wheels of the CUDA runtime and of nvcc, whose headers csrc/ includes
     pub cuda_includes: Vec<PathBuf>,
 }
 
 impl Environment {
-    /// Queries `python` of an active virtual environment, else `python3`, which Conda environments have too.
+    /// Runs [`QUERY`] by `python` of an active virtual environment, else by `python3`, which Conda environments have too.
     pub fn query() -> Result<Self> {
         // A change of these runs the build again. PATH is not among them, because it differs between shells.
         for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {

@@ -3,6 +3,9 @@
 //! Main kernels own `block_rows` keys and step over `step` queries: they compute dk and dv, and add to dq by atomics. `dkdv` kernels leave
 //! dq to dq kernels, which own queries and step over keys; `fused` ones do all of a pass. S are scores, P probabilities, dP and dS their
 //! gradients; dV and dK below are accumulators in registers. A thread can have 255 registers, an SM 64 KB of shared memory.
+//!
+//! Capitals in the sources are macros: the row's fields, and DQ_MODE, what the pass does with dq (`Pass::dq_mode`). `p` is the parameter
+//! block. Of a block mask, `p.blocks_t` has the lists for blocks of keys, `p.blocks` those for blocks of queries.
 
 use super::super::shared::{self, dkdv, fused, with};
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};

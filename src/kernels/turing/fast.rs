@@ -1,10 +1,12 @@
 //! Rows of the fast forward kernels (`volta_fa::fwd_fast`). They multiply Q and K as int8 codes, and sum the products P V of a span, the
-//! keys of one step, in fp16. A prepare kernel makes the codes of K first. docs/design/turing-forward.md has the reasons for their tiles.
+//! keys of one step, in fp16. A prepare kernel first makes the codes of K and takes the largest magnitudes of V. A warp takes rows of
+//! queries in tiles of 16. docs/design/turing-forward.md has the reasons for their tiles.
 
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
 use super::family::TURING;
 
-/// The last two arguments are TilesAtOnce (tiles of eight keys whose scores are in registers together) and [`PREPARED_KEYS`].
+/// Template arguments: headdim, warps of a block, 16-row tiles of a warp, keys of a span, tiles of eight keys whose scores are in registers
+/// together, and [`PREPARED_KEYS`]. Capitals are macros of the row's fields.
 const FORWARD: Source =
     Source::new(&["turing/fast/forward.cuh"], "turing::FastForward<HEADDIM, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, STEP, 2, 256>");
 const PREPARE: Source = Source::new(&["turing/fast/prepare.cuh"], "turing::FastPrepare<HEADDIM, BLOCK_ROWS, THREADS>");

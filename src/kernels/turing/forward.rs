@@ -10,7 +10,8 @@ use super::family::TURING;
 const PIPELINED: Source = Source::new(&["turing/forward/pipelined.cuh"], "turing::Pipelined<turing::DenseGrid>");
 /// The same for blocks of 4 heads, whose 4 warps have the rows of a head each.
 const PIPELINED_HEADS: Source = Source::new(&["turing/forward/pipelined.cuh"], "turing::Pipelined<turing::HeadGroupGrid<4>>");
-// true above headdim 64: generic kernels there hold fewer registers for lists, but wait for loads
+// Reads a list of the key blocks that 128 rows see. The argument is true above headdim 64: generic kernels there keep less of the list in
+// registers, but wait for its loads.
 const PIPELINED_BLOCK_MASK: Source = Source::new(
     &["turing/forward/pipelined.cuh", "turing/forward/block_mask.cuh"],
     "turing::Pipelined<turing::BlockMaskGrid<(HEADDIM > 64)>>",
@@ -133,9 +134,9 @@ fn required_rows() -> impl Iterator<Item = Variant> {
     Feature::OF_SCORES.into_iter().flat_map(of_feature)
 }
 
-/// Kernels of block masks (`csrc/forward/block_mask.cuh`), whose blocks have the 128 rows of a list. They have three headdims, and other
-/// headdims are padded to the next. At headdim 128 two blocks an SM, of four slots each, replace the plain kernel's one of 256 rows. At 256
-/// the plain kernel has no registers for lists, so problems of any features run the generic one.
+/// Kernels of block masks (`csrc/forward/block_mask.cuh`). A block has 128 rows, as many as a list of key blocks is for. There are three
+/// headdims, and other headdims are padded to the next. At headdim 128 two blocks an SM, of four slots each, replace the plain kernel's one
+/// of 256 rows. At 256 the plain kernel has no registers for lists, so problems of any features run the generic one.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let with_blocks = |row: Variant, features| row.with_blocks(features, PIPELINED_BLOCK_MASK);
     let plain = [of_rows((4, 32), Size::Large, PLAIN_64), pipelined((128, 128), Size::Large, (4, 32), 4, 2)];

@@ -8,8 +8,8 @@ use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, FeatureSet, Pass, Source, Variant};
 use super::family::VOLTA;
 
-// STEP, a row's `step`, is the rows of a warp here; over latents it is that of `MlaTile`. The numbers: 8-row tiles of a warp, warps with
-// other rows for the same tokens, warps.
+// STEP, a row's `step`, is the rows of a warp here; over latents, the rows whose output shared memory holds at a time (`MlaTile`). The
+// numbers: 8-row tiles of a warp, warps that have different rows and the same tokens, warps of a block.
 const DECODE: Source = Source::new(
     &["volta/decode/layout.cuh"],
     "decode::Block<decode::DecodeMainloop<volta::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",
@@ -124,13 +124,14 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
 type MlaTile = ([u32; 2], u32, u32);
 const MLA_TILES: [MlaTile; 2] = [([32, 32], 256, 1), ([64, 32], 256, 1)];
 
-/// Returns a kernel over latents of 576 columns, whose first 512 are the values (csrc/volta/decode/mla.cuh). A step is 16 tokens, the same
-/// for all warps of a block: four warps share the columns, more than four the rows too.
+/// Returns a kernel over latents of 576 columns, whose first 512 are the values (csrc/volta/decode/mla.cuh). An iteration takes 16 tokens,
+/// the same for all warps of a block: four warps divide the columns, more than four the rows too.
 fn mla(format: CacheFormat, ([block_rows, step], threads, blocks_per_sm): MlaTile) -> Variant {
     let warps = threads / 32;
-    // a warp has nine operands of queries for each 16 rows (576 / 4 columns by 16). Without registers for all, shared memory keeps `stored`
-    // the first number: rows of a warp, because four warps have the same rows
-    let stored = match (block_rows * 4 / warps, blocks_per_sm) {
+    // For each 16 rows a warp has nine operands of queries, of 16 columns each (576 / 4 columns). Registers hold 2 of them where a warp has
+    // more than 16 rows, 5 where three blocks share an SM, else all (`kRegisterOperands` in mla.cuh). Shared memory has the rest.
+    let warp_rows = block_rows * 4 / warps; // four warps have the same rows
+    let stored = match (warp_rows, blocks_per_sm) {
         (17.., _) => 7,
         (_, 3..) => 4,
         _ => 0,

@@ -104,8 +104,8 @@ const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant
 const LARGE: Tile = (128, 32, Size::Large);
 /// 64 rows by one group of 4 warps, for full grids in which rows of larger blocks would be padding, or many of their keys hidden.
 const MEDIUM: Tile = (64, 32, Size::Medium);
-/// 64 rows by two groups of 4 warps. Each group takes 32 of the 64 keys of a step: four times as many warps for the same
-/// rows, for grids that would leave SMs or their schedulers idle.
+/// 64 rows by two groups of 4 warps. Each group takes 32 of the 64 keys of a step: four times as many warps for the same rows
+/// as `LARGE` with 4 warps, for grids that would leave SMs or their schedulers idle.
 const SMALL: Tile = (64, 64, Size::Small);
 
 // Plain kernels, from which the others are made. Arguments of `shared_q`: headdims of q and v, tile, threads, blocks that an SM must hold;

@@ -55,15 +55,16 @@ impl BlockMask {
         })))
     }
 
-    /// Returns the list of a batch entry of the call, a query head and a row block.
+    /// Returns the list of a batch entry of the call, a query head and a row block. It begins with the counts of partial and full blocks,
+    /// the number of its first tile, and a number for kernels alone; then come the partial blocks, then the full ones.
     fn list(&self, entry: usize, head: usize, row_block: usize) -> List<'_> {
         let [batch, heads, rows, numbers] = self.sizes;
         let at = ((entry % batch * heads + head % heads) * rows + row_block) * numbers;
         let list = &self.lists[at..at + numbers];
-        let [partial, full, tile] = [list[0], list[1], list[2]].map(|n| n as usize);
-        let (partial, rest) = list[HEADER..].split_at(partial);
-        let bits = if partial.is_empty() { &[][..] } else { &self.bits[tile * WORDS..][..partial.len() * WORDS] };
-        List { partial, full: &rest[..full], bits }
+        let [partials, fulls, first_tile] = [list[0], list[1], list[2]].map(|n| n as usize);
+        let (partial, rest) = list[HEADER..].split_at(partials);
+        let bits = if partial.is_empty() { &[][..] } else { &self.bits[first_tile * WORDS..][..partials * WORDS] };
+        List { partial, full: &rest[..fulls], bits }
     }
 
     /// Returns the chunk with only those keys between the first and the last key block of any of its rows; None: no row has one. `first`:

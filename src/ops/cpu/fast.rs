@@ -1,8 +1,9 @@
 //! A model of the fast kernels (`fwd_fast`: int8 scores, fp16 sums) in ATen operations. It computes the operator on the CPU, and tests
 //! compare the kernels with it. cpu/mod.rs calls it.
 //!
-//! Codes are int8 numbers of Q and K: a code times its scale is the number. A span is the keys of one step of the kernel: it sums P V of a
-//! span in fp16, and spans in fp32. V is divided by a power of two, so that it is below 1.
+//! Codes are int8 numbers of Q and K: a code times its scale is the number. A block of 64 keys has four scales: keys 8i + 2t and
+//! 8i + 2t + 1 have scale t. A span is the keys of one step of the kernel: it sums P V of a span in fp16, and spans in fp32. V is divided
+//! by a power of two, so that it is below 1.
 //!
 //! The model has the kernels' codes and scales, bit for bit, flushes the same small probabilities to 0, and rounds sums to fp16 after each
 //! 8 keys. It subtracts a row's final maximum from scores, kernels an earlier one, so probabilities may differ. Memory: O(seqlen).
@@ -23,7 +24,7 @@ const PREPARE_THREADS: i64 = 256;
 const PREPARED_KEYS: i64 = 256;
 /// Keys that one product adds to fp16 sums.
 const PRODUCT_KEYS: i64 = 8;
-/// Scores of rows with larger ones (log2 units) are divided by a temperature: above 2^23, floats are too coarse for their differences.
+/// 2^23. Rows whose largest score (log2 units) is above it have their scores' differences divided by largest / 2^23: fp32 is too coarse.
 const TEMPERED_FROM: f64 = 8_388_608.0;
 /// Query rows that are computed at once.
 const CHUNK_ROWS: i64 = 256;

@@ -360,7 +360,8 @@ fn looped_lse(lse: &Tensor, has_mask: bool) -> Result<(Tensor, bool)> {
     Ok((copy, is_settled))
 }
 
-/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, where the operator has 0. None: others are 0, or NaN under a mask.
+/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, where the operator has 0. None: other rows have 0, or NaN under a
+/// mask, so the caller must not use the results.
 fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
     let (lse, is_settled) = contiguous_lse(lse, mask.is_some())?;
     if is_settled {

@@ -49,11 +49,11 @@ struct Numbers {
 }
 
 impl Numbers {
-    /// Returns the numbers of `t`, or `or` for all without a tensor.
-    fn of(&self, t: &Option<Tensor>, or: i64) -> Result<Tensor> {
+    /// Returns the numbers of `t`; without a tensor, `default` for all.
+    fn of(&self, t: &Option<Tensor>, default: i64) -> Result<Tensor> {
         Ok(match t {
             Some(t) => t.f_to_kind(Kind::Int64)?,
-            None => Tensor::f_full([self.batch], or, (Kind::Int64, self.device))?,
+            None => Tensor::f_full([self.batch], default, (Kind::Int64, self.device))?,
         })
     }
 
@@ -218,8 +218,8 @@ fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
     let mut places = Places::of(inputs, a, &sequence, &position)?;
     let written = all([places.exist.shallow_clone(), of(&s.valid)?, number.f_ge(0)?, position.f_lt_tensor(&of(&s.end)?)?])?;
     let k = rotate(&k, &position, inputs, a)?;
-    // A token without a place repeats the last one that has a place: the same value twice, in any order. If none has a place, the cache's
-    // own values are written again.
+    // index_put_ writes every token. One that must not be written repeats the last that is: the same value twice, in any order. If there is
+    // none, the cache's own values are written again.
     let last = Tensor::f_arange(count, (Kind::Int64, k.device()))?.f_masked_fill(&written.f_logical_not()?, -1)?;
     let last = last.f_amax([0_i64].as_slice(), true)?.f_clamp_min(0)?;
     let source = Tensor::f_arange(count, (Kind::Int64, k.device()))?.f_where_self(&written, &last)?;

@@ -85,7 +85,7 @@ impl Quantized {
             let unit = ones.f_masked_fill(&high.f_sub(&low)?.f_eq(f64::INFINITY)?, 0.5)?;
             let (x, low, high) = (x.f_mul(&unit.f_unsqueeze(-1)?)?, low.f_mul(&unit)?, high.f_mul(&unit)?);
             let spread = divided(high.f_sub(&low)?)?;
-            // if all are equal, their magnitude: code 0 with a zero point of 1 or -1
+            // if all numbers of a row are equal, the step is their magnitude: code 0, with a zero point of 1 or -1, stands for them
             let step = low.f_abs()?.f_where_self(&spread.f_eq(0.0)?, &spread)?;
             let zero = low.f_neg()?.f_div(&step)?.f_masked_fill(&step.f_eq(0.0)?, 0.0)?;
             (step.f_div(&unit)?, Some(zero), x.f_sub(&low.f_unsqueeze(-1)?)?.f_div(&step.f_unsqueeze(-1)?)?)

@@ -27,7 +27,8 @@ const NO_BLOCK: i64 = 1 << 32;
 struct Selection {
     /// Sequence of each query, (queries) int64.
     sequence: Tensor,
-    /// Tokens that a query may see, from the sequence's first; -1: the sequence is invalid. (queries) int64.
+    /// Tokens of its sequence that a query may see, counted from the first: all, or under a causal mask those up to itself. -1: the
+    /// sequence is invalid. (queries) int64.
     limit: Tensor,
     /// Selected blocks, each once, in ascending order, then [`NO_BLOCK`]. (queries, topk) int64.
     blocks: Tensor,
@@ -90,13 +91,14 @@ fn sorted(lists: &Tensor, limit: &Tensor, block: i64) -> Result<Tensor> {
     Ok(Tensor::f_cat(&[lists.f_narrow(1, 0, 1)?, once], 1)?.f_sort(-1, false)?.0)
 }
 
-/// A view of a cache as pages of fewer tokens, so that a selected block is whole pages. Several make one of its own pages or entries.
+/// A view of a cache as small pages, so that a selected block is whole small pages. Several make a page or entry of the cache. Where these
+/// are apart in memory, small pages in the gaps count too, though no block names them.
 struct SmallPages {
     /// Tokens of a small page.
     tokens: i64,
-    /// Small pages from a page or an entry to the next, in memory.
+    /// Small pages from the start of a page or entry to that of the next, in memory.
     distance: i64,
-    /// Small pages of the view, with those between its pages or entries.
+    /// Small pages of the view, with those in gaps.
     count: i64,
 }
 

@@ -15,14 +15,15 @@ pub struct ChosenTokens {
     pub lengths: Option<Tensor>,
 }
 
-/// Arguments of a call.
+/// Arguments of a call. Names of tensors below are those of the operator's arguments.
 pub struct Call {
     /// (total_q, nheads, headdim)
     pub q: Tensor,
+    /// cache, indices and topk_length
     pub own: ChosenTokens,
-    /// A second cache, whose tokens are in the same softmax.
+    /// extra_cache, extra_indices and extra_topk_length: a second cache, whose tokens are in the same softmax
     pub extra: Option<ChosenTokens>,
-    /// extra_indices and extra_topk_length, where they are given without extra_cache. Only validation sees them.
+    /// extra_indices and extra_topk_length without extra_cache: an error, which validation reports. None with `extra`.
     pub unused: [Option<Tensor>; 2],
     /// float32 (nheads): one more logit for each row of a head, without a value
     pub sinks: Option<Tensor>,
@@ -32,7 +33,8 @@ pub struct Call {
     pub stream: *mut c_void,
 }
 
-/// Out (total_q, nheads, 512), softmax_lse, and max_logits (the largest scaled score of each row), both fp32 (total_q, nheads).
+/// Results in this order: out (total_q, nheads, 512); softmax_lse; max_logits, the largest scaled score of each row. The last two are fp32
+/// (total_q, nheads).
 pub type Found = [Tensor; 3];
 
 impl ChosenTokens {

@@ -31,14 +31,16 @@ enum Dq {
 /// Division of a head's keys into blocks of the main kernel.
 #[derive(Clone, Copy)]
 struct KeyBlocks {
+    /// Number of blocks of the main kernel's size.
     large: u64,
     /// Variant and number of the smaller blocks after them, which are a launch of their own ([`Tail`]).
     tail: Option<(&'static Variant, u64)>,
 }
 
-/// The kernels of a pass (preprocess, main, and postprocess or dq), how they compute dq, and the main kernel's blocks.
+/// The kernels of a pass, how they compute dq, and the main kernel's blocks.
 struct Parts {
     dq: Dq,
+    /// Preprocess, main, and postprocess or dq.
     chosen: Chosen<3>,
     blocks: KeyBlocks,
     /// The main kernel on a stream-K grid, instead of `blocks`.

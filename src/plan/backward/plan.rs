@@ -91,9 +91,9 @@ fn scratch_rows(v: &Variant, a: &Attention) -> i64 {
 
 /// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
 pub const STORED_ROWS: i64 = 128;
-/// Most tiles of a launch, unless one key tile needs more. P and dS take 128 MiB then. Of fp32 tensors, as sums of two numbers with units
-/// (scales), they take 257 MiB (with [`MAX_GROWTH`] up to 1,028 MiB). With half as many tiles, blocks of headdim 256 leave a fifth of the
-/// last wave (the blocks that a GPU runs at once) empty.
+/// Most tiles of a launch, unless one key tile needs more. P and dS take 128 MiB then. Of fp32 tensors, whose numbers are sums of two with
+/// a row of units (scales), they take 257 MiB (with [`MAX_GROWTH`] up to 1,028 MiB). With half as many tiles, blocks of headdim 256 leave
+/// a fifth of the last wave (as many blocks as a GPU runs at once) empty.
 const MAX_TILES: i64 = 2048;
 /// Fewest blocks of gradients in a launch of fp32 tensors: four waves of a V100 (80 SMs with two blocks each). In a launch of fewer, most
 /// of the GPU idles until the longest block ends.
@@ -103,7 +103,8 @@ const MAX_GROWTH: i64 = 4;
 /// Key tiles of a launch that fill a GPU. With fewer, the blocks that sum dk and dv are few and long.
 const FULL_KEY_TILES: i64 = 16;
 
-/// Tiles of P and dS of one launch.
+/// Tiles of P and dS (128 keys by 128 queries of a query head) of one launch. A launch has some batch entries, some of their KV heads, and
+/// of these heads some keys with all queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredPlan {
     /// Batch entries of a launch.
@@ -116,7 +117,7 @@ pub struct StoredPlan {
     pub key_launches: i64,
     /// Query tiles of a head in an entry, or of all sequences if packed.
     pub query_tiles: i64,
-    /// Column tiles of dq.
+    /// Tiles of 128 columns of dq.
     pub columns: i64,
     /// Tensors are fp32, and their numbers sums of two fp16 numbers.
     pub split: bool,

@@ -29,7 +29,7 @@ const LARGE_BLOCK: u32 = 128;
 /// Time of smaller blocks, percent of that of large ones. At headdim 64, with 1024 queries and keys and 32 heads on 8 KV heads, a step
 /// takes 3.1 us instead of 5.2. There smaller blocks have two roles of warps (P and dV; dS and dK), large ones have one.
 const SMALL_PERCENT: u64 = 60;
-/// Limits of a split's steps that are tried: 2 to 19 twentieths of the longest key block.
+/// A plan limits the steps of a split. Tried are 2 to 19 twentieths of the steps of the longest key block.
 const PARTS: u32 = 20;
 
 /// How the key blocks of each head are divided.
@@ -37,6 +37,7 @@ const PARTS: u32 = 20;
 pub struct BackwardStreamKPlan {
     /// KV heads of all entries: each is divided alike.
     pub heads: u32,
+    /// Key blocks of a head.
     pub key_blocks: u32,
     /// Key blocks before this one are not split. Later ones are if they have more steps than `limit`.
     pub first_split: u32,
@@ -68,7 +69,7 @@ impl Split {
 struct Shape {
     seqlen_q: i32,
     seqlen_k: i32,
-    /// Row i sees the keys from i + low to i + high.
+    /// Query i sees the keys from i + low to i + high.
     low: i32,
     high: i32,
     /// Query heads of a KV head.
@@ -90,7 +91,7 @@ impl Shape {
 /// The blocks of a stream-K grid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackwardStreamKSchedule {
-    /// Of each head, in the order of the grid.
+    /// Of each head, in the order of the grid; a key block that is not split counts as one.
     pub splits: Vec<StreamKSplit>,
     /// First key block that is split.
     pub first_tile: u32,
