@@ -68,8 +68,8 @@ Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j
     dropout_p       in [0, 1): drops probabilities and divides the others by the kept share, 1 - dropout_p within 2^-16
     deterministic   gradients are bitwise identical from run to run; also with torch.use_deterministic_algorithms(True)
     batch_invariant  a row of out and softmax_lse has the same bits alone, in any chunk of its sequence and in any batch of calls of
-                    this operator. VOLTA_FA_BATCH_INVARIANT=1 asks all calls for it. Says nothing of gradients. On kernels, without
-                    dropout_p and block lists
+                    this operator. VOLTA_FA_BATCH_INVARIANT=1 asks all calls for it. Gradients are not batch-invariant. Rejected on
+                    the CPU backend, with dropout_p or block lists, and for float32 in full precision
 
 A block mask says which blocks of 128 queries x 64 keys have scores, besides the masks above. Not together with attn_bias or cu_seqlens:
 

@@ -3,7 +3,8 @@
 `source` calls `pack` with the states of cells (64 queries by 64 keys): FULL, ABSENT, or UNKNOWN, evaluated here. A tile has two cells: 128
 queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries. For each row of tiles the lists have a header of four
 numbers (partial tiles, full tiles, first tile of bits, launch order), then the columns of its partial tiles and of its full ones. The bits
-of a tile are 256 words. Launches of small kernels dominate the time, so both directions of a square mask are computed in one tensor."""
+of a tile are 256 words. "Directions" are the mask and its transpose. Launches of small kernels dominate the time of packing, so both
+directions of a square mask are computed in one tensor."""
 
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
     counts = None  # per direction, the maximum number of partial tiles; None: counted after evaluation
     if evaluate_all:
         unknown = states.numel()
-    elif elements.has_pairs:
+    elif elements.has_uniform_squares:
         (unknown,) = _partial_counts(states[None])
         # each square of two by two cells has one state, so half as many tiles as cells may be partial, in either direction
         counts = [unknown // 2] * 2
@@ -138,8 +139,8 @@ def _lists(tiles: Tensor) -> Tensor:
     # as unsigned numbers the order is UNKNOWN 0, FULL 1, ABSENT 255: the lists end with absent columns, which the counts leave out
     columns = tiles.view(torch.uint8).sort(dim=-1, stable=True).indices
     first_tile = partial.flatten(1).cumsum(1).view_as(partial) - partial
-    longest_first = absent.argsort(dim=-1, stable=True)
-    header = (of[..., None] for of in (partial, full, first_tile, longest_first))
+    launch_order = absent.argsort(dim=-1, stable=True)  # rows with the most tiles first, so that they do not end last
+    header = (of[..., None] for of in (partial, full, first_tile, launch_order))
     return torch.cat((*header, columns), -1).to(torch.int32)
 
 
