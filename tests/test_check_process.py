@@ -415,8 +415,8 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
     alternatives = [tune.Alternative({}), tune.Alternative({"deterministic": True}, deterministic=True)]
     of_headdim = [v["name"] for v in SIMULATED if v["pass"] == "Backward" and v["headdim"] >= 64]
     # the index of the alternative that the plan takes: with volta_bwd_64 failed another kernel with atomics, else none of the two
-    assert tune._own(SIMULATOR, shape, alternatives, ["volta_bwd_64"]) == 0
-    assert tune._own(SIMULATOR, shape, alternatives, of_headdim) is None
+    assert tune._planned(SIMULATOR, shape, alternatives, ["volta_bwd_64"]) == 0
+    assert tune._planned(SIMULATOR, shape, alternatives, of_headdim) is None
 
 
 def test_errors_of_the_measurement_of_speed_are_recorded(monkeypatch):

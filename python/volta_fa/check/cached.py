@@ -1,4 +1,7 @@
-"""Problems of attention with a KV cache that `correctness` gives each kernel, runs of them, and their exact results on the CPU."""
+"""Problems of attention with a KV cache that `correctness` gives each kernel, runs of them, and their exact results on the CPU.
+
+Passes are what kernels compute: Append writes keys and values into the cache. Decode attends with few queries of a sequence, DecodeMla over
+latents, Prefill with many queries, PrefillStreamK on a grid that divides the keys too. Dequantize casts a quantized cache for Forward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks one kernel: runs each of its problems twice, in memory filled with NaN, and compares with exact results in fp64, or of int8
 kernels with a model of their rounding. `check_kernel` is the entry point; `isolation` calls it in subprocesses. A result may be as far from
 the exact one as `tolerance` allows, and both runs must agree bitwise, except where gradients are summed by atomics. A "variant" is a
-kernel's entry in `info()["variants"]`."""
+kernel's entry in `info()["variants"]`. Its pass is what it computes: Forward, BackwardDkDv (dk and dv), BackwardDq, Cast and others."""
 
 from __future__ import annotations
 
@@ -430,10 +430,10 @@ def _check_cast(record: _Record, target: Target, magnitudes: tuple[int, int]) ->
 
 
 def share_blame(results: Sequence[KernelResult]) -> None:
-    """Decides whether a helper (preprocess or postprocess kernel) or a main kernel caused the wrong gradients of a backward pass. Both run
-    in the same calls, so a wrong one makes the other fail too. A helper that passes with one main kernel is correct, so its failures with
-    others are removed. If several main kernels fail with a helper and none passes, the helper is wrong. Then the main kernels' failures
-    about the gradients that depend on it are removed."""
+    """Decides whether a helper (preprocess or postprocess kernel) or a main kernel (all others) caused wrong gradients of a backward pass.
+    Both run in the same calls, so a wrong one makes the other fail too. A helper that passes with one main kernel is correct, so its
+    failures with others are removed. If several main kernels fail with a helper and none passes, the helper is wrong. Then the main
+    kernels' failures about the gradients that depend on it are removed."""
     for helper in results:
         if helper.pass_ not in _HELPERS or not helper.failures:
             continue

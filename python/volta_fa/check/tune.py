@@ -111,11 +111,11 @@ class Class:
 
 @dataclass(frozen=True)
 class Alternative:
-    """An alternative for a class: the kernels to force, and the entry in a tuning file."""
+    """One way to compute a class: what to time, and what a choice of it says in a tuning file."""
 
-    takes: dict[str, Any]  # what the entry chooses, beside the bounds of the class
-    variant: dict[str, Any] | None = None
-    deterministic: bool = False
+    takes: dict[str, Any]  # fields of the choice, beside the bounds of the class
+    variant: dict[str, Any] | None = None  # the kernel to time, as `info()` describes it; None: the planner's
+    deterministic: bool = False  # whether to time gradients without atomics
 
 
 def steps(target: Target) -> int:
@@ -126,7 +126,7 @@ def steps(target: Target) -> int:
 def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence[str]) -> list[tuple[Class, list[Alternative]]]:
     """Returns all classes to measure with their alternatives: forward ones, then the backward ones by seqlen. `variants`: of `info()`."""
     families = [family["name"] for family in target.families]
-    # plain kernels: without features, or with sinks, which every stream-K kernel supports in its epilogue
+    # plain kernels: without features, or with sinks, which every stream-K kernel supports when it stores its output
     plain = [v for v in variants if v["family"] in families and set(v["features"]) <= {"sinks"} and v["name"] not in failed]
     plain = [v for v in plain if v["shared_bytes"] <= target.shared_bytes]
     found: list[tuple[Class, list[Alternative]]] = []
@@ -186,8 +186,8 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
     """Returns a choice for the tuning file if an alternative is clearly faster than the plan's, else None. Runs no failed kernel.
 
     Raises NotImplementedError if the plan takes none of the alternatives, as after failures."""
-    own = _own(target, class_, alternatives, failed)
-    if own is None:
+    planned = _planned(target, class_, alternatives, failed)
+    if planned is None:
         raise NotImplementedError("the plan takes none of the alternatives")
     with target.running(failed=failed):
         works = [_work(target, class_, alternative) for alternative in alternatives]
@@ -198,28 +198,28 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
                 # most: runs after the first, of _CALLS calls each
                 of.append(median_ms(work, target.device, _SECONDS_PER_FIGURE, most=10, calls=_CALLS))
     # of each alternative: how many times as fast as the plan's kernel it was in its worst round
-    gains = [min(mine / theirs for mine, theirs in zip(times[own], of)) for of in times]
+    gains = [min(plans / other for plans, other in zip(times[planned], of)) for of in times]
     best = max(range(len(gains)), key=gains.__getitem__)
-    if best == own or gains[best] <= 1 + MARGIN:
+    if best == planned or gains[best] <= 1 + MARGIN:
         return None
     note = {
         "times_as_fast": round(gains[best], 3),
         "measured_at": str(class_),
         "ms": round(min(times[best]), 4),
-        "ms_of_the_plan": round(min(times[own]), 4),
+        "ms_of_the_plan": round(min(times[planned]), 4),
     }
     return {**class_.bounds, **alternatives[best].takes, "note": note}
 
 
-def _own(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> int | None:
+def _planned(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> int | None:
     """Returns the index of the alternative that the plan takes without a tuning; None if it takes another."""
     shape = (1, class_.seqlen, class_.seqlen, class_.nheads, class_.nheads, class_.headdim, class_.headdim, class_.causal)
     with target.running(failed=failed):
-        planned = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))
+        plan = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))
     if class_.pass_ == "Backward":  # alternative 0 is with atomics
-        return None if planned["backward"]["deterministic"] else 0
+        return None if plan["backward"]["deterministic"] else 0
     names = [a.variant["name"] if a.variant else "" for a in alternatives]
-    return names.index(planned["forward"]["name"]) if planned["forward"]["name"] in names else None
+    return names.index(plan["forward"]["name"]) if plan["forward"]["name"] in names else None
 
 
 def _work(target: Target, class_: Class, alternative: Alternative) -> Work:

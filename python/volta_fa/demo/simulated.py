@@ -89,7 +89,8 @@ def _time(gpu: Gpu) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
-    """Runs one sequence in full with the kernels that were timed, which a tuning chooses, and compares it with fp64."""
+    """Runs one sequence in full with the kernels that were timed, and compares it with fp64. A tuning (a text that tells the planner which
+    kernels to take) chooses them, because the planner might take others for one sequence."""
     inputs, parts = _expected()
     names = {report["kernel"] for report in timed}
     choices = [{"pass": v["pass"], "variant": v["name"]} for v in info()["variants"] if v["name"] in names]
