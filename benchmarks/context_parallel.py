@@ -70,8 +70,8 @@ def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None
             source, reader = (rank - t) % size, (rank + t) % size
             theirs, mine = plan(ranges[reader], ranges[rank], mask), plan(ranges[rank], ranges[source], mask)
             # theirs and mine: the rows that the reader and this rank need. room()[1] has the views of a new tensor that receive them
-            send = [message for x in (k, v) for message in messages(x, theirs.rows)]
-            receive = [part for x in (k, v) for part in room(x, mine.rows)[1]]
+            send = [message for x in (k, v) for message in messages(x, theirs.key_ranges)]
+            receive = [part for x in (k, v) for part in room(x, mine.key_ranges)[1]]
             Transfer("benchmark", dist.group.WORLD, send=send, to=reader, receive=receive, source=source).wait()
 
     return send_all
