@@ -160,6 +160,7 @@ class BlockMask:
         first_query = torch.arange(lists.shape[2], device=self.device)[:, None] * 2 * CELL
         first_key = lists[..., 4:] * CELL
         last_key = (first_key + CELL - 1).clamp(max=self.seq_lengths[1] - 1)
+        # whether a query sees a later key, in any full block; then, below, in any partial one
         later = ((place >= partial) & (place < partial + full) & (first_query < last_key)).any()
         if self.block_bits is not None:
             chosen = place < partial

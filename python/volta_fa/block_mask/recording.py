@@ -117,6 +117,7 @@ class _NoRecording(Exception):
 
 
 def _select(tensor: Tensor, *indices: Any) -> Tensor:
+    """Returns tensor[indices]: the step of a Recording that reads a captured tensor."""
     return tensor[indices]
 
 

@@ -71,10 +71,11 @@ def attention(
     ones.
     """
     options: dict[str, Any] = {"sinks": s_aux, "softmax_scale": scaling, "softcap": softcap or 0.0}
-    sharded = sharded_sequences.active()
+    sharded = sharded_sequences.active()  # what computes attention while a `context_parallel` is open
     if sharded is not None:
         unsupported = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
         _check_supported(module, query, key, value, attention_mask=None, packed=False, kwargs=kwargs)
+        # here and below, - 1: transformers counts the query's own key in a window, the operators do not
         causal, window = _is_causal(module, is_causal), -1 if sliding_window is None else sliding_window - 1
         options |= {"is_causal": causal, "window_left": window, "window_right": -1 if causal else window}
         options |= {"dropout_p": dropout, "deterministic": bool(deterministic)}
@@ -135,7 +136,7 @@ def attention(
             got = f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__}"
             raise bad_argument("attention_mask", f"{got} with a QuantizedCache", "one of these", error=NotImplementedError)
         kv_cache = arguments(key.stored, value.stored)
-        q = q if key.turn is None else q @ key.turn
+        q = q if key.turn is None else q @ key.turn  # turn: a matrix for queries, if the cache rotated the keys before it quantized them
     else:
         k, v = (with_unit_stride(t[:, :, : visible.seqlen_k].transpose(1, 2)) for t in (key, value))
         kv_cache = {"k_cache": k, "v_cache": v}
@@ -196,7 +197,7 @@ def _visible_keys(
         bias = None
         return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, bias, lengths, sequences, mask.blocks)
     if mask is None or packed:
-        window = -1 if sliding_window is None else sliding_window - 1  # transformers counts the query's own key
+        window = -1 if sliding_window is None else sliding_window - 1
         return _VisibleKeys(seqlen_k, window, 0 if causal else window)
     bias = mask[..., :seqlen_k] if releases.VERSION < (5, 0) else mask  # some models of 4.57 make it too long
     causal = _is_old_gpt2(module) and not module.is_cross_attention

@@ -13,7 +13,9 @@ from transformers import masking_utils
 
 from ...block_mask import BlockMask
 from . import sharded_sequences
-from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of  # pattern_of: a mask function as a Pattern, or NeedsTensor is raised
+
+# Pattern: a window and packed sequences. pattern_of: the Pattern of a mask function; raises NeedsTensor if it has none.
+from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of
 
 #: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
 _CALCULATE_WITH_MASKS = ("beit", "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "informer", "qwen4_exp_text", "t5gemma2_decoder")

@@ -86,6 +86,7 @@ def replacements(enabled: Enabled) -> list[releases.Replacement]:
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (Q, K, V))
         if packed:
             batch, seqlen = q.shape[:2]
+            # unsloth's function: cu_seqlens in which the padding after the last sequence is a sequence too, and the longest length
             cu_seqlens, longest = cover_padded_cu_seqlens(context.seq_info, batch * seqlen)
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
             out: Any = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)

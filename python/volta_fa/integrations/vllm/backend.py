@@ -33,8 +33,8 @@ from ...errors import bad_argument, require_none
 from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE  # columns; tokens
 from . import paged
 from .paged import anchored_window
-from .ranks import Earlier, Ranks
-from .spans import find_spans
+from .ranks import Earlier, Ranks  # GPUs that share the cached tokens of a KV head; the tokens before a step's new ones
+from .spans import find_spans  # the images of a step whose tokens see each other
 
 #: A cascade reads a shared prefix once for all sequences. It runs if that saves at least these bytes of a layer's KV cache: a V100 reads
 #: them in 15 us (at 750 GB/s), the estimated, unmeasured cost of its two more launches and of running outside a full CUDA graph.
