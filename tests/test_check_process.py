@@ -512,7 +512,7 @@ def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path)
     assert "VOLTA_FA_TUNING=0" in tune.tune(SIMULATOR, [], time.monotonic() + 60, seen.append).trouble
     about["outcome"] = "missing"
     with monkeypatch.context() as patch:  # a class whose plan is none of the alternatives is not measured
-        patch.setattr(tune, "_own", lambda *_: None)
+        patch.setattr(tune, "_planned", lambda *_: None)
         nothing = tune.tune(SIMULATOR, [], time.monotonic() + 60, seen.append)
         assert nothing.measured == 0 and nothing.left_out > 0 and not nothing.trouble
     late = tune.tune(SIMULATOR, [], time.monotonic() - 1, seen.append)

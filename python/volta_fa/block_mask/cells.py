@@ -38,9 +38,9 @@ def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int,
         corners.append(((first // size).clamp(max=limit), (last // size + 1).clamp(max=limit)))
     (top, bottom), (left, right) = corners
 
-    def overlapped(of: Tensor) -> Tensor:
+    def overlapped(is_counted: Tensor) -> Tensor:
         """Returns the number of True blocks among those that each cell overlaps, by sums over all blocks above and to the left."""
-        sums = F.pad(of.to(torch.int32).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
+        sums = F.pad(is_counted.to(torch.int32).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
         lower, upper = sums[..., bottom, :], sums[..., top, :]
         return (lower - upper)[..., right] - (lower - upper)[..., left]
 

@@ -134,7 +134,8 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
     square = [v for v in plain if v["family"] in families[:1] and v["headdim"] == v["headdim_v"]]
     widths = sorted({v["headdim"] for v in square if v["pass"] == "Forward"})
     for above, headdim in zip([0, *widths], widths):
-        blocks, stream_k = ([v for v in square if (v["pass"], v["headdim"]) == (of, headdim)] for of in ("Forward", "ForwardStreamK"))
+        passes = ("Forward", "ForwardStreamK")
+        blocks, stream_k = ([v for v in square if (v["pass"], v["headdim"]) == (pass_, headdim)] for pass_ in passes)
         if len(blocks) < 2:
             continue
         kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
@@ -191,14 +192,14 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
         raise NotImplementedError("the plan takes none of the alternatives")
     with target.running(failed=failed):
         works = [_work(target, class_, alternative) for alternative in alternatives]
-    times: list[list[float]] = [[] for _ in alternatives]
+    times: list[list[float]] = [[] for _ in alternatives]  # of each alternative, its median ms in each round
     for _ in range(_ROUNDS):
-        for alternative, work, of in zip(alternatives, works, times):
+        for alternative, work, medians in zip(alternatives, works, times):
             with target.running(alternative.variant, failed, alternative.deterministic):
                 # most: runs after the first, of _CALLS calls each
-                of.append(median_ms(work, target.device, _SECONDS_PER_FIGURE, most=10, calls=_CALLS))
+                medians.append(median_ms(work, target.device, _SECONDS_PER_FIGURE, most=10, calls=_CALLS))
     # of each alternative: how many times as fast as the plan's kernel it was in its worst round
-    gains = [min(plans / other for plans, other in zip(times[planned], of)) for of in times]
+    gains = [min(ms_planned / ms for ms_planned, ms in zip(times[planned], medians)) for medians in times]
     best = max(range(len(gains)), key=gains.__getitem__)
     if best == planned or gains[best] <= 1 + MARGIN:
         return None

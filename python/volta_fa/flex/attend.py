@@ -41,6 +41,7 @@ def attend(
         scores, score_mod: what `recognize` returned; scores.options(scale) gives the operator's softmax_scale and softcap.
     """
     options: dict[str, Any] = scores.options(query.shape[-1] ** -0.5 if scale is None else scale)
+    # a function that only hides elements becomes a block mask, one that adds a term becomes ALiBi's slopes or a bias
     if score_mod is not None and scores.bias is None and scores.hides is not None and mask is None and not tracing():
         mask = _hidden(query, key, score_mod, scores.hides)
     elif score_mod is not None and (scores.bias is not None or scores.hides is not None):

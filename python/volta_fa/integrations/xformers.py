@@ -176,7 +176,7 @@ def _run(inp: Any) -> Tensor:
     rule = _RULES.get(_bias_name(inp.attn_bias))
     if rule is None:
         raise _Unsupported("attn_bias")
-    compute, options_of = rule
+    compute, options_of = rule  # the function that computes attention with this kind of bias, and the options that the bias stands for
     # xformers computes in the dtype of its inputs
     with torch.autocast(q.device.type, enabled=False):
         return compute(inp.attn_bias, q, k, v, options | (options_of(inp.attn_bias) if options_of else {}))
