@@ -34,9 +34,9 @@ from ..errors import CommandError, require_output
 from ..inspection import info
 from . import correctness, isolation, machine, performance, report, tune
 from .correctness import KernelResult
-from .kernels import of_families, wanted
+from .kernels import of_families, wanted  # the variants of the device's families; those of them that it can run
 from .report import Findings, Settings
-from .state import FILE, State, made_on
+from .state import FILE, State, made_on  # results of an unfinished check: the file's name, the file, the conditions under which they hold
 
 #: Maximum seconds of a check on a GPU, and the shares of them at which the parts "right" (correctness) and "fast" (speed) end. "tune"
 #: gets the rest. A part may use what earlier parts leave. Loading kernels does not count: the driver may have to compile them.

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride  # tokens; of fwd on q's device; copies if needed
+# takes_dtype: whether volta_fa::fwd takes q's dtype on its device. with_unit_stride copies a tensor if its last dimension has gaps.
+from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride
 from .devices import NO_DEVICES, devices_of, max_headdim  # devices_of: those that the user names and that have kernels
 from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
