@@ -24,8 +24,8 @@ MAX_BYTES = 256 << 20
 
 @dataclass
 class _Entry:
-    key: tuple[Any, ...]  # of `_key`
-    values: Tensor  # of `_bytes`
+    key: tuple[Any, ...]  # of `_key`: all that determines the mask, but for the values of tensors
+    values: Tensor  # of `_bytes`: the bytes of these tensors when the mask was packed
     mask: BlockMask
     is_causal: bool | None = None  # None: not computed yet
 

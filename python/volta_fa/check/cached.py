@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
-from ..operands import MAX_DECODE_ROWS  # the most rows (queries times heads of a group) that decode kernels take
+from ..operands import MAX_DECODE_ROWS  # the most rows (queries times query heads of a KV head) that decode kernels take
 from .cache_cases import CacheCase, CacheInputs, has_scales  # a problem; its tensors; whether each token and head has a scale
 from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; CpuSource draws tensors; asking: fields for features
 from .kernels import Target  # the device: a GPU, the simulator or the CPU
@@ -58,6 +58,9 @@ def problems(variant: dict[str, Any]) -> list[CacheCase]:
     return _OF_PASS[variant["pass"]](variant)
 
 
+# ---- the problems of each pass: functions of `_OF_PASS` ----
+
+
 def _append(variant: dict[str, Any]) -> list[CacheCase]:
     cache = variant["cache"]
     short, packed = ((1, 40, 1), (1, 0, 1), (1, 15, 1), (1, 300, 1)), ((3, 40, 5), (0, 9, 0), (1, 15, 0), (2, 0, 9))
@@ -98,7 +101,8 @@ def _mla(variant: dict[str, Any]) -> list[CacheCase]:
 def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     """Returns problems of few queries per sequence over a cache: more than one tile, and partial ones."""
     d, dv, rows, cache = variant["headdim"], variant["headdim_v"], variant["block_rows"], variant["cache"]
-    # A tile has `rows` rows, each a query and a head of its group. Groups of 7 or fewer heads leave rows of each tile without a query.
+    # A tile has `rows` rows, each a query and one of the `group` query heads of a KV head. With up to 7 heads, some rows of each tile have
+    # no query.
     group, queries = min(rows - 1, 7), max(rows // 8, 1)
     # With more rows than MAX_DECODE_ROWS, an fp16 cache needs a prefill kernel beside the decode kernel, for these sequences. With
     # another cache, no decode kernel takes part in the call.
@@ -131,7 +135,7 @@ def _prefill(variant: dict[str, Any]) -> list[CacheCase]:
 
 
 def _prefill_stream_k(variant: dict[str, Any]) -> list[CacheCase]:
-    """These grids have one sequence."""
+    """Returns problems of one sequence: these grids have no more."""
     d, dv = variant["headdim"], variant["headdim_v"]
     return [
         _case(((145, 205, 0),), d, dv, 2),
@@ -253,6 +257,6 @@ def exact(inputs: CacheInputs) -> tuple[list[Part], dict[str, Tensor]]:
 
 
 def _is_dequantized(c: CacheCase) -> bool:
-    """Returns whether a quantized cache is dequantized to q's dtype before attention: for more rows (queries times heads of a group) than
-    decode kernels take. With a tree they take any number."""
+    """Returns whether a quantized cache is dequantized to q's dtype before attention: for more rows (queries times query heads of a KV
+    head) than decode kernels take. With a tree they take any number."""
     return bool(c.kv_dtype) and not c.tree and c.nheads // c.nheads_k * max(n for n, _, _ in c.lengths) > MAX_DECODE_ROWS

@@ -20,7 +20,11 @@ from . import cached, int8_scores, sparse_cases, tolerance
 from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
 from .int8_scores import FastCase, FastInputs
+
+# FORWARD: passes of `fwd`. WITHOUT_PROBLEM: passes for which `problems` has none. Target: the device. lacks_memory: of an error.
 from .kernels import FORWARD, WITHOUT_PROBLEM, Target, lacks_memory, problems
+
+# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error, which exact_forward and _backward return.
 from .problems import Error, Inputs, Part, WrongReference, exact_backward, exact_forward
 
 #: Outcomes of a whole check (report.py): all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
@@ -34,11 +38,11 @@ class Worst:
     """The largest error of a kernel, relative to the allowed error."""
 
     share: float = 0.0  # error / allowed error
-    result: str = ""
+    result: str = ""  # its name: out, dq, ...
     kind: str = ""  # as in problems.Error: largest, rms, ...
     error: float = 0.0
     allowed: float = 0.0
-    problem: str = ""
+    problem: str = ""  # str() of the problem
     seed: int = 0
 
 
@@ -82,7 +86,7 @@ class KernelResult:
         return cls(**fields, pass_=data["pass"], worst=Worst(**worst))
 
 
-#: Gradients by which a backward kernel is judged, by its pass; other passes by all.
+#: Gradients by which a backward kernel is judged, by its pass: those that it computes, where others of the call compute the rest.
 _JUDGED_GRADIENTS = {"BackwardDkDv": ("dk", "dv", "dattn_bias"), "BackwardDq": ("dq",), "BackwardPostprocess": ("dq",)}
 
 
@@ -107,13 +111,15 @@ def load_kernel(target: Target, variant: dict[str, Any], quick: bool) -> None:
             torch.ops.volta_fa._preload(name, target.number)
 
 
-def _problems(variant: dict[str, Any], quick: bool) -> Sequence[Case | CacheCase]:  # of passes whose problems are Cases
+def _problems(variant: dict[str, Any], quick: bool) -> Sequence[Case | CacheCase]:
+    """Returns the problems of a kernel; none for passes whose problems are no Cases (`_ALONE`, Cast and int8 kernels)."""
     if variant["pass"] in (*WITHOUT_PROBLEM, *int8_scores.PASSES):
         return []
     return (cached.problems if variant["pass"] in cached.PASSES else problems)(variant)[: 1 if quick else None]
 
 
 def _planned(target: Target, problem: Case | CacheCase, variant: dict[str, Any]) -> list[str]:
+    """Returns the names of the kernels that the planner takes for the problem if `variant` is preferred."""
     if isinstance(problem, CacheCase):
         return [kernel["name"] for kernel in cached.planned(target, problem, variant)]
     return target.planned(problem, variant)
@@ -162,7 +168,7 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
     problem's name. `quick` runs the first problem only. Raises DeviceLost if the CUDA context is destroyed."""
     pass_ = variant["pass"]
     result = KernelResult(variant["name"], variant["family"], pass_)
-    if pass_ in _ALONE:
+    if pass_ in _ALONE:  # a table, below, of passes without listed problems: a function of their own checks each
         name, check_alone = _ALONE[pass_]
         record = _Record(result, name, seed)
         _guarded(record, target, lambda: check_alone(record, target, variant))
@@ -203,7 +209,8 @@ def _guarded(record: _Record, target: Target, work: Callable[[], None]) -> None:
 
 
 def _is_planned(record: _Record, target: Target, planned: list[str]) -> bool:
-    """Returns whether the plan has the kernel; if not, the result is inconclusive. Records the other kernels of the plan."""
+    """Returns whether `planned`, the planner's kernels for a problem, include this one; if not, the result is inconclusive. Records the
+    others."""
     result = record.result
     if target.has_kernels and result.kernel not in planned:
         result.inconclusive.append(f"the plan takes {', '.join(planned)} instead ({record.problem})")

@@ -1,6 +1,7 @@
-"""Lists the kernels that a device can run, and problems for which the planner, which chooses the library's kernels for a call, takes each
-of them. A "variant" is a kernel's entry in `volta_fa.info()["variants"]`: its name, family (volta or turing code), pass (what it computes,
-such as Forward or BackwardDq), sizes and features. `Target` is the device; `correctness`, `performance` and `tune` run operators on it."""
+"""Lists the kernels that a device can run, and for each of them problems that it computes. The planner chooses the library's kernels for a
+call, so a problem must be one for which it takes that kernel. A "variant" is a kernel's entry in `volta_fa.info()["variants"]`: its name,
+family (volta or turing code), pass (what it computes, such as Forward or BackwardDq), sizes and features. `Target` is the device;
+`correctness`, `performance` and `tune` run operators on it."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 
 from .. import inspection
-from .cases import ASKING, EVERY, Case, asking
+from .cases import ASKING, EVERY, Case, asking  # ASKING: by feature, the fields of a Case that uses it; asking: those for some features
 
-#: The passes of `volta_fa::fwd`. StreamK: grids that also divide the keys of a tile among blocks. Split: `is_split`.
+#: The passes of `volta_fa::fwd`. StreamK: grids that also divide the keys of one row tile among blocks. Split: `is_split`.
 FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit", "ForwardSplitStreamK")
 #: The passes that `correctness` checks without a problem from here: kernels that combine two results, cast, and attend to chosen tokens.
 WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla", "Indexer")

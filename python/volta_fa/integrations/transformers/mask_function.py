@@ -60,7 +60,7 @@ def mask(
         capturing a CUDA graph, when values are unknown.
         Eager's additive mask, for models that calculate with it.
     """
-    sharded = sharded_sequences.active()
+    sharded = sharded_sequences.active()  # what computes attention while a `context_parallel` is open
     if sharded is not None:
         sharded.check_mask(mask_function, attention_mask)
         return None
