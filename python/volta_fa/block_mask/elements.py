@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import bad_argument
 from .cells import CELL, FULL, UNKNOWN
-from .recording import MaskMod, Recording
+from .recording import MaskMod, Recording  # a mask function; one as a list of torch operations
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks
-from .elements import Elements
-from .packing import Lists, pack
+from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks  # states_of_blocks: of cells, from blocks of any size
+from .elements import Elements  # decides which elements of UNKNOWN cells are visible
+from .packing import Lists, pack  # Lists: the lists and bits of a mask or of its transpose; pack makes both
 from .recording import MaskMod, Recording, recorded
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import cache_dtype, dequantize_kv, parts_of, quantize_kv  # parts_of: the formats of keys and values
-from . import tolerance
+from . import tolerance  # eager attention, exact results, and the error that a result may have
 from .cases import OF_REFERENCE, ScoreOptions, Source  # options of `tolerance.attend`; windows, softcap, ALiBi, sinks; draws tensors
 from .problems import Part, forward_parts  # parts of out and softmax_lse with exact values and allowed errors
 

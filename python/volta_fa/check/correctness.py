@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..errors import first_line
 from . import cached, int8_scores, sparse_cases, tolerance
-from .cache_cases import CacheCase, CacheInputs
-from .cases import Case
-from .int8_scores import FastCase, FastInputs
+from .cache_cases import CacheCase, CacheInputs  # a problem with a KV cache, and its tensors
+from .cases import Case  # a problem of `fwd` and `bwd`
+from .int8_scores import FastCase, FastInputs  # a problem of `fwd_fast`, and its tensors
 
 # FORWARD: passes of `fwd`. WITHOUT_PROBLEM: passes for which `problems` has none. Target: the device. lacks_memory: of an error.
 from .kernels import FORWARD, WITHOUT_PROBLEM, Target, lacks_memory, problems

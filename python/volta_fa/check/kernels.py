@@ -18,7 +18,7 @@ import torch
 from .. import inspection
 from .cases import ASKING, EVERY, Case, asking  # ASKING: by feature, the fields of a Case that uses it; asking: those for some features
 
-#: The passes of `volta_fa::fwd`. StreamK: grids that also divide the keys of one row tile among blocks. Split: `is_split`.
+#: The passes of `volta_fa::fwd`. StreamK: grids that divide the keys of a tile of queries among blocks too. Split: `is_split`.
 FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit", "ForwardSplitStreamK")
 #: The passes that `correctness` checks without a problem from here: kernels that combine two results, cast, and attend to chosen tokens.
 WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla", "Indexer")

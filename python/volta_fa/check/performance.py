@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..errors import first_line
 from ..integrations.sdpa import disable_sdpa
 from . import atomics, machine
-from .kernels import Target, lacks_memory
+from .kernels import Target, lacks_memory  # the device: a GPU, the simulator or the CPU; whether an error is about memory
 
 #: Seconds for the runs of one figure, besides the two runs that always happen.
 _SECONDS_PER_FIGURE = 0.12

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import block_masks, tolerance
-from .cases import Case, CpuSource
+from . import block_masks, tolerance  # tolerance: eager attention, in fp64 too, and the error that a result may have
+from .cases import Case, CpuSource  # the sizes and options of a problem; draws its tensors
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
 # names of the implementations; GROUP and PAGE: query heads of a KV head and tokens of a page; Point, CachePoint: times of one shape
 from .performance import DETERMINISTIC, EFFICIENT, GROUP, MATH, PAGE, VOLTA_FA, CachePoint, Point, Speeds
-from .tune import Tuned
+from .tune import Tuned  # the choices in the tuning file, or why there is none
 
 #: Version of the JSON's structure.
 FORMAT = 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import environment
+from .kernels import environment  # sets environment variables for a block
 from .problems import Error  # of a result: its kind, the error, and the allowed error
 from .tolerance import largest, max_error  # the largest absolute value, and difference; infinity where one side alone is NaN
 

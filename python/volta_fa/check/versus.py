@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..demo.simulated import aligned, microseconds  # a tensor aligned as by CUDA's allocator; the time of all simulated kernels
-from ..integrations.flash_attn import v100
-from . import tolerance
-from .kernels import Target, lacks_memory, simulate
-from .performance import median_ms
+from ..integrations.flash_attn import v100  # volta_fa's stand-in for flash_attn_v100
+from . import tolerance  # results in fp64, and how far others may be from them
+from .kernels import Target, lacks_memory, simulate  # the device; of an error; runs a call in the simulator
+from .performance import median_ms  # the median time of a call
 
 NHEADS, NHEADS_K, HEADDIM = 6, 1, 256  # query heads, KV heads
 #: The machine that `--device simulator` times on, at its application clock of 1312 MHz.

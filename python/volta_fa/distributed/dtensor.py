@@ -20,7 +20,7 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import bad_argument
-from . import ring
+from . import ring  # attention over a sharded sequence, which a Problem describes
 from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
 from .attention import generator_for  # a generator of dropout for one rank's part
 from .plan import Mask, shard_ranges  # a mask by positions; the positions that a rank holds

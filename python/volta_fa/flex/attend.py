@@ -14,7 +14,7 @@ from ..block_mask.recording import recorded  # a mask function as a list of oper
 from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of  # Source: a mask before it is packed, also of torch's BlockMask
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
-from ..operands import takes_dtype, with_unit_stride
+from ..operands import takes_dtype, with_unit_stride  # whether fwd takes q; copies a tensor if its last dimension has gaps
 from .score_mod import ScoreMod, Scores, Unrecognized, values  # values: a score function's values for scores of 0
 
 #: Maximum size in bytes (256 MiB) of the bias for score functions whose added terms are not ALiBi's. Larger ones run on torch's function.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..block_mask.elements import indexable_scalars  # lets functions index tensors with scalar tensors
-from .tracing import Trace, trace
+from .tracing import Trace, trace  # a function as a graph of operations; makes one
 
 #: Of scalar tensors: score, batch entry, query head, query, key. Returns the new score.
 ScoreMod = Callable[..., Tensor]

@@ -14,7 +14,7 @@ from ...errors import bad_argument
 from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM, with_unit_stride  # rows: queries times heads per KV head
 from . import releases, sharded_sequences
 from .continuous_batching import continuous_batch
-from .mask_function import is_range
+from .mask_function import is_range  # whether a mask is a range of keys
 from .mask_rule import MaskRule, sequence_arguments  # a mask as windows, lengths or blocks; cu_seqlens and max_seqlen by name
 from .quantized_cache import QuantizedStates, arguments  # a quantized layer's keys or values; both as arguments of fwd_kvcache
 
