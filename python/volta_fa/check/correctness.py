@@ -21,7 +21,8 @@ from .cache_cases import CacheCase, CacheInputs  # a problem with a KV cache, an
 from .cases import Case  # a problem of `fwd` and `bwd`
 from .int8_scores import FastCase, FastInputs  # a problem of `fwd_fast`, and its tensors
 
-# FORWARD: passes of `fwd`. WITHOUT_PROBLEM: passes for which `problems` has none. Target: the device. lacks_memory: of an error.
+# FORWARD: passes of `fwd`. WITHOUT_PROBLEM: passes for which `problems` has none. Target: the device. lacks_memory: whether an error is
+# about memory.
 from .kernels import FORWARD, WITHOUT_PROBLEM, Target, lacks_memory, problems
 
 # Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error, which exact_forward and _backward return.

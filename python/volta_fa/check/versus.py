@@ -19,7 +19,7 @@ from torch import Tensor
 from ..demo.simulated import aligned, microseconds  # a tensor aligned as by CUDA's allocator; the time of all simulated kernels
 from ..integrations.flash_attn import v100  # volta_fa's stand-in for flash_attn_v100
 from . import tolerance  # results in fp64, and how far others may be from them
-from .kernels import Target, lacks_memory, simulate  # the device; of an error; runs a call in the simulator
+from .kernels import Target, lacks_memory, simulate  # the device; whether an error is about memory; runs a call in the simulator
 from .performance import median_ms  # the median time of a call
 
 NHEADS, NHEADS_K, HEADDIM = 6, 1, 256  # query heads, KV heads

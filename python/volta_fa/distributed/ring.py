@@ -158,7 +158,7 @@ def backward(
     """Returns the gradients of q, k, v and sinks; the last is that of this rank's rows only. Shapes are those of `forward`, whose results
     are out, lse and states."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    of_rows, of_keys = _parts(p)  # a range for each addition to dq, and to dk and dv; up to two additions to a row are exact enough (_Sum)
+    of_rows, of_keys = _parts(p)  # a range for each addition to dq, and to dk and dv; up to two additions to a row need no fp32 (_Sum)
     dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
     dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
     back: _Returning | None = None
