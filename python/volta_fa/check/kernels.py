@@ -20,7 +20,7 @@ from .cases import ASKING, EVERY, Case, asking  # ASKING: by feature, the fields
 
 #: The passes of `volta_fa::fwd`. StreamK: grids that divide the keys of a tile of queries among blocks too. Split: `is_split`.
 FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit", "ForwardSplitStreamK")
-#: The passes that `correctness` checks without a problem from here. They merge two results, cast, or score, list and attend to chosen tokens.
+#: The passes that `correctness` checks without a problem from here. They merge results, cast, or score, list and attend to chosen tokens.
 WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla", "Indexer")
 
 

@@ -44,8 +44,8 @@ class Point:
     seqlen: int
     causal: bool
     nheads: int
-    ms: dict[str, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)  # by implementation
+    missing: dict[str, str] = field(default_factory=dict)  # by implementation, why it has no time
     #: TFLOP/s of a simulated V100: by the default machine model, and by one with a perfect instruction cache
     predicted: tuple[float, float] | None = None
 
@@ -97,8 +97,8 @@ class CachePoint:
     batch: int
     seqlen: int  # cached tokens of each sequence
     seqlen_q: int
-    ms: dict[str, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)  # by implementation
+    missing: dict[str, str] = field(default_factory=dict)  # by implementation, why it has no time
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.batch} x {self.seqlen}, headdim {self.headdim}"

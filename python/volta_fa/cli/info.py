@@ -79,8 +79,8 @@ def _device_line(device: dict[str, Any]) -> str:
 
 
 def _tuning_line(tuning: dict[str, Any]) -> str:
-    """Returns the state of a device's tuning file. `tuning`: an entry of `info()["tuning"]`. "of" is the device. "outcome" is read, missing,
-    off, or, with a reason in "why", ignored or unknown. "overridden" says whether this process has another tuning in the file's place."""
+    """Returns the state of a device's tuning file. `tuning`: an entry of `info()["tuning"]`. "of" is the device. "outcome" is read,
+    missing, off, or, with a reason in "why", ignored or unknown. "overridden": whether this process has another tuning in its place."""
     found = {
         "read": f"{tuning.get('choices')} choices, failed kernels: {', '.join(tuning.get('failed', ())) or 'none'}",
         "missing": "none",
