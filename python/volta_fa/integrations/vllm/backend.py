@@ -84,8 +84,8 @@ def find_ranks(vllm_config: Any, kv_cache_spec: Any) -> Ranks | None:
 class VoltaMetadataBuilder(AttentionMetadataBuilder):
     """Builds a step's metadata, mostly references to the runner's tensors. Supports CUDA graphs of all kinds: the kernels read lengths,
     block tables and query starts. The host decides only by the number of rows and max_query_len, for which the runner passes upper bounds
-    when it captures. Runner v2 of releases up to 0.26 passes the max_query_len of its dummy batch instead, so there graphs serve decode
-    steps alone."""
+    when it captures. vLLM's second model runner ("runner v2") passes the max_query_len of its dummy batch instead in releases up to 0.26.
+    So there graphs serve decode steps alone."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     #: whether metadata stays valid between the steps of a draft model: yes, because the tensors are the runner's, which it updates
