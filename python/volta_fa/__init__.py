@@ -170,7 +170,7 @@ fwd_sparse_mla: attention of each query to latents that it chose (DeepSeek V3.2,
     indices         int32 (total_q, topk): tokens, as page * page_size + row. Numbers outside the cache are no tokens
     topk_length     int32 (total_q): indices of a query that count, from the first on
     extra_cache, extra_indices, extra_topk_length: a second cache of the same format, and its tokens
-    sinks           float32 (nheads), also -inf and inf: a logit in the denominator of out. Results leave it out otherwise
+    sinks           float32 (nheads), also -inf and inf: a logit in the denominator of out. softmax_lse and max_logits leave it out
     fp16_positions  the 64 columns of 16 bits of fp8 rows are float16, else bfloat16
     out             (total_q, nheads, 512); zeros for queries without tokens
     softmax_lse     float32 (nheads, total_q); inf for queries without tokens

@@ -48,7 +48,7 @@ def mask(
         kwargs: `q_length`, `q_offset` (position of the first query) and `device`; of transformers 4.57 `cache_position`; `config`.
 
     Returns one of:
-        None, if every query sees every key.
+        None, if every query sees every key, or while a `context_parallel` is open.
         A `MaskRule` for causality, windows, packed sequences, padding at the ends, and a static cache that is not full; and, with a
         block mask, for many tokens in any other pattern.
         The range of keys that one query sees, int32 (2, 1, 1, batch): [0] has each entry's first key, [1] the one after its last. Four
