@@ -208,7 +208,7 @@ def _is_context_parallel(q: Any) -> bool:
     table = DTensor._op_dispatcher._custom_op_handlers
     return (
         isinstance(q, DTensor)
-        and torch.ops.aten._scaled_dot_product_efficient_attention.default in table
+        and torch.ops.aten._scaled_dot_product_efficient_attention.default in table  # its handler, which context_parallel adds
         and q.device_mesh.ndim == 1
         and q.dim() == 4
         and q.placements[0] == Shard(1)
