@@ -352,7 +352,7 @@ def _check_sparse(record: _Record, target: Target, variant: dict[str, Any]) -> N
     """Checks the kernels of sparse latents against the fp64 CPU backend."""
     for name, arguments, expected in sparse_cases.problems(variant, record.seed):
         of_problem = replace(record, problem=name)
-        on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
+        on_device = {argument: t.to(target.device) if isinstance(t, Tensor) else t for argument, t in arguments.items()}
         chosen = variant if variant["pass"] == "SparseMla" else None
         fwd = torch.ops.volta_fa.fwd_sparse_mla
         runs = _twice(of_problem, target, lambda: dict(zip(sparse_cases.RESULTS, fwd(**on_device))), chosen)
@@ -365,7 +365,7 @@ def _check_indexer(record: _Record, target: Target, variant: dict[str, Any]) -> 
     """Checks the indexer's kernels against exact logits."""
     for name, arguments, exact, allowed in sparse_cases.indexer_problems(variant, record.seed):
         of_problem = replace(record, problem=name)
-        on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
+        on_device = {argument: t.to(target.device) if isinstance(t, Tensor) else t for argument, t in arguments.items()}
         runs = _twice(of_problem, target, lambda: {"logits": torch.ops.volta_fa.indexer_logits(**on_device)}, variant)
         of_problem.error(sparse_cases.indexer_error(runs[0]["logits"], exact, allowed))
         of_problem.same_bits(*runs)

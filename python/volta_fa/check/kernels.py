@@ -125,11 +125,11 @@ class Target:
         """
         choices = [] if variant is None or variant["family"] == "cpu" else [{"pass": variant["pass"], "variant": variant["name"]}]
         choices += [{"pass": "Backward", "deterministic": True}] * without_atomics
-        simulate = "1" if self.kind == "simulator" else None
+        mode = "1" if self.kind == "simulator" else None
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": list(failed)}))
         try:
             invariant = "1" if variant and variant.get("batch_invariant") else None
-            with environment(VOLTA_FA_SIMULATE=simulate, VOLTA_FA_SIM_GPU=None, VOLTA_FA_BATCH_INVARIANT=invariant):
+            with environment(VOLTA_FA_SIMULATE=mode, VOLTA_FA_SIM_GPU=None, VOLTA_FA_BATCH_INVARIANT=invariant):
                 yield
         finally:
             torch.ops.volta_fa._set_tuning("")

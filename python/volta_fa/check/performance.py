@@ -354,10 +354,10 @@ def cached_points(target: Target, quick: bool) -> list[CachePoint]:
         kinds = (("decode", 1), ("append", 1), ("prefill", 32))
         return [CachePoint(kind, headdim=64, batch=2, seqlen=128, seqlen_q=n) for kind, n in kinds]
     # kind, sequences, cached tokens, queries
-    shapes = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
+    listed = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
     if not quick:
-        shapes += [("decode", 1, 16384, 1), ("decode", 64, 1024, 1)]
-    return [CachePoint(kind, d, batch, seqlen, n) for (kind, batch, seqlen, n), d in itertools.product(shapes, (128, 64, 256))]
+        listed += [("decode", 1, 16384, 1), ("decode", 64, 1024, 1)]
+    return [CachePoint(kind, d, batch, seqlen, n) for (kind, batch, seqlen, n), d in itertools.product(listed, (128, 64, 256))]
 
 
 def cached_ours(point: CachePoint, target: Target) -> Callable[[], object]:

@@ -181,7 +181,7 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
     if shape.kind == "paged prefill":
         return lambda: module.flash_attn_prefill_paged(q, k, v, inputs.table, inputs.lengths, causal=True, **options)
     # 1Cat-vLLM verifies several tokens as sequences of one query each
-    rows = q[0].contiguous()
+    queries = q[0].contiguous()
     table = inputs.table.expand(shape.seqlen_q, -1).contiguous()
     lengths = torch.arange(shape.seqlen_k - shape.seqlen_q + 1, shape.seqlen_k + 1, dtype=torch.int32, device=q.device)
     # newer releases have another kernel for grouped queries
@@ -191,9 +191,9 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
         "max_seq_len_hint": shape.seqlen_k,
         # keys of a partition, as its backend chooses them
         "partition_size_hint": 256 if shape.kind == "decode" else 1024,
-        "out": torch.empty_like(rows),
+        "out": torch.empty_like(queries),
     }
-    return lambda: decode(rows, k, v, table, lengths, **options)[None]
+    return lambda: decode(queries, k, v, table, lengths, **options)[None]
 
 
 def _measured(shape: Shape, call: Callable[[Inputs], Work], target: Target) -> Outcome:

@@ -245,8 +245,8 @@ def _attention(
     if starts is not None and (starts[-1] != seqlen_q or starts[-1] != seqlen_k):
         expected = f"the {seqlen_q} queries and {seqlen_k} keys of all ranks"
         raise bad_argument("cu_seqlens", f"{starts[-1]} tokens", expected, op=f"distributed.{op}")
-    for group in groups:
-        prepare(group, q.device)
+    for part in groups:
+        prepare(part, q.device)
     seed: tuple[int, ...] = ()
     if dropout_p:
         seed = (_state(generator, q.device), grid.ulysses_rank)

@@ -160,7 +160,7 @@ def backward(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     of_rows, of_keys = _parts(p)  # a range for each addition to dq, and to dk and dv; up to two additions to a row need no fp32 (_Sum)
     dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
-    dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
+    dk, dv = (_Sum(x, wide if not at_most_two(of_keys) else x.dtype) for x in (k, v))
     back: _Returning | None = None
     number = 0  # of the launch
     for t, (step, keys, values) in enumerate(_steps(p, k, v)):
@@ -176,7 +176,7 @@ def backward(
             if row_scores is not None:
                 rows_lse = rows_lse - row_scores
             found = torch.ops.volta_fa.bwd(
-                *(_operand(launch, t, launch.q) for t in (dout, q)), *(_operand(launch, t, launch.k) for t in (keys, values)),
+                *(_operand(launch, x, launch.q) for x in (dout, q)), *(_operand(launch, x, launch.k) for x in (keys, values)),
                 _operand(launch, out, launch.q), (rows_lse[0] if launch.packed else rows_lse).contiguous(),
                 rng_state=states[number] if p.dropout_p else None, deterministic=p.deterministic, **options,
             )  # fmt: skip
