@@ -15,6 +15,7 @@ from .cells import ABSENT, CELL, FULL
 from .recording import MaskMod, recorded  # recorded: a mask function as a list of operations, if possible
 from .source import Source, pack_blocks, source_of  # a mask before packing; packs blocks; reads torch's BlockMask
 
+#: Fields of a BlockMask, and arguments of the operators.
 _NAMES = ("block_lists", "block_bits", "block_lists_t", "block_bits_t")
 
 

@@ -20,6 +20,7 @@ from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; 
 from .kernels import Target  # the device: a GPU, the simulator or the CPU
 from .problems import Part, agree  # a result's part with exact values and allowed errors; raises if two references differ
 
+#: Bits of a column (an element of a token and head), by cache format.
 _BITS = {row["name"]: row["bits"] for row in cache_formats()}
 #: Columns in 16 bytes (128 bits), by cache format, of the narrower of keys and values; "": fp16 and bf16. Kernels read a cache in place if
 #: its rows are multiples of 16 bytes, else a copy in q's dtype.
@@ -144,6 +145,7 @@ def _prefill_stream_k(variant: dict[str, Any]) -> list[CacheCase]:
     ]
 
 
+#: By a kernel's pass, the function that returns its problems.
 _OF_PASS = {
     "Append": _append,
     "Dequantize": _dequantize,

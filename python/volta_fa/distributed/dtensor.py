@@ -25,6 +25,7 @@ from .argument_check import check_same_arguments  # raises the same error on all
 from .attention import generator_for  # a generator of dropout for one rank's part
 from .plan import Mask, shard_ranges  # a mask by positions; the positions that a rank holds
 
+#: What a dimension of the mesh shards.
 _BATCH, _HEADS, _NOTHING = "batch", "heads", "nothing"
 #: The dimensions of batch and heads: (in dense tensors, in packed ones). None: packed tensors have no batch.
 _DIMENSIONS = {

@@ -37,7 +37,7 @@ _NAME = "_memory_efficient_attention"
 _FIELDS = {"query", "key", "value", "attn_bias", "p", "scale"}  # p: probability of dropout
 
 _lock = threading.Lock()
-_devices = NO_DEVICES
+_devices = NO_DEVICES  # the enabled ones
 _original: Callable[..., Tensor] | None = None  # xformers' own, set once: other programs may hold `_attention` after a disable
 _replaced: Callable[..., Tensor] | None = None  # what `_attention` took the place of; None while it is not in place
 _counts: Counter[str] = Counter()  # calls on enabled devices: "ran", or the reason for which xformers' operators ran

@@ -13,6 +13,7 @@ from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
 from . import releases  # finds names in unsloth, or raises ImportError
 from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
+#: What is replaced: the module and its function.
 MODULE = "unsloth.utils.attention_dispatch"
 _NAME = "_run_attention"
 #: A flag of these modules. If True, Gemma 2 calls `run_attention`, with its softcap, instead of eager attention over masks in memory.
