@@ -257,13 +257,13 @@ class CacheInputs:
 
     case: CacheCase
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: Tensor  # (entries or pages, rows, nheads_k, elements)
+    v_cache: Tensor  # of latents: a view of k_cache
     new: Sequence[Tensor]  # k and v to append, or none
     options: dict[str, Any]  # keyword arguments of the operator
     places: list[tuple[Tensor, Tensor]]  # of each sequence's tokens, appended ones included, on the CPU: entry and row in the cache
-    cu_q: list[int] = field(default_factory=list)  # cumulative numbers of queries, and of appended tokens
-    cu_new: list[int] = field(default_factory=list)
+    cu_q: list[int] = field(default_factory=list)  # cumulative numbers of queries: where each sequence begins, and the total
+    cu_new: list[int] = field(default_factory=list)  # of the appended tokens
     scratch_bytes: int = 0  # of the kernels, for partial results; `correctness.poison` fills memory of that size with NaN
 
     @classmethod

@@ -51,8 +51,8 @@ class Worst:
 class KernelResult:
     """The result of checking one kernel."""
 
-    kernel: str
-    family: str
+    kernel: str  # its name
+    family: str  # volta, turing or cpu
     pass_: str
     problems: int = 0  # number of problems that were run
     runs_with: list[str] = field(default_factory=list)  # other kernels of the same calls

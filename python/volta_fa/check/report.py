@@ -95,7 +95,7 @@ class Findings:
     """All results of a check."""
 
     settings: Settings
-    machine: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)  # of `machine.describe`
     trouble: str | None = None  # why this torch cannot run on the GPU
     results: list[KernelResult] = field(default_factory=list)
     continued: int = 0  # number of results from an earlier, unfinished check

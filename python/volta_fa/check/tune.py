@@ -44,13 +44,13 @@ _FORWARD_HEADS = (1, 2, 4, 8, 16, 32, 64)
 class Tuned:
     """Result of tuning: the choices and failed kernels in the file, or why there is none."""
 
-    path: str | None = None
+    path: str | None = None  # of the tuning file; None: there is no folder for it
     choices: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     #: number of classes measured, and of those left out for lack of time, memory or kernels
     measured: int = 0
     left_out: int = 0
-    trouble: str = ""
+    trouble: str = ""  # why no file was written
 
     @property
     def summary(self) -> str:
@@ -76,7 +76,7 @@ class Tuned:
 class Class:
     """A class of shapes that get the same choice, and the shape that is measured for it."""
 
-    pass_: str
+    pass_: str  # Forward or Backward
     headdim: int
     above: int  # headdim of the next narrower kernel: the class has headdims above it, up to `headdim`
     seqlen: int

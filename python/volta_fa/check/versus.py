@@ -41,7 +41,7 @@ class Shape:
     page: int = 0  # tokens of a page, 0 without pages
     kv_dtype: str = "float16"  # of the cache, as vLLM's --kv-cache-dtype
     published: float | None = None  # milliseconds
-    source: str = ""
+    source: str = ""  # of the published time
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.seqlen_q:,} of {self.seqlen_k:,} tokens, {self.kv_dtype}"
@@ -81,7 +81,7 @@ SHAPES = (
 class Outcome:
     """What one implementation did at a shape."""
 
-    ms: float | None = None
+    ms: float | None = None  # of one call
     share: float | None = None  # of the allowed error, at most 1 if the result is right
     missing: str = ""  # why there is no time
     kernels: list[str] = field(default_factory=list)  # that the simulator ran

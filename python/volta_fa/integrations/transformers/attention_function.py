@@ -164,10 +164,10 @@ class _VisibleKeys(NamedTuple):
     seqlen_k: int  # number of keys, from the first on, without the empty end of a static cache
     window_left: int = -1
     window_right: int = -1
-    bias: Tensor | None = None
+    bias: Tensor | None = None  # attn_bias of `volta_fa::fwd`
     cache_lengths: Mapping[str, Tensor] = {}  # leftpad_k and cache_seqlens of `volta_fa::fwd_kvcache`
     sequences: Mapping[str, Any] = {}  # cu_seqlens and max_seqlen of `volta_fa::fwd`
-    blocks: BlockMask | None = None
+    blocks: BlockMask | None = None  # a block mask of `volta_fa::fwd`
 
 
 def _visible_keys(

@@ -46,8 +46,8 @@ class VoltaMetadata(paged.Batch, AttentionMetadata):
     """A step's `Batch`, and the other attributes that vLLM reads from metadata.
     All tensors are the runner's own, so a captured graph reads the values of the next step from them."""
 
-    max_seq_len: int = 0
-    slot_mapping: Tensor | None = None
+    max_seq_len: int = 0  # tokens of the longest sequence, or more
+    slot_mapping: Tensor | None = None  # (tokens): the place in the cache of each new token
 
 
 def answer(value: object) -> Any:
