@@ -179,7 +179,7 @@ def mask_of_ring(prob, rng_states, seqlen, p):
     for t in range(prob.size):  # step t computes the keys of the t-th rank before this one
         source = (prob.rank - t) % prob.size
         step, theirs = prob.step(prob.rank, source), unroll(prob.k_ranges[source])
-        keys = [theirs[i] for i in unroll(step.rows)]
+        keys = [theirs[i] for i in unroll(step.key_ranges)]
         for launch in step.launches:
             call = launch.calls[0]  # the only one: dense tensors
             mask = torch.ops.volta_fa._dropout_mask(next(states), 1, 4, call.rows, call.keys, p)

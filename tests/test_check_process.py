@@ -415,8 +415,8 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
     alternatives = [tune.Alternative({}), tune.Alternative({"deterministic": True}, deterministic=True)]
     of_headdim = [v["name"] for v in SIMULATED if v["pass"] == "Backward" and v["headdim"] >= 64]
     # the index of the alternative that the plan takes: with volta_bwd_64 failed another kernel with atomics, else none of the two
-    assert tune._own(SIMULATOR, shape, alternatives, ["volta_bwd_64"]) == 0
-    assert tune._own(SIMULATOR, shape, alternatives, of_headdim) is None
+    assert tune._planned(SIMULATOR, shape, alternatives, ["volta_bwd_64"]) == 0
+    assert tune._planned(SIMULATOR, shape, alternatives, of_headdim) is None
 
 
 def test_errors_of_the_measurement_of_speed_are_recorded(monkeypatch):
@@ -512,7 +512,7 @@ def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path)
     assert "VOLTA_FA_TUNING=0" in tune.tune(SIMULATOR, [], time.monotonic() + 60, seen.append).trouble
     about["outcome"] = "missing"
     with monkeypatch.context() as patch:  # a class whose plan is none of the alternatives is not measured
-        patch.setattr(tune, "_own", lambda *_: None)
+        patch.setattr(tune, "_planned", lambda *_: None)
         nothing = tune.tune(SIMULATOR, [], time.monotonic() + 60, seen.append)
         assert nothing.measured == 0 and nothing.left_out > 0 and not nothing.trouble
     late = tune.tune(SIMULATOR, [], time.monotonic() - 1, seen.append)

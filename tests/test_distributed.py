@@ -103,7 +103,7 @@ def covered(q_ranges, k_ranges, mask):
     packed sequence: a rectangle of queries of the shard and of keys of `rows`."""
     step = plan(q_ranges, k_ranges, mask)
     q_positions, k_all = unroll(q_ranges), unroll(k_ranges)
-    k_positions = [k_all[j] for j in unroll(step.rows)]
+    k_positions = [k_all[j] for j in unroll(step.key_ranges)]
     found = Counter()
     for launch in step.launches:
         for before, after in zip(launch.calls, launch.calls[1:]):

@@ -68,8 +68,8 @@ Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j
     dropout_p       in [0, 1): drops probabilities and divides the others by the kept share, 1 - dropout_p within 2^-16
     deterministic   gradients are bitwise identical from run to run; also with torch.use_deterministic_algorithms(True)
     batch_invariant  a row of out and softmax_lse has the same bits alone, in any chunk of its sequence and in any batch of calls of
-                    this operator. VOLTA_FA_BATCH_INVARIANT=1 asks all calls for it. Says nothing of gradients. On kernels, without
-                    dropout_p and block lists
+                    this operator. VOLTA_FA_BATCH_INVARIANT=1 asks all calls for it. Gradients are not batch-invariant. Rejected on
+                    the CPU backend, with dropout_p or block lists, and for float32 in full precision
 
 A block mask says which blocks of 128 queries x 64 keys have scores, besides the masks above. Not together with attn_bias or cu_seqlens:
 
@@ -170,7 +170,7 @@ fwd_sparse_mla: attention of each query to latents that it chose (DeepSeek V3.2,
     indices         int32 (total_q, topk): tokens, as page * page_size + row. Numbers outside the cache are no tokens
     topk_length     int32 (total_q): indices of a query that count, from the first on
     extra_cache, extra_indices, extra_topk_length: a second cache of the same format, and its tokens
-    sinks           float32 (nheads), also -inf and inf: a logit in the denominator of out. Results leave it out otherwise
+    sinks           float32 (nheads), also -inf and inf: a logit in the denominator of out. softmax_lse and max_logits leave it out
     fp16_positions  the 64 columns of 16 bits of fp8 rows are float16, else bfloat16
     out             (total_q, nheads, 512); zeros for queries without tokens
     softmax_lse     float32 (nheads, total_q); inf for queries without tokens

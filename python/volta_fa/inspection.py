@@ -109,6 +109,7 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def _tunings(has_simulator: bool) -> list[dict[str, Any]]:
+    """Returns `info()["tuning"]`."""
     devices = [(f"cuda:{index}", index) for index in range(torch.cuda.device_count())]
     if has_simulator and os.environ.get("VOLTA_FA_SIMULATE", "0") not in ("", "0"):
         devices.append(("simulator", -1))  # its device number in `_tuning`

@@ -9,7 +9,7 @@ import torch
 from .version import __version__
 
 _PACKAGE = Path(__file__).parent
-_CHECKOUT = _PACKAGE.parent.parent
+_CHECKOUT = _PACKAGE.parent.parent  # the repository, if the package is not installed
 
 
 def _release(version: str) -> str:

@@ -261,8 +261,8 @@ class RotaryEmbedding(torch.nn.Module):
     Raises ValueError for another dim.
     """
 
-    inv_freq: Tensor
-    scale: Tensor | None
+    inv_freq: Tensor  # (dim / 2): radians by which each pair turns from one position to the next
+    scale: Tensor | None  # (dim / 2): the base of xPos' powers for each pair; None without xPos
 
     def __init__(
         self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None, device: Any = None

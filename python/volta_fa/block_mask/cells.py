@@ -1,6 +1,6 @@
 """States of cells: squares of 64 queries by 64 keys, from which `packing` makes the operators' block lists. The operators need each mask
 twice: in tiles of 128 queries by 64 keys, and transposed, of 128 keys by 64 queries, for gradients. A cell is half of a tile in either
-direction. `source` and `mask` call this module to turn blocks of another size into cells."""
+direction. `source` calls `states_of_blocks`, which turns blocks of another size (such as torch's 128 by 128) into cells."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,8 @@ from torch import Tensor
 
 #: Queries and keys of a cell.
 CELL = 64
-#: States of a cell: no element is visible; elements must be evaluated (afterwards: some are visible); all inside the lengths are visible.
+#: States of a cell. ABSENT: no element is visible. FULL: all elements inside the lengths are. UNKNOWN: the mask function decides about each
+#: element, and after its evaluation: some are visible, and some are not.
 ABSENT, UNKNOWN, FULL = -1, 0, 1
 
 
@@ -30,16 +31,16 @@ def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int,
         repeated = blocks[..., :, None, :, None].expand(*blocks.shape[:-1], rows, blocks.shape[-1], columns)
         return repeated.flatten(-2).flatten(-3, -2)[..., : shape[0], : shape[1]].contiguous()
     # A cell may overlap several blocks. It is full if all of them are, absent if all of them are, else unknown.
-    corners = []  # for rows, then columns: the first block that each cell overlaps, and the one after the last
+    corners = []  # for rows, then columns of cells: the first block that each overlaps, and the one after the last
     for count, size, limit, length in zip(shape, block_size, blocks.shape[-2:], (seqlen_q, seqlen_k)):
         first = torch.arange(count, device=blocks.device) * CELL
         last = (first + CELL - 1).clamp(max=length - 1)
         corners.append(((first // size).clamp(max=limit), (last // size + 1).clamp(max=limit)))
     (top, bottom), (left, right) = corners
 
-    def overlapped(of: Tensor) -> Tensor:
+    def overlapped(is_counted: Tensor) -> Tensor:
         """Returns the number of True blocks among those that each cell overlaps, by sums over all blocks above and to the left."""
-        sums = F.pad(of.to(torch.int32).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
+        sums = F.pad(is_counted.to(torch.int32).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
         lower, upper = sums[..., bottom, :], sums[..., top, :]
         return (lower - upper)[..., right] - (lower - upper)[..., left]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import bad_argument
 from .cells import CELL, FULL, UNKNOWN
-from .recording import MaskMod, Recording
+from .recording import MaskMod, Recording  # a mask function; one as a list of torch operations
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Elements:
     block_size: tuple[int, int] = (CELL, CELL)  # queries and keys of a block
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether each aligned square of two by two cells lies in one block, whose state all four have before evaluation, and none
-        reaches past the lengths. Then the number of UNKNOWN cells bounds those of partial tiles, which are two cells each."""
+    def has_uniform_squares(self) -> bool:
+        """Whether each aligned square of two by two cells is whole, and lies in one block. Its cells then have one state before evaluation.
+        So at most half as many tiles, of two cells each, can be partial as there are UNKNOWN cells."""
         return all(size % (2 * CELL) == 0 and -(-n // CELL) % 2 == 0 for size, n in zip(self.block_size, (self.seqlen_q, self.seqlen_k)))
 
     def states(self, visible: Tensor, places: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Elements:
 # ---- mask functions take scalar tensors; here they are evaluated for all elements of many cells at once ----
 #
 # `torch.vmap` works with any function, but takes milliseconds for one that indexes a tensor. Most functions only compare, combine and
-# index. Of these there is a `Recording`, which repeats the operations on tensors that broadcast.
+# index. Such a function has a `Recording`, which repeats its operations on tensors that broadcast.
 
 
 def _over_cells(mask_mod: MaskMod, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import bad_argument
 from .mask import BlockMask
 from .recording import Recording, has_plain_values  # a mask function as operations; whether a tensor's bytes are its values
-from .source import Source
+from .source import Source  # what a mask is packed from: mask function, lists of blocks, lengths
 
 #: Maximum number of cached masks: models have one for each kind of layer, rarely more than two.
 MAX_MASKS = 8
@@ -24,8 +24,8 @@ MAX_BYTES = 256 << 20
 
 @dataclass
 class _Entry:
-    key: tuple[Any, ...]  # of `_key`
-    values: Tensor  # of `_bytes`
+    key: tuple[Any, ...]  # of `_key`: all that determines the mask, but for the values of tensors
+    values: Tensor  # of `_bytes`: the bytes of these tensors when the mask was packed
     mask: BlockMask
     is_causal: bool | None = None  # None: not computed yet
 
@@ -55,7 +55,7 @@ def block_mask_of(source: Source) -> BlockMask:
 
 
 def is_causal(mask: BlockMask) -> bool:
-    """Returns `mask.is_causal()`, which waits for the device, and remembers the answer for a cached mask."""
+    """Returns `mask.is_causal()`, which waits for the device. Remembers the answer if the mask is cached."""
     entry = next((e for e in list(_entries) if e.mask is mask), None)
     if entry is None:
         return mask.is_causal()
@@ -65,7 +65,7 @@ def is_causal(mask: BlockMask) -> bool:
 
 
 def forget() -> None:
-    """Drops all kept masks."""
+    """Drops all cached masks."""
     with _lock:
         _entries.clear()
 

@@ -15,6 +15,7 @@ from .cells import ABSENT, CELL, FULL
 from .recording import MaskMod, recorded  # recorded: a mask function as a list of operations, if possible
 from .source import Source, pack_blocks, source_of  # a mask before packing; packs blocks; reads torch's BlockMask
 
+#: Fields of a BlockMask, and arguments of the operators.
 _NAMES = ("block_lists", "block_bits", "block_lists_t", "block_bits_t")
 
 
@@ -160,6 +161,7 @@ class BlockMask:
         first_query = torch.arange(lists.shape[2], device=self.device)[:, None] * 2 * CELL
         first_key = lists[..., 4:] * CELL
         last_key = (first_key + CELL - 1).clamp(max=self.seq_lengths[1] - 1)
+        # whether a query sees a later key, in any full block; then, below, in any partial one
         later = ((place >= partial) & (place < partial + full) & (first_query < last_key)).any()
         if self.block_bits is not None:
             chosen = place < partial

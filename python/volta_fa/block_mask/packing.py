@@ -3,7 +3,8 @@
 `source` calls `pack` with the states of cells (64 queries by 64 keys): FULL, ABSENT, or UNKNOWN, evaluated here. A tile has two cells: 128
 queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries. For each row of tiles the lists have a header of four
 numbers (partial tiles, full tiles, first tile of bits, launch order), then the columns of its partial tiles and of its full ones. The bits
-of a tile are 256 words. Launches of small kernels dominate the time, so both directions of a square mask are computed in one tensor."""
+of a tile are 256 words. "Directions" are the mask and its transpose. Launches of small kernels dominate the time of packing, so both
+directions of a square mask are computed in one tensor."""
 
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cells import ABSENT, CELL, FULL, UNKNOWN
-from .elements import Elements
+from .elements import Elements  # decides which elements of UNKNOWN cells are visible
 
 #: Cells that are evaluated at a time, at most: 10 M elements, 84 MB for a step of a mask function that calculates them in int64.
 CHUNK = 2560
@@ -56,7 +57,7 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
     counts = None  # per direction, the maximum number of partial tiles; None: counted after evaluation
     if evaluate_all:
         unknown = states.numel()
-    elif elements.has_pairs:
+    elif elements.has_uniform_squares:
         (unknown,) = _partial_counts(states[None])
         # each square of two by two cells has one state, so half as many tiles as cells may be partial, in either direction
         counts = [unknown // 2] * 2
@@ -67,18 +68,18 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
     # counts from before evaluation still suffice, because evaluation only lowers the numbers of partial tiles
     counts = _partial_counts(*tiles) if counts is None else counts
     # of each direction: states of tiles and their lists. `tiles` is one tensor of both directions, or one tensor for each
-    directions = [(states, lists) for of in tiles for states, lists in zip(of, _lists(of))]
+    directions = [(tile_states, lists) for grid in tiles for tile_states, lists in zip(grid, _lists(grid))]
     sources = (cells.source, cells.source.mT)
     found = []
-    for (states, lists), source, bits, count in zip(directions, sources, cells.bits, counts):
-        found.append(Lists(lists, _tile_bits(states, source, bits, count) if count else None))
+    for (tile_states, lists), source, bits, count in zip(directions, sources, cells.bits, counts):
+        found.append(Lists(lists, _tile_bits(tile_states, source, bits, count) if count else None))
     return found[0], found[1]
 
 
 def _partial_counts(*states: Tensor) -> list[int]:
     """Returns the number of UNKNOWN states, which are 0, for each index of the tensors' first dimension. It waits for the device."""
-    known = torch.cat([of.flatten(1).count_nonzero(1) for of in states]).tolist()
-    sizes = (of[0].numel() for of in states for _ in of)
+    known = torch.cat([grid.flatten(1).count_nonzero(1) for grid in states]).tolist()
+    sizes = (grid[0].numel() for grid in states for _ in grid)
     return [size - n for size, n in zip(sizes, known)]
 
 
@@ -99,7 +100,7 @@ def _evaluate(states: Tensor, count: int, elements: Elements) -> _Cells:
             bits.append(_packed(torch.stack((seen, seen.mT))))
         states[places.unbind(1)] = elements.states(torch.cat(visible), places)
         if compact:
-            places = torch.nonzero_static(states == UNKNOWN, size=sum(of.shape[1] for of in bits[1:]))
+            places = torch.nonzero_static(states == UNKNOWN, size=sum(chunk.shape[1] for chunk in bits[1:]))
     source = states.long()
     if count:
         source[places.unbind(1)] = torch.arange(_FIRST_EVALUATED, _FIRST_EVALUATED + len(places), device=states.device)
@@ -138,8 +139,8 @@ def _lists(tiles: Tensor) -> Tensor:
     # as unsigned numbers the order is UNKNOWN 0, FULL 1, ABSENT 255: the lists end with absent columns, which the counts leave out
     columns = tiles.view(torch.uint8).sort(dim=-1, stable=True).indices
     first_tile = partial.flatten(1).cumsum(1).view_as(partial) - partial
-    longest_first = absent.argsort(dim=-1, stable=True)
-    header = (of[..., None] for of in (partial, full, first_tile, longest_first))
+    launch_order = absent.argsort(dim=-1, stable=True)  # rows with the most tiles first, so that they do not end last
+    header = (number[..., None] for number in (partial, full, first_tile, launch_order))
     return torch.cat((*header, columns), -1).to(torch.int32)
 
 

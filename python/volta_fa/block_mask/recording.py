@@ -117,6 +117,7 @@ class _NoRecording(Exception):
 
 
 def _select(tensor: Tensor, *indices: Any) -> Tensor:
+    """Returns tensor[indices]: the step of a Recording that reads a captured tensor."""
     return tensor[indices]
 
 
@@ -163,15 +164,15 @@ class _Recorder(TorchFunctionMode):
             self.gave_up = True
             raise
 
-    def _reads_a_value(self, of: Any) -> bool:
+    def _reads_a_value(self, argument: Any) -> bool:
         """Returns whether an argument, or anything in a container of arguments, is a stand-in."""
-        if isinstance(of, Tensor):
-            return id(of) in self.numbers or id(of) in self.rows
-        if isinstance(of, slice):
-            of = (of.start, of.stop, of.step)
-        elif isinstance(of, dict):
-            of = tuple(of.values())
-        return isinstance(of, (tuple, list)) and any(map(self._reads_a_value, of))
+        if isinstance(argument, Tensor):
+            return id(argument) in self.numbers or id(argument) in self.rows
+        if isinstance(argument, slice):
+            argument = (argument.start, argument.stop, argument.step)
+        elif isinstance(argument, dict):
+            argument = tuple(argument.values())
+        return isinstance(argument, (tuple, list)) and any(map(self._reads_a_value, argument))
 
     def _operand(self, value: Any) -> tuple[str, Any]:
         """Returns the operand for a scalar, as `Recording.steps` has it."""
@@ -198,8 +199,8 @@ class _Recorder(TorchFunctionMode):
     def _pointwise(self, func: Any, args: tuple[Any, ...]) -> Tensor:
         """Records a pointwise operation. Returns a stand-in for its result."""
         operands = tuple(map(self._operand, args))
-        of = tuple(a.dtype if isinstance(a, Tensor) else type(a) for a in args)
-        return self._step(func, operands, _dtype(func, of, torch.get_default_dtype()))
+        types = tuple(a.dtype if isinstance(a, Tensor) else type(a) for a in args)
+        return self._step(func, operands, _dtype(func, types, torch.get_default_dtype()))
 
     def _index(self, tensor: Any, indices: Any) -> Tensor:
         """Records the reading of a captured tensor once all of its dimensions have an index; t[i][j] gives them one by one."""
@@ -229,10 +230,10 @@ class _Recorder(TorchFunctionMode):
 
 
 @functools.lru_cache(maxsize=1024)
-def _dtype(func: Any, of: tuple[Any, ...], default_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a function's result for operands of these kinds: scalar tensors by dtype, Python numbers by type. torch's
+def _dtype(func: Any, types: tuple[Any, ...], default_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a function's result for operands of these types: scalar tensors by dtype, Python numbers by type. torch's
     result also depends on the default dtype, which is therefore part of the cache's key."""
-    return func(*(torch.ones((), dtype=t, device="cpu") if isinstance(t, torch.dtype) else t(1) for t in of)).dtype
+    return func(*(torch.ones((), dtype=t, device="cpu") if isinstance(t, torch.dtype) else t(1) for t in types)).dtype
 
 
 def _exact(operand: tuple[str, Any]) -> tuple[str, Any]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks
-from .elements import Elements
-from .packing import Lists, pack
+from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks  # states_of_blocks: of cells, from blocks of any size
+from .elements import Elements  # decides which elements of UNKNOWN cells are visible
+from .packing import Lists, pack  # Lists: the lists and bits of a mask or of its transpose; pack makes both
 from .recording import MaskMod, Recording, recorded
 
 
@@ -100,9 +100,9 @@ def pack_blocks(blocks: Tensor, block_size: tuple[int, int], mask_mod: MaskMod |
 def _mark(blocks: Tensor, counts: Tensor, indices: Tensor, state: int) -> None:
     """Writes `state` into the listed blocks, int8 (..., rows, 1 + columns + 1). The first and last column take indices outside the mask,
     and those after the count."""
-    number = torch.arange(1, indices.shape[-1] + 1, device=indices.device)
+    number = torch.arange(1, indices.shape[-1] + 1, device=indices.device)  # of each index in its list, from 1 on; int64
     named = indices.clamp(-1, blocks.shape[-1] - 2).masked_fill_(number > counts[..., None], -1)
-    blocks.scatter_(-1, named + number[:1], state)  # int64, as scatter_ requires
+    blocks.scatter_(-1, named + number[:1], state)  # plus 1 for the first column; the sum is int64, as scatter_ requires
 
 
 # ---- torch's BlockMask. Fields are read by name, because torch's releases add some ----

@@ -20,7 +20,8 @@ report.py              holds the settings and all results of a check, and shows 
 
 versus.py belongs to another command, `versus-1cat`: it times attention beside that of 1Cat-vLLM, a fork of vLLM for V100s.
 
-A "variant" is one compiled kernel with its properties, as `volta_fa.info()["variants"]` describes it."""
+A "variant" is one compiled kernel with its properties, as `volta_fa.info()["variants"]` describes it. In a backward pass, a "main" kernel
+has the matrix products, and preprocess and postprocess kernels run before and after it."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ from ..errors import CommandError, require_output
 from ..inspection import info
 from . import correctness, isolation, machine, performance, report, tune
 from .correctness import KernelResult
-from .kernels import of_families, wanted
+from .kernels import of_families, wanted  # the variants of the device's families; those of them that it can run
 from .report import Findings, Settings
-from .state import FILE, State, made_on
+from .state import FILE, State, made_on  # results of an unfinished check: the file's name, the file, the conditions under which they hold
 
 #: Maximum seconds of a check on a GPU, and the shares of them at which the parts "right" (correctness) and "fast" (speed) end. "tune"
 #: gets the rest. A part may use what earlier parts leave. Loading kernels does not count: the driver may have to compile them.
@@ -82,7 +83,7 @@ def run_check(settings: Settings) -> Findings:
     findings.seconds["all"] = time.monotonic() - begin
     report.show(findings)
     report.write(findings)
-    if state is not None:  # only now: if later parts are interrupted, the results stay. Deletes them if all kernels are checked.
+    if state is not None:  # at the end, so that the results stay if a later part is interrupted; deletes them if all kernels are checked
         state.close(not findings.unchecked)
     report.conclude(findings)
     return findings
@@ -109,7 +110,7 @@ def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: 
         progress.step(result.kernel)
     findings.results = [results[name] for name in names if name in results]
     findings.unreached = [v for v in variants if v["name"] not in results]
-    # a wrong preprocess or postprocess kernel makes every main kernel of its calls fail, and the reverse: leaves failures to the culprit
+    # a wrong preprocess or postprocess kernel makes every main kernel of its calls fail, and the reverse: removes failures of correct ones
     correctness.share_blame(findings.results)
     findings.seconds["load"] = loading
     findings.seconds["right"] = time.monotonic() - begin - loading

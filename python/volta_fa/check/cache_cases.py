@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import cache_dtype, dequantize_kv, parts_of, quantize_kv  # parts_of: the formats of keys and values
-from . import tolerance
+from . import tolerance  # eager attention, exact results, and the error that a result may have
 from .cases import OF_REFERENCE, ScoreOptions, Source  # options of `tolerance.attend`; windows, softcap, ALiBi, sinks; draws tensors
 from .problems import Part, forward_parts  # parts of out and softmax_lse with exact values and allowed errors
 
@@ -43,7 +43,7 @@ class CacheCase(ScoreOptions):
     nheads_k: int = 1
     page: int = 16  # tokens of a page; 0: a dense cache
     packed: bool = False  # whether q, and k and v to append, are packed (cu_seqlens_q)
-    own_new: bool = False  # packed k and v have cu_seqlens_k_new
+    own_new: bool = False  # packed k and v have cu_seqlens_k_new; else q's lengths
     layout: str = "nhd"  # tokens before heads; hnd: heads first; kv: a page has K, then V; wide: a slice of a larger tensor
     seqlen_cache: int | None = None  # tokens of a dense cache's entry; None: room for all, and 5 more unless all_cached
     is_causal: bool = True
@@ -52,11 +52,11 @@ class CacheCase(ScoreOptions):
     rotary_dtype: str = "own"  # q's dtype; else fp32
     leftpad: tuple[int, ...] = ()  # padding tokens at the beginning of each entry
     batch_idx: bool = False  # whether cache_batch_idx maps sequences to entries
-    num_splits: int = 0
+    num_splits: int = 0  # the operator's: maximum number of parts of a sequence's keys; 0: the scheduler decides
     all_cached: bool = False  # no cache_seqlens
     spread: float = 1.0  # standard deviation of q, k and v
-    kv_dtype: str = ""  # of a quantized cache: one of CACHE_KV_DTYPES
-    descale: str = ""  # fp8's scales: one; h: (nheads_k); bh: (batch, nheads_k)
+    kv_dtype: str = ""  # of a quantized cache: a kv_dtype of kv_cache/formats.py, such as int8; "": the cache is not quantized
+    descale: str = ""  # shape of fp8's scales: "one": (1); "h": (nheads_k); "bh": (batch, nheads_k); "": none
     tree: bool = False  # the queries of each sequence are a tree of draft tokens
     latents: bool = False  # the cache is of one head, whose first headdim_v columns are the values
     dtype: torch.dtype | None = None  # None: the source that draws the tensors decides
@@ -111,7 +111,7 @@ class CacheCase(ScoreOptions):
     @property
     def features(self) -> list[str]:
         """Features that a kernel must have to run the problem, by their names in `info()`."""
-        asked = {"varlen": True, "paged_kv": True, "tree": self.tree, **self.score_features}
+        asked = {"varlen": True, "paged_kv": True, "tree": self.tree, **self.score_features}  # `fwd_kvcache` asks for the first two always
         return [name for name, is_asked in asked.items() if is_asked]
 
     @property
@@ -257,13 +257,13 @@ class CacheInputs:
 
     case: CacheCase
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: Tensor  # (entries or pages, rows, nheads_k, elements)
+    v_cache: Tensor  # of latents: a view of k_cache
     new: Sequence[Tensor]  # k and v to append, or none
     options: dict[str, Any]  # keyword arguments of the operator
     places: list[tuple[Tensor, Tensor]]  # of each sequence's tokens, appended ones included, on the CPU: entry and row in the cache
-    cu_q: list[int] = field(default_factory=list)  # cumulative numbers of queries, and of appended tokens
-    cu_new: list[int] = field(default_factory=list)
+    cu_q: list[int] = field(default_factory=list)  # cumulative numbers of queries: where each sequence begins, and the total
+    cu_new: list[int] = field(default_factory=list)  # of the appended tokens
     scratch_bytes: int = 0  # of the kernels, for partial results; `correctness.poison` fills memory of that size with NaN
 
     @classmethod

@@ -1,4 +1,7 @@
-"""Problems of attention with a KV cache that `correctness` gives each kernel, runs of them, and their exact results on the CPU."""
+"""Problems of attention with a KV cache that `correctness` gives each kernel, runs of them, and their exact results on the CPU.
+
+Passes are what kernels compute: Append writes keys and values into the cache. Decode attends with few queries of a sequence, DecodeMla over
+latents, Prefill with many queries, PrefillStreamK on a grid that divides the keys too. Dequantize casts a quantized cache for Forward."""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
-from ..operands import MAX_DECODE_ROWS  # the most rows (queries times heads of a group) that decode kernels take
+from ..operands import MAX_DECODE_ROWS  # the most rows (queries times query heads of a KV head) that decode kernels take
 from .cache_cases import CacheCase, CacheInputs, has_scales  # a problem; its tensors; whether each token and head has a scale
 from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; CpuSource draws tensors; asking: fields for features
 from .kernels import Target  # the device: a GPU, the simulator or the CPU
 from .problems import Part, agree  # a result's part with exact values and allowed errors; raises if two references differ
 
+#: Bits of a column (an element of a token and head), by cache format.
 _BITS = {row["name"]: row["bits"] for row in cache_formats()}
 #: Columns in 16 bytes (128 bits), by cache format, of the narrower of keys and values; "": fp16 and bf16. Kernels read a cache in place if
 #: its rows are multiples of 16 bytes, else a copy in q's dtype.
@@ -53,6 +57,9 @@ def problems(variant: dict[str, Any]) -> list[CacheCase]:
             _case(((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, **rest),
         ]
     return _OF_PASS[variant["pass"]](variant)
+
+
+# ---- the problems of each pass: functions of `_OF_PASS` ----
 
 
 def _append(variant: dict[str, Any]) -> list[CacheCase]:
@@ -95,7 +102,8 @@ def _mla(variant: dict[str, Any]) -> list[CacheCase]:
 def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     """Returns problems of few queries per sequence over a cache: more than one tile, and partial ones."""
     d, dv, rows, cache = variant["headdim"], variant["headdim_v"], variant["block_rows"], variant["cache"]
-    # A tile has `rows` rows, each a query and a head of its group. Groups of 7 or fewer heads leave rows of each tile without a query.
+    # A tile has `rows` rows, each a query and one of the `group` query heads of a KV head. With up to 7 heads, some rows of each tile have
+    # no query.
     group, queries = min(rows - 1, 7), max(rows // 8, 1)
     # With more rows than MAX_DECODE_ROWS, an fp16 cache needs a prefill kernel beside the decode kernel, for these sequences. With
     # another cache, no decode kernel takes part in the call.
@@ -128,7 +136,7 @@ def _prefill(variant: dict[str, Any]) -> list[CacheCase]:
 
 
 def _prefill_stream_k(variant: dict[str, Any]) -> list[CacheCase]:
-    """These grids have one sequence."""
+    """Returns problems of one sequence: these grids have no more."""
     d, dv = variant["headdim"], variant["headdim_v"]
     return [
         _case(((145, 205, 0),), d, dv, 2),
@@ -137,6 +145,7 @@ def _prefill_stream_k(variant: dict[str, Any]) -> list[CacheCase]:
     ]
 
 
+#: By a kernel's pass, the function that returns its problems.
 _OF_PASS = {
     "Append": _append,
     "Dequantize": _dequantize,
@@ -250,6 +259,6 @@ def exact(inputs: CacheInputs) -> tuple[list[Part], dict[str, Tensor]]:
 
 
 def _is_dequantized(c: CacheCase) -> bool:
-    """Returns whether a quantized cache is dequantized to q's dtype before attention: for more rows (queries times heads of a group) than
-    decode kernels take. With a tree they take any number."""
+    """Returns whether a quantized cache is dequantized to q's dtype before attention: for more rows (queries times query heads of a KV
+    head) than decode kernels take. With a tree they take any number."""
     return bool(c.kv_dtype) and not c.tree and c.nheads // c.nheads_k * max(n for n, _, _ in c.lengths) > MAX_DECODE_ROWS

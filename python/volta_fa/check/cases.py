@@ -193,53 +193,53 @@ class Case(ScoreOptions):
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that are no tensors, which `fwd`, `bwd` and the reference, `tolerance.attend`, share."""
-        o: dict[str, Any] = {"is_causal": self.is_causal, **self.score_numbers}
+        found: dict[str, Any] = {"is_causal": self.is_causal, **self.score_numbers}
         if self.softmax_scale is not None:
-            o["softmax_scale"] = self.softmax_scale
+            found["softmax_scale"] = self.softmax_scale
         if self.dropout_p:
-            o["dropout_p"] = self.dropout_p
-        return o
+            found["dropout_p"] = self.dropout_p
+        return found
 
     def inputs(self, source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draws q, k, v and dout."""
-        hk = self.nheads if self.nheads_k is None else self.nheads_k
-        dv = self.headdim if self.headdim_v is None else self.headdim_v
+        nheads_k = self.nheads if self.nheads_k is None else self.nheads_k
+        headdim_v = self.headdim if self.headdim_v is None else self.headdim_v
         rows_q: tuple[int, ...] = (self.batch, self.seqlen_q)
         rows_k: tuple[int, ...] = (self.batch, self.seqlen_k)
         if self.lengths:
             rows_q, rows_k = ((sum(lengths),) for lengths in zip(*self.lengths))
         q = source.randn(*rows_q, self.nheads, self.headdim, spread=self.spread)
-        k = source.randn(*rows_k, hk, self.headdim, spread=self.spread)
-        v = source.randn(*rows_k, hk, dv, spread=self.spread)
-        return q, k, v, source.randn(*rows_q, self.nheads, dv)
+        k = source.randn(*rows_k, nheads_k, self.headdim, spread=self.spread)
+        v = source.randn(*rows_k, nheads_k, headdim_v, spread=self.spread)
+        return q, k, v, source.randn(*rows_q, self.nheads, headdim_v)
 
     def tensors(self, source: Source) -> dict[str, Any]:
         """Draws the operators' keyword arguments that are tensors, with max_seqlen_q and max_seqlen_k."""
-        o: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         if self.lengths:
             for name, lengths, longest in zip("qk", zip(*self.lengths), self.longest):
-                o[f"cu_seqlens_{name}"] = source.ints([0, *accumulate(lengths)])
-                o[f"max_seqlen_{name}"] = longest
+                found[f"cu_seqlens_{name}"] = source.ints([0, *accumulate(lengths)])
+                found[f"max_seqlen_{name}"] = longest
         if self.used:
-            o["seqused_k"] = source.ints(self.used)
+            found["seqused_k"] = source.ints(self.used)
         if self.alibi:
             # around 0.3, so that slope * distance matters beside scores of a few units
             shape = (self.entries, self.nheads) if self.alibi == "bh" else (self.nheads,)
-            o["alibi_slopes"] = source.randn(*shape).float().abs() * 0.3
+            found["alibi_slopes"] = source.randn(*shape).float().abs() * 0.3
         if self.bias:
             dims, _, dtype = self.bias.partition(":")
             full = dict(zip("bhqk", (self.entries, self.nheads, *self.longest)))
             bias = source.randn(*(n if name in dims else 1 for name, n in full.items()))
             # of a bool mask, 79% are True: the normal numbers above -0.8
-            o["attn_bias"] = bias > -0.8 if dtype == "bool" else bias.float() if dtype == "fp32" else bias
+            found["attn_bias"] = bias > -0.8 if dtype == "bool" else bias.float() if dtype == "fp32" else bias
         if self.blocks:
             batch, nheads = self.batch if "b" in self.blocks else 1, self.nheads if "h" in self.blocks else 1
             mask = block_masks.random_mask(batch, nheads, self.seqlen_q, self.seqlen_k, source.seed, density=0.4)
-            o |= block_masks.options_of(mask, source.device, source.seed)
+            found |= block_masks.options_of(mask, source.device, source.seed)
         if self.sinks:
             sinks = source.randn(self.nheads) * 2
-            o["sinks"] = sinks.float() if self.sinks == "fp32" else sinks
-        return o
+            found["sinks"] = sinks.float() if self.sinks == "fp32" else sinks
+        return found
 
     def problem(self, source: Source) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
         """Draws (q, k, v, dout), and every keyword argument."""

@@ -1,7 +1,7 @@
 """Checks one kernel: runs each of its problems twice, in memory filled with NaN, and compares with exact results in fp64, or of int8
 kernels with a model of their rounding. `check_kernel` is the entry point; `isolation` calls it in subprocesses. A result may be as far from
 the exact one as `tolerance` allows, and both runs must agree bitwise, except where gradients are summed by atomics. A "variant" is a
-kernel's entry in `info()["variants"]`."""
+kernel's entry in `info()["variants"]`. Its pass is what it computes: Forward, BackwardDkDv (dk and dv), BackwardDq, Cast and others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from torch import Tensor
 
 from ..errors import first_line
 from . import cached, int8_scores, sparse_cases, tolerance
-from .cache_cases import CacheCase, CacheInputs
-from .cases import Case
-from .int8_scores import FastCase, FastInputs
+from .cache_cases import CacheCase, CacheInputs  # a problem with a KV cache, and its tensors
+from .cases import Case  # a problem of `fwd` and `bwd`
+from .int8_scores import FastCase, FastInputs  # a problem of `fwd_fast`, and its tensors
+
+# FORWARD: passes of `fwd`. WITHOUT_PROBLEM: passes for which `problems` has none. Target: the device. lacks_memory: whether an error is
+# about memory.
 from .kernels import FORWARD, WITHOUT_PROBLEM, Target, lacks_memory, problems
+
+# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error, which exact_forward and _backward return.
 from .problems import Error, Inputs, Part, WrongReference, exact_backward, exact_forward
 
 #: Outcomes of a whole check (report.py): all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
@@ -34,11 +39,11 @@ class Worst:
     """The largest error of a kernel, relative to the allowed error."""
 
     share: float = 0.0  # error / allowed error
-    result: str = ""
+    result: str = ""  # its name: out, dq, ...
     kind: str = ""  # as in problems.Error: largest, rms, ...
     error: float = 0.0
     allowed: float = 0.0
-    problem: str = ""
+    problem: str = ""  # str() of the problem
     seed: int = 0
 
 
@@ -46,8 +51,8 @@ class Worst:
 class KernelResult:
     """The result of checking one kernel."""
 
-    kernel: str
-    family: str
+    kernel: str  # its name
+    family: str  # volta, turing or cpu
     pass_: str
     problems: int = 0  # number of problems that were run
     runs_with: list[str] = field(default_factory=list)  # other kernels of the same calls
@@ -82,7 +87,7 @@ class KernelResult:
         return cls(**fields, pass_=data["pass"], worst=Worst(**worst))
 
 
-#: Gradients by which a backward kernel is judged, by its pass; other passes by all.
+#: Gradients by which a backward kernel is judged, by its pass: those that it computes, where others of the call compute the rest.
 _JUDGED_GRADIENTS = {"BackwardDkDv": ("dk", "dv", "dattn_bias"), "BackwardDq": ("dq",), "BackwardPostprocess": ("dq",)}
 
 
@@ -107,13 +112,15 @@ def load_kernel(target: Target, variant: dict[str, Any], quick: bool) -> None:
             torch.ops.volta_fa._preload(name, target.number)
 
 
-def _problems(variant: dict[str, Any], quick: bool) -> Sequence[Case | CacheCase]:  # of passes whose problems are Cases
+def _problems(variant: dict[str, Any], quick: bool) -> Sequence[Case | CacheCase]:
+    """Returns the problems of a kernel; none for passes whose problems are no Cases (`_ALONE`, Cast and int8 kernels)."""
     if variant["pass"] in (*WITHOUT_PROBLEM, *int8_scores.PASSES):
         return []
     return (cached.problems if variant["pass"] in cached.PASSES else problems)(variant)[: 1 if quick else None]
 
 
 def _planned(target: Target, problem: Case | CacheCase, variant: dict[str, Any]) -> list[str]:
+    """Returns the names of the kernels that the planner takes for the problem if `variant` is preferred."""
     if isinstance(problem, CacheCase):
         return [kernel["name"] for kernel in cached.planned(target, problem, variant)]
     return target.planned(problem, variant)
@@ -162,7 +169,7 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
     problem's name. `quick` runs the first problem only. Raises DeviceLost if the CUDA context is destroyed."""
     pass_ = variant["pass"]
     result = KernelResult(variant["name"], variant["family"], pass_)
-    if pass_ in _ALONE:
+    if pass_ in _ALONE:  # a table, below, of passes without listed problems: a function of their own checks each
         name, check_alone = _ALONE[pass_]
         record = _Record(result, name, seed)
         _guarded(record, target, lambda: check_alone(record, target, variant))
@@ -203,7 +210,8 @@ def _guarded(record: _Record, target: Target, work: Callable[[], None]) -> None:
 
 
 def _is_planned(record: _Record, target: Target, planned: list[str]) -> bool:
-    """Returns whether the plan has the kernel; if not, the result is inconclusive. Records the other kernels of the plan."""
+    """Returns whether `planned`, the planner's kernels for a problem, include this one; if not, the result is inconclusive. Records the
+    others."""
     result = record.result
     if target.has_kernels and result.kernel not in planned:
         result.inconclusive.append(f"the plan takes {', '.join(planned)} instead ({record.problem})")
@@ -344,7 +352,7 @@ def _check_sparse(record: _Record, target: Target, variant: dict[str, Any]) -> N
     """Checks the kernels of sparse latents against the fp64 CPU backend."""
     for name, arguments, expected in sparse_cases.problems(variant, record.seed):
         of_problem = replace(record, problem=name)
-        on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
+        on_device = {argument: t.to(target.device) if isinstance(t, Tensor) else t for argument, t in arguments.items()}
         chosen = variant if variant["pass"] == "SparseMla" else None
         fwd = torch.ops.volta_fa.fwd_sparse_mla
         runs = _twice(of_problem, target, lambda: dict(zip(sparse_cases.RESULTS, fwd(**on_device))), chosen)
@@ -357,7 +365,7 @@ def _check_indexer(record: _Record, target: Target, variant: dict[str, Any]) -> 
     """Checks the indexer's kernels against exact logits."""
     for name, arguments, exact, allowed in sparse_cases.indexer_problems(variant, record.seed):
         of_problem = replace(record, problem=name)
-        on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
+        on_device = {argument: t.to(target.device) if isinstance(t, Tensor) else t for argument, t in arguments.items()}
         runs = _twice(of_problem, target, lambda: {"logits": torch.ops.volta_fa.indexer_logits(**on_device)}, variant)
         of_problem.error(sparse_cases.indexer_error(runs[0]["logits"], exact, allowed))
         of_problem.same_bits(*runs)
@@ -430,10 +438,10 @@ def _check_cast(record: _Record, target: Target, magnitudes: tuple[int, int]) ->
 
 
 def share_blame(results: Sequence[KernelResult]) -> None:
-    """Decides whether a helper (preprocess or postprocess kernel) or a main kernel caused the wrong gradients of a backward pass. Both run
-    in the same calls, so a wrong one makes the other fail too. A helper that passes with one main kernel is correct, so its failures with
-    others are removed. If several main kernels fail with a helper and none passes, the helper is wrong. Then the main kernels' failures
-    about the gradients that depend on it are removed."""
+    """Decides whether a helper (preprocess or postprocess kernel) or a main kernel (all others) caused wrong gradients of a backward pass.
+    Both run in the same calls, so a wrong one makes the other fail too. A helper that passes with one main kernel is correct, so its
+    failures with others are removed. If several main kernels fail with a helper and none passes, the helper is wrong. Then the main
+    kernels' failures about the gradients that depend on it are removed."""
     for helper in results:
         if helper.pass_ not in _HELPERS or not helper.failures:
             continue

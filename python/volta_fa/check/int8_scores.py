@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import Target, environment
+from .kernels import Target, environment  # the device; sets environment variables for a block
 from .problems import Error  # of a result: its kind, the error, and the allowed error
 from .tolerance import max_error  # the largest absolute difference; infinity where one side alone is NaN
 

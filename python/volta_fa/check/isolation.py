@@ -34,6 +34,7 @@ MAX_LOST_PROCESSES = 5
 #: Maximum number of concurrent processes, and GPU memory of each, for its CUDA context and tensors.
 MAX_PROCESSES, BYTES_PER_PROCESS = 16, 2**30
 
+#: The functions `load_kernel` (of target, variant, quick) and `check_kernel` (of target, variant, seed, quick), or a test's in their place.
 Load = Callable[[Target, dict[str, Any], bool], None]
 Check = Callable[[Target, dict[str, Any], int, bool], KernelResult]
 

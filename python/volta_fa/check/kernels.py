@@ -1,6 +1,7 @@
-"""Lists the kernels that a device can run, and problems for which the planner takes each of them. A "variant" is a kernel's entry in
-`volta_fa.info()["variants"]`: its name, family (volta or turing code), pass (what it computes, such as Forward or BackwardDq), sizes and
-features. `Target` is the device; `correctness`, `performance` and `tune` run operators on it."""
+"""Lists the kernels that a device can run, and for each of them problems that it computes. The planner chooses the library's kernels for a
+call, so a problem must be one for which it takes that kernel. A "variant" is a kernel's entry in `volta_fa.info()["variants"]`: its name,
+family (volta or turing code), pass (what it computes, such as Forward or BackwardDq), sizes and features. `Target` is the device;
+`correctness`, `performance` and `tune` run operators on it."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 
 from .. import inspection
-from .cases import ASKING, EVERY, Case, asking
+from .cases import ASKING, EVERY, Case, asking  # ASKING: by feature, the fields of a Case that uses it; asking: those for some features
 
-#: The passes of `volta_fa::fwd`. StreamK: grids that also divide the keys of a tile among blocks. Split: `is_split`.
+#: The passes of `volta_fa::fwd`. StreamK: grids that divide the keys of a tile of queries among blocks too. Split: `is_split`.
 FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit", "ForwardSplitStreamK")
-#: The passes that `correctness` checks without a problem from here.
+#: The passes that `correctness` checks without a problem from here. They merge results, cast, or score, list and attend to chosen tokens.
 WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla", "Indexer")
 
 
@@ -112,22 +113,23 @@ class Target:
 
     @contextmanager
     def running(self, variant: dict[str, Any] | None = None, failed: Sequence[str] = (), without_atomics: bool = False) -> Iterator[None]:
-        """Runs calls of the operators within the block on this target, without tuning files.
+        """Runs calls of the operators within the block on this target, without tuning files (JSON files that tell the planner which kernels
+        are faster on a GPU, and which must not run).
 
         Args:
             variant: the preferred kernel, which runs if it is applicable.
             failed: names of kernels that must not run.
             without_atomics: computes gradients without atomics, by the kernels for deterministic gradients.
 
-        The choices are set as a tuning file's would be, and removed after the block.
+        Sets these choices as a tuning file would, and removes them after the block.
         """
         choices = [] if variant is None or variant["family"] == "cpu" else [{"pass": variant["pass"], "variant": variant["name"]}]
         choices += [{"pass": "Backward", "deterministic": True}] * without_atomics
-        simulate = "1" if self.kind == "simulator" else None
+        mode = "1" if self.kind == "simulator" else None
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": list(failed)}))
         try:
             invariant = "1" if variant and variant.get("batch_invariant") else None
-            with environment(VOLTA_FA_SIMULATE=simulate, VOLTA_FA_SIM_GPU=None, VOLTA_FA_BATCH_INVARIANT=invariant):
+            with environment(VOLTA_FA_SIMULATE=mode, VOLTA_FA_SIM_GPU=None, VOLTA_FA_BATCH_INVARIANT=invariant):
                 yield
         finally:
             torch.ops.volta_fa._set_tuning("")

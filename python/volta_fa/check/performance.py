@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..errors import first_line
 from ..integrations.sdpa import disable_sdpa
 from . import atomics, machine
-from .kernels import Target, lacks_memory
+from .kernels import Target, lacks_memory  # the device: a GPU, the simulator or the CPU; whether an error is about memory
 
 #: Seconds for the runs of one figure, besides the two runs that always happen.
 _SECONDS_PER_FIGURE = 0.12
@@ -44,8 +44,8 @@ class Point:
     seqlen: int
     causal: bool
     nheads: int
-    ms: dict[str, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)  # by implementation
+    missing: dict[str, str] = field(default_factory=dict)  # by implementation, why it has no time
     #: TFLOP/s of a simulated V100: by the default machine model, and by one with a perfect instruction cache
     predicted: tuple[float, float] | None = None
 
@@ -97,8 +97,8 @@ class CachePoint:
     batch: int
     seqlen: int  # cached tokens of each sequence
     seqlen_q: int
-    ms: dict[str, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)  # by implementation
+    missing: dict[str, str] = field(default_factory=dict)  # by implementation, why it has no time
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.batch} x {self.seqlen}, headdim {self.headdim}"
@@ -354,10 +354,10 @@ def cached_points(target: Target, quick: bool) -> list[CachePoint]:
         kinds = (("decode", 1), ("append", 1), ("prefill", 32))
         return [CachePoint(kind, headdim=64, batch=2, seqlen=128, seqlen_q=n) for kind, n in kinds]
     # kind, sequences, cached tokens, queries
-    shapes = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
+    listed = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
     if not quick:
-        shapes += [("decode", 1, 16384, 1), ("decode", 64, 1024, 1)]
-    return [CachePoint(kind, d, batch, seqlen, n) for (kind, batch, seqlen, n), d in itertools.product(shapes, (128, 64, 256))]
+        listed += [("decode", 1, 16384, 1), ("decode", 64, 1024, 1)]
+    return [CachePoint(kind, d, batch, seqlen, n) for (kind, batch, seqlen, n), d in itertools.product(listed, (128, 64, 256))]
 
 
 def cached_ours(point: CachePoint, target: Target) -> Callable[[], object]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import block_masks, tolerance
-from .cases import Case, CpuSource
+from . import block_masks, tolerance  # tolerance: eager attention, in fp64 too, and the error that a result may have
+from .cases import Case, CpuSource  # the sizes and options of a problem; draws its tensors
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def forward_parts(
     """Returns the parts of out and softmax_lse that a dense problem computes. Rows without a visible key must be exactly 0.
 
     Args:
-        ref: the problem's exact results. `ref.masked` are the rows without a visible key, (batch, nheads, seqlen_q).
+        ref: the problem's exact results, by eager attention in fp64. `ref.masked`: rows without a visible key, (batch, nheads, seqlen_q).
         rows: selects its part of out, (batch, seqlen_q, nheads, headdim_v).
         lse: selects its part of softmax_lse, (batch, nheads, seqlen_q).
         more: the error that softmax_lse may have beyond that of rounded sums: 0, but for caches that kernels get dequantized and rounded.

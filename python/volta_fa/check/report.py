@@ -27,7 +27,7 @@ from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
 # names of the implementations; GROUP and PAGE: query heads of a KV head and tokens of a page; Point, CachePoint: times of one shape
 from .performance import DETERMINISTIC, EFFICIENT, GROUP, MATH, PAGE, VOLTA_FA, CachePoint, Point, Speeds
-from .tune import Tuned
+from .tune import Tuned  # the choices in the tuning file, or why there is none
 
 #: Version of the JSON's structure.
 FORMAT = 1
@@ -95,7 +95,7 @@ class Findings:
     """All results of a check."""
 
     settings: Settings
-    machine: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)  # of `machine.describe`
     trouble: str | None = None  # why this torch cannot run on the GPU
     results: list[KernelResult] = field(default_factory=list)
     continued: int = 0  # number of results from an earlier, unfinished check
@@ -171,12 +171,12 @@ def introduce(facts: dict[str, Any]) -> None:
     _console.print(table)
 
 
-def say_continued(note: str, done: int, of: int) -> None:
-    """Prints what was found of an earlier, unfinished check: results of `done` of `of` kernels, or the reason to ignore it."""
+def say_continued(note: str, done: int, total: int) -> None:
+    """Prints what was found of an earlier, unfinished check: results of `done` of `total` kernels, or the reason to ignore it."""
     if note:
         _console.print(f"[yellow]{note}[/yellow]", soft_wrap=True)
     if done:
-        _console.print(f"continues an unfinished check: {done} of {of} kernels are done", soft_wrap=True)
+        _console.print(f"continues an unfinished check: {done} of {total} kernels are done", soft_wrap=True)
 
 
 def _text(value: Any) -> str:  # None: nvidia-smi has no value
@@ -256,8 +256,8 @@ def _show_verdicts(findings: Findings) -> None:
         results = by_pass[family, pass_]
         worst = max((v.worst for v in results), key=lambda w: w.share, default=Worst())
         passed, total = sum(v.passed for v in results), len(results) + unreached[family, pass_]
-        of = f"{worst.result}, {worst.kind}" if worst.result else "-"
-        table.add_row(f"{family} {_PASSES[pass_]}", f"{passed} of {total}", _percent(worst.share) if results else "-", of)
+        what = f"{worst.result}, {worst.kind}" if worst.result else "-"
+        table.add_row(f"{family} {_PASSES[pass_]}", f"{passed} of {total}", _percent(worst.share) if results else "-", what)
     _console.print(table)
     failed = [v for v in findings.results if v.failures]
     _show_kernels("red", [f"[red]{v.kernel} failed[/red]: {_failure(v)}" for v in failed])

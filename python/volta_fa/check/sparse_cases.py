@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import environment
+from .kernels import environment  # sets environment variables for a block
 from .problems import Error  # of a result: its kind, the error, and the allowed error
 from .tolerance import largest, max_error  # the largest absolute value, and difference; infinity where one side alone is NaN
 
@@ -30,7 +30,7 @@ def problems(variant: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str
     headdims = (576, 512) if is_any else (variant["headdim"],)
     kinds = (True, False) if is_any else ("e4m3" in variant["name"],)  # whether the cache has fp8 rows, or q's dtype
     dtypes = (torch.float16, torch.bfloat16) if is_any else (torch.bfloat16 if variant["cache"] == "bfloat16" else torch.float16,)
-    heads = 16 if is_any else variant["block_rows"]
+    heads = 16 if is_any else variant["block_rows"]  # a thread block's rows are the heads of one query
     for headdim, is_fp8, dtype in itertools.product(headdims, kinds, dtypes):
         arguments = _draw(seed, headdim, is_fp8, dtype, heads)
         exact = {name: t.double() if t.dtype == dtype else t for name, t in arguments.items()}

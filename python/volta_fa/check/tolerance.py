@@ -78,7 +78,9 @@ class Eager:
     weights: Tensor  # the same, after dropout
     tanh: Tensor | None  # of softcap: tanh(x / softcap)
     masked: Tensor  # (batch, nheads, seqlen_q) bool: rows that see no key
-    largest_score: float  # magnitude of the largest product, or score with a probability above 1e-9; 0 unless the tensors are fp64
+    #: magnitude of the largest product q.k, or of the largest score whose rounding can be seen in out: with a probability above 1e-9.
+    #: 0 unless the tensors are fp64
+    largest_score: float
 
 
 @dataclass

@@ -44,13 +44,13 @@ _FORWARD_HEADS = (1, 2, 4, 8, 16, 32, 64)
 class Tuned:
     """Result of tuning: the choices and failed kernels in the file, or why there is none."""
 
-    path: str | None = None
+    path: str | None = None  # of the tuning file; None: there is no folder for it
     choices: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     #: number of classes measured, and of those left out for lack of time, memory or kernels
     measured: int = 0
     left_out: int = 0
-    trouble: str = ""
+    trouble: str = ""  # why no file was written
 
     @property
     def summary(self) -> str:
@@ -76,7 +76,7 @@ class Tuned:
 class Class:
     """A class of shapes that get the same choice, and the shape that is measured for it."""
 
-    pass_: str
+    pass_: str  # Forward or Backward
     headdim: int
     above: int  # headdim of the next narrower kernel: the class has headdims above it, up to `headdim`
     seqlen: int
@@ -111,11 +111,11 @@ class Class:
 
 @dataclass(frozen=True)
 class Alternative:
-    """An alternative for a class: the kernels to force, and the entry in a tuning file."""
+    """One way to compute a class: what to time, and what a choice of it says in a tuning file."""
 
-    takes: dict[str, Any]  # what the entry chooses, beside the bounds of the class
-    variant: dict[str, Any] | None = None
-    deterministic: bool = False
+    takes: dict[str, Any]  # fields of the choice, beside the bounds of the class
+    variant: dict[str, Any] | None = None  # the kernel to time, as `info()` describes it; None: the planner's
+    deterministic: bool = False  # whether to time gradients without atomics
 
 
 def steps(target: Target) -> int:
@@ -126,7 +126,7 @@ def steps(target: Target) -> int:
 def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence[str]) -> list[tuple[Class, list[Alternative]]]:
     """Returns all classes to measure with their alternatives: forward ones, then the backward ones by seqlen. `variants`: of `info()`."""
     families = [family["name"] for family in target.families]
-    # plain kernels: without features, or with sinks, which every stream-K kernel supports in its epilogue
+    # plain kernels: without features, or with sinks, which every stream-K kernel supports when it stores its output
     plain = [v for v in variants if v["family"] in families and set(v["features"]) <= {"sinks"} and v["name"] not in failed]
     plain = [v for v in plain if v["shared_bytes"] <= target.shared_bytes]
     found: list[tuple[Class, list[Alternative]]] = []
@@ -134,7 +134,8 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
     square = [v for v in plain if v["family"] in families[:1] and v["headdim"] == v["headdim_v"]]
     widths = sorted({v["headdim"] for v in square if v["pass"] == "Forward"})
     for above, headdim in zip([0, *widths], widths):
-        blocks, stream_k = ([v for v in square if (v["pass"], v["headdim"]) == (of, headdim)] for of in ("Forward", "ForwardStreamK"))
+        passes = ("Forward", "ForwardStreamK")
+        blocks, stream_k = ([v for v in square if (v["pass"], v["headdim"]) == (pass_, headdim)] for pass_ in passes)
         if len(blocks) < 2:
             continue
         kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
@@ -186,40 +187,40 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
     """Returns a choice for the tuning file if an alternative is clearly faster than the plan's, else None. Runs no failed kernel.
 
     Raises NotImplementedError if the plan takes none of the alternatives, as after failures."""
-    own = _own(target, class_, alternatives, failed)
-    if own is None:
+    planned = _planned(target, class_, alternatives, failed)
+    if planned is None:
         raise NotImplementedError("the plan takes none of the alternatives")
     with target.running(failed=failed):
         works = [_work(target, class_, alternative) for alternative in alternatives]
-    times: list[list[float]] = [[] for _ in alternatives]
+    times: list[list[float]] = [[] for _ in alternatives]  # of each alternative, its median ms in each round
     for _ in range(_ROUNDS):
-        for alternative, work, of in zip(alternatives, works, times):
+        for alternative, work, medians in zip(alternatives, works, times):
             with target.running(alternative.variant, failed, alternative.deterministic):
                 # most: runs after the first, of _CALLS calls each
-                of.append(median_ms(work, target.device, _SECONDS_PER_FIGURE, most=10, calls=_CALLS))
+                medians.append(median_ms(work, target.device, _SECONDS_PER_FIGURE, most=10, calls=_CALLS))
     # of each alternative: how many times as fast as the plan's kernel it was in its worst round
-    gains = [min(mine / theirs for mine, theirs in zip(times[own], of)) for of in times]
+    gains = [min(ms_planned / ms for ms_planned, ms in zip(times[planned], medians)) for medians in times]
     best = max(range(len(gains)), key=gains.__getitem__)
-    if best == own or gains[best] <= 1 + MARGIN:
+    if best == planned or gains[best] <= 1 + MARGIN:
         return None
     note = {
         "times_as_fast": round(gains[best], 3),
         "measured_at": str(class_),
         "ms": round(min(times[best]), 4),
-        "ms_of_the_plan": round(min(times[own]), 4),
+        "ms_of_the_plan": round(min(times[planned]), 4),
     }
     return {**class_.bounds, **alternatives[best].takes, "note": note}
 
 
-def _own(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> int | None:
+def _planned(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> int | None:
     """Returns the index of the alternative that the plan takes without a tuning; None if it takes another."""
     shape = (1, class_.seqlen, class_.seqlen, class_.nheads, class_.nheads, class_.headdim, class_.headdim, class_.causal)
     with target.running(failed=failed):
-        planned = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))
+        plan = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))
     if class_.pass_ == "Backward":  # alternative 0 is with atomics
-        return None if planned["backward"]["deterministic"] else 0
+        return None if plan["backward"]["deterministic"] else 0
     names = [a.variant["name"] if a.variant else "" for a in alternatives]
-    return names.index(planned["forward"]["name"]) if planned["forward"]["name"] in names else None
+    return names.index(plan["forward"]["name"]) if plan["forward"]["name"] in names else None
 
 
 def _work(target: Target, class_: Class, alternative: Alternative) -> Work:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..demo.simulated import aligned, microseconds  # a tensor aligned as by CUDA's allocator; the time of all simulated kernels
-from ..integrations.flash_attn import v100
-from . import tolerance
-from .kernels import Target, lacks_memory, simulate
-from .performance import median_ms
+from ..integrations.flash_attn import v100  # volta_fa's stand-in for flash_attn_v100
+from . import tolerance  # results in fp64, and how far others may be from them
+from .kernels import Target, lacks_memory, simulate  # the device; whether an error is about memory; runs a call in the simulator
+from .performance import median_ms  # the median time of a call
 
 NHEADS, NHEADS_K, HEADDIM = 6, 1, 256  # query heads, KV heads
 #: The machine that `--device simulator` times on, at its application clock of 1312 MHz.
@@ -41,7 +41,7 @@ class Shape:
     page: int = 0  # tokens of a page, 0 without pages
     kv_dtype: str = "float16"  # of the cache, as vLLM's --kv-cache-dtype
     published: float | None = None  # milliseconds
-    source: str = ""
+    source: str = ""  # of the published time
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.seqlen_q:,} of {self.seqlen_k:,} tokens, {self.kv_dtype}"
@@ -81,7 +81,7 @@ SHAPES = (
 class Outcome:
     """What one implementation did at a shape."""
 
-    ms: float | None = None
+    ms: float | None = None  # of one call
     share: float | None = None  # of the allowed error, at most 1 if the result is right
     missing: str = ""  # why there is no time
     kernels: list[str] = field(default_factory=list)  # that the simulator ran
@@ -181,7 +181,7 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
     if shape.kind == "paged prefill":
         return lambda: module.flash_attn_prefill_paged(q, k, v, inputs.table, inputs.lengths, causal=True, **options)
     # 1Cat-vLLM verifies several tokens as sequences of one query each
-    rows = q[0].contiguous()
+    queries = q[0].contiguous()
     table = inputs.table.expand(shape.seqlen_q, -1).contiguous()
     lengths = torch.arange(shape.seqlen_k - shape.seqlen_q + 1, shape.seqlen_k + 1, dtype=torch.int32, device=q.device)
     # newer releases have another kernel for grouped queries
@@ -191,9 +191,9 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
         "max_seq_len_hint": shape.seqlen_k,
         # keys of a partition, as its backend chooses them
         "partition_size_hint": 256 if shape.kind == "decode" else 1024,
-        "out": torch.empty_like(rows),
+        "out": torch.empty_like(queries),
     }
-    return lambda: decode(rows, k, v, table, lengths, **options)[None]
+    return lambda: decode(queries, k, v, table, lengths, **options)[None]
 
 
 def _measured(shape: Shape, call: Callable[[Inputs], Work], target: Target) -> Outcome:

@@ -56,6 +56,7 @@ def _positive(text: str) -> int:
 
 
 def _choose_device(name: str) -> torch.device:
+    """Returns the device of --device. Raises CommandError if torch cannot compute on it."""
     if name == "auto":
         usable = torch.cuda.is_available() and kernel_family(torch.device("cuda", 0)) is not None
         name = "cuda" if usable else "cpu"

@@ -1,5 +1,6 @@
 """`python -m volta_fa info`: prints `volta_fa.info()`, which describes this build and this machine, as tables or JSON. A kernel family is
-the kernels for one generation of GPUs: volta or turing."""
+the kernels for one generation of GPUs: volta or turing. A variant is one compiled kernel. A tuning file, which `check --tune` writes, says
+for one kind of GPU which kernels are faster than the planner's (choices) and which failed."""
 
 from __future__ import annotations
 
@@ -78,6 +79,8 @@ def _device_line(device: dict[str, Any]) -> str:
 
 
 def _tuning_line(tuning: dict[str, Any]) -> str:
+    """Returns the state of a device's tuning file. `tuning`: an entry of `info()["tuning"]`. "of" is the device. "outcome" is read,
+    missing, off, or, with a reason in "why", ignored or unknown. "overridden": whether this process has another tuning in its place."""
     found = {
         "read": f"{tuning.get('choices')} choices, failed kernels: {', '.join(tuning.get('failed', ())) or 'none'}",
         "missing": "none",
@@ -92,14 +95,14 @@ def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:
     headdim, headdim_v = variant["headdim"], variant["headdim_v"]
     return {
         "name": variant["name"],
-        "headdim": headdim if headdim == headdim_v else f"{headdim}/{headdim_v}",
-        # rows of a thread block, and rows of the other operand (such as keys) in a step of its loop
+        "headdim": headdim if headdim == headdim_v else f"{headdim}/{headdim_v}",  # of q and k, and of v
+        # rows of a thread block, and rows of the other operand (such as keys) in a step of its loop (decode: rows of a warp); 0: no loop
         "tile": f"{variant['block_rows']}x{variant['step']}" if variant["step"] else variant["block_rows"],
-        "warps": variant["threads"] // 32,
-        "blocks": variant["blocks_per_sm"],
-        "regs": variant["registers"],
-        "spill": variant["spill_bytes"],
-        "KiB": f"{variant['shared_bytes'] / 1024:.4g}",
+        "warps": variant["threads"] // 32,  # of a block
+        "blocks": variant["blocks_per_sm"],  # that an SM must hold: the kernel is compiled for as many
+        "regs": variant["registers"],  # 32-bit registers of a thread
+        "spill": variant["spill_bytes"],  # bytes that a thread's code stores and loads for lack of registers
+        "KiB": f"{variant['shared_bytes'] / 1024:.4g}",  # dynamic shared memory of a block
     }
 
 

@@ -68,12 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _title(kind: str, facts: dict[str, Any]) -> str:
-    of = {
+    without_card = {
         "cpu": "the CPU backend, on shorter shapes: times mean nothing here",
         "simulator": "a simulated Tesla PG503-216 (72 SMs, 1312 MHz): a launch on a real card takes 10 to 20 us more",
     }
     card = facts.get("card", {})
-    where = of.get(kind) or f"{card['name']}, {card['sms']} SMs, {card.get('sm_clock_mhz', '?')} MHz at the start"
+    where = without_card.get(kind) or f"{card['name']}, {card['sms']} SMs, {card.get('sm_clock_mhz', '?')} MHz at the start"
     heads = f"{'milliseconds (share of the allowed error)':50} {'volta_fa':>24} {'1Cat-vLLM here':>24} {'published':>10}"
     return f"{where}\n\n{heads}"
 

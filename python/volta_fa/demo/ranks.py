@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..distributed import ring_attention, shard_sequence
 from ..errors import CommandError
 from . import report, run_demo
-from .train import Run, Settings
+from .train import Run, Settings  # one model in training; sizes of model and training
 
 #: Timeout of the group: enough for a late process on a busy machine, and a short wait after a process has ended.
 _TIMEOUT = timedelta(minutes=5)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ..check.cases import Case
-from ..check.kernels import environment, simulate  # sets variables; runs and reports
-from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward  # tensors, and results in fp64 as parts
+from ..check.kernels import environment, simulate  # sets environment variables for a block; runs a call in the simulator
+
+# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error; exact_forward and _backward return these.
+from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward
 from ..inspection import info
 
 #: The layer: attention of BERT base, for which figures of PyTorch's kernels in the same simulator exist. (The demo's layers fill no GPU.)
@@ -89,7 +91,8 @@ def _time(gpu: Gpu) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
-    """Runs one sequence in full with the kernels that were timed, which a tuning chooses, and compares it with fp64."""
+    """Runs one sequence in full with the kernels that were timed, and compares it with fp64. A tuning (a text that tells the planner which
+    kernels to take) chooses them, because the planner might take others for one sequence."""
     inputs, parts = _expected()
     names = {report["kernel"] for report in timed}
     choices = [{"pass": v["pass"], "variant": v["name"]} for v in info()["variants"] if v["name"] in names]

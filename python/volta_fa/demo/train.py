@@ -165,7 +165,7 @@ def make_runs(
     runs: list[Run] = []
     for name, attention in attentions.items():
         torch.manual_seed(settings.seed)
-        sizes = {name: getattr(settings, name) for name in ("layers", "nheads", "headdim", "seqlen")}
+        sizes = {size: getattr(settings, size) for size in ("layers", "nheads", "headdim", "seqlen")}
         model = GPT(vocabulary=VOCABULARY, attention=attention, **sizes).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
         # a constant scale: if only one run skipped a step, that would look like a wrong gradient

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import bad_argument, require_tensors
 from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
 from .plan import LAYOUTS, Mask, Range, length, shard_ranges  # a mask by positions; the positions that a rank holds, as ranges
-from .ring import Problem, attend, derived_generator, prepare  # `attend` runs the ring; `prepare` sets up a group's messages
-from .ulysses import to_heads, to_sequence
+from .ring import Problem, attend, derived_generator, prepare  # `attend` runs a Problem as a ring; `prepare` sets up a group's messages
+from .ulysses import to_heads, to_sequence  # exchange positions of all heads for all positions of some heads, and back
 
 
 def shard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
@@ -245,8 +245,8 @@ def _attention(
     if starts is not None and (starts[-1] != seqlen_q or starts[-1] != seqlen_k):
         expected = f"the {seqlen_q} queries and {seqlen_k} keys of all ranks"
         raise bad_argument("cu_seqlens", f"{starts[-1]} tokens", expected, op=f"distributed.{op}")
-    for group in groups:
-        prepare(group, q.device)
+    for part in groups:
+        prepare(part, q.device)
     seed: tuple[int, ...] = ()
     if dropout_p:
         seed = (_state(generator, q.device), grid.ulysses_rank)

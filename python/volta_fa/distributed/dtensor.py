@@ -20,11 +20,12 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import bad_argument
-from . import ring
+from . import ring  # attention over a sharded sequence, which a Problem describes
 from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
 from .attention import generator_for  # a generator of dropout for one rank's part
 from .plan import Mask, shard_ranges  # a mask by positions; the positions that a rank holds
 
+#: What a dimension of the mesh shards.
 _BATCH, _HEADS, _NOTHING = "batch", "heads", "nothing"
 #: The dimensions of batch and heads: (in dense tensors, in packed ones). None: packed tensors have no batch.
 _DIMENSIONS = {
@@ -208,7 +209,7 @@ def _is_context_parallel(q: Any) -> bool:
     table = DTensor._op_dispatcher._custom_op_handlers
     return (
         isinstance(q, DTensor)
-        and torch.ops.aten._scaled_dot_product_efficient_attention.default in table
+        and torch.ops.aten._scaled_dot_product_efficient_attention.default in table  # its handler, which context_parallel adds
         and q.device_mesh.ndim == 1
         and q.dim() == 4
         and q.placements[0] == Shard(1)

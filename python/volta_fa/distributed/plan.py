@@ -1,9 +1,9 @@
-"""Computes which positions of a sequence each rank holds. Plans the calls of `volta_fa::fwd` between one rank's queries and another
-rank's keys, from positions and a mask alone. ring.py runs the plan; nothing here touches a tensor.
+"""Computes which positions of a sequence each rank holds. Plans the calls of `volta_fa::fwd`, "the op", between one rank's queries and
+another rank's keys, from positions and a mask alone. ring.py runs the plan; nothing here touches a tensor.
 
 A shard is one or two ranges of positions (`shard_ranges`). Rows are its queries. A call covers a rectangle of rows and keys whose positions
-have no gaps. There the mask is a window (window_left, window_right) of the op, fwd, aligned to the last row and the last key.
-For row i and key j, at positions `q + i` and `k + j`, of a sequence whose keys end `shift` positions after its queries,
+have no gaps. There the mask is a window of the op (window_left, window_right), aligned to the last row and the last key. For row i and key
+j, at positions `q + i` and `k + j`, of a sequence whose keys end `shift` positions after its queries,
 
     q + i + shift - left <= k + j <= q + i + shift + right
 
@@ -98,7 +98,7 @@ class Call:
     """A rectangle of rows and keys, and the op's window in it."""
 
     q: Range  # of rows in the queries' shard
-    k: Range  # of keys in the keys' shard; in a Step's launches, in the concatenation of its `rows`
+    k: Range  # of keys in the keys' shard; in a Step's launches, in the concatenation of its `key_ranges`
     left: int | None  # the op's window_left and window_right; None: no bound
     right: int | None
     distance: Distance = Distance.OWN
@@ -168,13 +168,13 @@ class Launch:
 class Step:
     """The launches between one rank's queries and one rank's keys."""
 
-    rows: tuple[Range, ...]  # ranges in the keys' shard that any launch reads, in order; only these keys are sent
-    launches: tuple[Launch, ...]  # their key ranges are in the concatenation of `rows`
+    key_ranges: tuple[Range, ...]  # of the keys' shard, those that any launch reads, in order; only these keys are sent
+    launches: tuple[Launch, ...]  # their `k` counts in the concatenation of `key_ranges`
 
     @property
     def count(self) -> int:
         """Number of keys that are sent."""
-        return length(self.rows)
+        return length(self.key_ranges)
 
     @property
     def adds_up(self) -> bool:
@@ -189,13 +189,14 @@ def plan(q_ranges: tuple[Range, ...], k_ranges: tuple[Range, ...], mask: Mask) -
     calls = list(_rectangles(q_ranges, k_ranges, mask))
     if not mask.alibi:
         calls = _fewer(calls)
-    rows = _union(call.k for call in calls)
-    calls = [replace(call, k=_among(rows, call.k)) for call in calls]
-    return Step(rows, tuple(_pack(calls, len(mask.queries) > 1)))
+    key_ranges = _union(call.k for call in calls)
+    calls = [replace(call, k=_among(key_ranges, call.k)) for call in calls]
+    return Step(key_ranges, tuple(_pack(calls, len(mask.queries) > 1)))
 
 
 def _rectangles(q_ranges: Sequence[Range], k_ranges: Sequence[Range], mask: Mask) -> Iterable[Call]:
-    """Yields a call for each range of rows, range of keys and sequence that have a visible pair. q_at, k_at: rows and keys before."""
+    """Yields a call for each range of rows, range of keys and sequence that have a visible pair. q_at, k_at: rows and keys of the shards
+    before the two ranges."""
     q_at = 0
     for q_begin, q_end in q_ranges:
         k_at = 0
@@ -315,14 +316,14 @@ def at_most_two(ranges: Iterable[Range]) -> bool:
     return True
 
 
-def _among(rows: Sequence[Range], part: Range) -> Range:
-    """Returns `part`, which lies in one of `rows`, counted in the concatenation of `rows`."""
+def _among(ranges: Sequence[Range], part: Range) -> Range:
+    """Returns `part`, which lies in one of `ranges`, counted in the concatenation of `ranges`."""
     at = 0
-    for begin, end in rows:
+    for begin, end in ranges:
         if begin <= part[0] and part[1] <= end:
             return (part[0] - begin + at, part[1] - begin + at)
         at += end - begin
-    raise AssertionError((rows, part))
+    raise AssertionError((ranges, part))
 
 
 def _pack(calls: Sequence[Call], packed: bool) -> Iterable[Launch]:

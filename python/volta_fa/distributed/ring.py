@@ -23,20 +23,20 @@ from torch import Tensor
 
 from ..errors import first_line
 from .argument_check import check_same_arguments  # raises the same error on all ranks if their arguments differ
-from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan  # Step: launches of two ranks
+from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan  # Step: launches of one rank's queries and one's keys
 
 
 @dataclass
 class Problem:
     """One rank's part of a call, after all ranks have compared their arguments."""
 
-    op: str
+    op: str  # the public function, for messages
     group: dist.ProcessGroup
-    rank: int
-    #: the positions of the queries and of the keys of each rank
+    rank: int  # in the ring
+    #: the positions of the queries and of the keys that each rank holds, in the whole sequence
     q_ranges: Sequence[tuple[Range, ...]]
     k_ranges: Sequence[tuple[Range, ...]]
-    mask: Mask
+    mask: Mask  # the keys that a query sees, by positions in the whole sequence
     #: options of the operators that every launch gets, such as softcap. A launch is one call of the operator, planned by plan.py: one
     #: rectangle of rows and keys (`calls`), or several as packed sequences (`packed`)
     scores: dict[str, Any]
@@ -158,15 +158,15 @@ def backward(
     """Returns the gradients of q, k, v and sinks; the last is that of this rank's rows only. Shapes are those of `forward`, whose results
     are out, lse and states."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    of_rows, of_keys = _parts(p)  # ranges of launches; at most two: additions to a row (_Sum)
+    of_rows, of_keys = _parts(p)  # a range for each addition to dq, and to dk and dv; up to two additions to a row need no fp32 (_Sum)
     dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
-    dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
+    dk, dv = (_Sum(x, wide if not at_most_two(of_keys) else x.dtype) for x in (k, v))
     back: _Returning | None = None
     number = 0  # of the launch
     for t, (step, keys, values) in enumerate(_steps(p, k, v)):
-        # step.rows: ranges of the shard's keys that the step reads. adds_up: several launches read a key. own: the step reads all of this
-        # rank's keys, so their gradients are added to dk and dv directly
-        if own := t == 0 and step.rows == ((0, k.shape[1]),):
+        # step.key_ranges: those of the shard's keys that the step reads. adds_up: several launches read a key. own: the step reads all of
+        # this rank's keys, so their gradients are added to dk and dv directly
+        if own := t == 0 and step.key_ranges == ((0, k.shape[1]),):
             dkeys, dvalues = dk, dv
         else:
             dkeys, dvalues = (_Sum(x, wide if step.adds_up else x.dtype) for x in (keys, values))
@@ -176,7 +176,7 @@ def backward(
             if row_scores is not None:
                 rows_lse = rows_lse - row_scores
             found = torch.ops.volta_fa.bwd(
-                *(_operand(launch, t, launch.q) for t in (dout, q)), *(_operand(launch, t, launch.k) for t in (keys, values)),
+                *(_operand(launch, x, launch.q) for x in (dout, q)), *(_operand(launch, x, launch.k) for x in (keys, values)),
                 _operand(launch, out, launch.q), (rows_lse[0] if launch.packed else rows_lse).contiguous(),
                 rng_state=states[number] if p.dropout_p else None, deterministic=p.deterministic, **options,
             )  # fmt: skip
@@ -190,7 +190,7 @@ def backward(
         if t > 0:
             back = _Returning(p, t, dkeys, dvalues, k, v)
         elif not own:
-            _add(dk, dv, step.rows, dkeys.total(), dvalues.total())
+            _add(dk, dv, step.key_ranges, dkeys.total(), dvalues.total())
         del dkeys, dvalues
     if back is not None:
         back.add_to(dk, dv)
@@ -208,11 +208,11 @@ def _parts(p: Problem) -> tuple[list[Range], list[Range]]:
     of_keys: list[Range] = []
     for rank in range(p.size):
         of_rows += [launch.q for launch in p.step(p.rank, rank).launches]
-        of_keys += p.step(rank, p.rank).rows if rank != p.rank else []
+        of_keys += p.step(rank, p.rank).key_ranges if rank != p.rank else []
     own = p.step(p.rank, p.rank)
-    # launch.k indexes the own.count keys that the step reads, in own.rows. If these are not one range from key 0, assume 3 additions for
-    # each: more than two
-    of_keys += [launch.k for launch in own.launches] if own.rows == ((0, own.count),) else 3 * list(own.rows)
+    # launch.k indexes the own.count keys that the step reads, in own.key_ranges. If these are not one range from key 0, assume 3 additions
+    # for each: more than two
+    of_keys += [launch.k for launch in own.launches] if own.key_ranges == ((0, own.count),) else 3 * list(own.key_ranges)
     return of_rows, of_keys
 
 
@@ -236,10 +236,10 @@ class _Sum:
         return self._total
 
 
-def _add(dk: _Sum, dv: _Sum, rows: Sequence[Range], dkeys: Tensor, dvalues: Tensor) -> None:
-    """Adds the gradients of the rows of a step to those of all keys."""
+def _add(dk: _Sum, dv: _Sum, key_ranges: Sequence[Range], dkeys: Tensor, dvalues: Tensor) -> None:
+    """Adds the gradients of a step's keys, those in `key_ranges`, to those of all keys."""
     at = 0
-    for begin, end in rows:
+    for begin, end in key_ranges:
         for total, part in ((dk, dkeys), (dv, dvalues)):
             total.add((begin, end), part[:, at : at + end - begin])
         at += end - begin
@@ -251,7 +251,7 @@ class _Returning:
     def __init__(self, p: Problem, t: int, dkeys: _Sum, dvalues: _Sum, k: Tensor, v: Tensor):
         owner, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
         theirs, mine = p.step(reader, p.rank), p.step(p.rank, owner)
-        self._rows = theirs.rows
+        self._key_ranges = theirs.key_ranges
         wide = torch.float64 if k.dtype == torch.float64 else torch.float32
         self._received = [x.new_empty((x.shape[0], theirs.count, *x.shape[2:]), dtype=wide if theirs.adds_up else x.dtype) for x in (k, v)]
         send = [dkeys.total().contiguous(), dvalues.total().contiguous()] if mine.count else []
@@ -259,7 +259,7 @@ class _Returning:
 
     def add_to(self, dk: _Sum, dv: _Sum) -> None:
         self._transfer.wait()
-        _add(dk, dv, self._rows, *self._received)
+        _add(dk, dv, self._key_ranges, *self._received)
 
 
 def _steps(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
@@ -271,15 +271,15 @@ def _steps(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Ten
             return None
         source, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
         theirs, mine = p.step(reader, p.rank), p.step(p.rank, source)
-        rooms = [room(x, mine.rows) for x in (k, v)]
-        send = [message for x in (k, v) for message in messages(x, theirs.rows)]
+        rooms = [room(x, mine.key_ranges) for x in (k, v)]
+        send = [message for x in (k, v) for message in messages(x, theirs.key_ranges)]
         receive = [part for _, parts in rooms for part in parts]
         transfer = Transfer(p.op, p.group, send=send, to=reader, receive=receive, source=source)
         return transfer, mine, [whole for whole, _ in rooms]
 
     own = p.step(p.rank, p.rank)
     following = ask(1)
-    yield own, select(k, own.rows), select(v, own.rows)
+    yield own, select(k, own.key_ranges), select(v, own.key_ranges)
     for t in range(1, p.size):
         assert following is not None
         transfer, step, (keys, values) = following

@@ -14,7 +14,7 @@ from ..block_mask.recording import recorded  # a mask function as a list of oper
 from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of  # Source: a mask before it is packed, also of torch's BlockMask
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
-from ..operands import takes_dtype, with_unit_stride
+from ..operands import takes_dtype, with_unit_stride  # whether fwd takes q; copies a tensor if its last dimension has gaps
 from .score_mod import ScoreMod, Scores, Unrecognized, values  # values: a score function's values for scores of 0
 
 #: Maximum size in bytes (256 MiB) of the bias for score functions whose added terms are not ALiBi's. Larger ones run on torch's function.
@@ -41,6 +41,7 @@ def attend(
         scores, score_mod: what `recognize` returned; scores.options(scale) gives the operator's softmax_scale and softcap.
     """
     options: dict[str, Any] = scores.options(query.shape[-1] ** -0.5 if scale is None else scale)
+    # a function that only hides elements becomes a block mask, one that adds a term becomes ALiBi's slopes or a bias
     if score_mod is not None and scores.bias is None and scores.hides is not None and mask is None and not tracing():
         mask = _hidden(query, key, score_mod, scores.hides)
     elif score_mod is not None and (scores.bias is not None or scores.hides is not None):

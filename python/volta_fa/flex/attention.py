@@ -20,7 +20,7 @@ devices = NO_DEVICES
 replaced: dict[str, Callable[..., Any]] = {}
 
 _logger = logging.getLogger("volta_fa")
-_logged: set[str] = set()
+_logged: set[str] = set()  # operations that `log_fallback` has named
 
 
 def flex_attention(

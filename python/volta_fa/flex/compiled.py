@@ -25,7 +25,8 @@ from . import attention
 from .attend import attend, check_arguments, check_operands, results  # attend: by volta_fa::fwd; checks; results: as torch returns them
 from .score_mod import Scores, Unrecognized, recognize  # recognize: what a score function does, else raises Unrecognized
 
-#: The kernel option of torch's operator that marks calls of `volta_fa.flex_attention`. Its value is part of keys of torch.compile's caches.
+#: The kernel option of torch's operator that marks calls of `volta_fa.flex_attention`. Its value is INTERFACE: a hash of the operators'
+#: signatures, defined below after the operator `pack_mask`. torch.compile's caches on disk have it in their keys.
 _MARK = "VOLTA_FA"
 
 #: torch's own kernel of the operator for autograd.
@@ -286,8 +287,8 @@ def _(counts: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return lists, bits, lists_t, bits_t
 
 
-#: A hash of the operators' signatures. As a kernel option (`compiled._MARK`) it is part of the keys of torch.compile's caches on disk, so
-#: that programs which call operators with other arguments are not found.
+#: A hash of the operators' signatures. As the value of `_MARK` it is part of the keys of torch.compile's caches on disk, so that programs
+#: that call operators with other arguments are not found there.
 INTERFACE = hashlib.sha256(
     f"{torch.ops.volta_fa_flex.pack_mask.default._schema}{torch.ops.volta_fa.fwd.default._schema}".encode()
 ).hexdigest()

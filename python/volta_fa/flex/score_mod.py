@@ -1,6 +1,6 @@
 """Recognizes score functions (`score_mod`) of FlexAttention that the operators compute, and reads their parameters. `attention` and
 `compiled` call `recognize`. A score function is traced into a graph of operations (`tracing`); `_Reader` follows the graph from the result
-back to the score. Anything but positive factors, one tanh cap, added terms and hiding raises Unrecognized."""
+back to the score. Anything but positive factors, one tanh cap, added terms and hiding (a score becomes -inf) raises Unrecognized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..block_mask.elements import indexable_scalars  # lets functions index tensors with scalar tensors
-from .tracing import Trace, trace
+from .tracing import Trace, trace  # a function as a graph of operations; makes one
 
 #: Of scalar tensors: score, batch entry, query head, query, key. Returns the new score.
 ScoreMod = Callable[..., Tensor]
@@ -40,7 +40,7 @@ class Scores:
     needs_gradient: bool = False  # whether a tensor that the function captures requires a gradient
 
     def options(self, scale: float) -> dict[str, float]:
-        """Returns softmax_scale and softcap of the operators for a scale of the products."""
+        """Returns softmax_scale and softcap of the operators. `scale`: the caller's factor of the products q.k."""
         if self.softcap == 0.0:
             return {"softmax_scale": scale * self.factor}
         # the operators compute softcap * tanh(softmax_scale * q.k / softcap)
@@ -50,10 +50,10 @@ class Scores:
 def recognize(
     score_mod: ScoreMod | None, captured: tuple[Any, ...] = (), dtype: torch.dtype = torch.float32, device: torch.device = _CPU
 ) -> tuple[Scores, ScoreMod | None]:
-    """Returns what a score function does, and a function of the first five arguments that computes it. Raises Unrecognized for anything
-    but the forms of `Scores`.
+    """Returns what a score function does, and a function of score, batch entry, head, query and key that computes it. Raises Unrecognized
+    for anything but the forms of `Scores`.
 
-    That is score_mod itself if it is a graph, else the trace, because a second call of score_mod may take other branches.
+    The returned function is score_mod itself if it is a graph, else its trace: a second call of score_mod may take other branches.
 
     Args:
         captured: values of arguments after the first five.
@@ -78,8 +78,8 @@ def recognize(
 
 
 def values(score_mod: ScoreMod, places: tuple[Tensor | int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the function's values for a score of 0, (batch, heads, queries, keys): what it adds, and -inf where it hides.
-    `places`: int64 vectors of batch entries, heads, queries and keys, or one number for a dimension of size 1."""
+    """Returns the function's values for a score of 0, (batch, heads, queries, keys): what it adds, and -inf where it hides. `attend` calls
+    it for a bias or slopes. `places`: int64 vectors of batch entries, heads, queries and keys, or one number for a dimension of size 1."""
     function: Callable[..., Any] = score_mod
     for dimension in (3, 2, 1, 0):
         if isinstance(places[dimension], Tensor):
@@ -105,7 +105,7 @@ def _in_float32(score_mod: ScoreMod, captured: tuple[Any, ...]) -> tuple[ScoreMo
     return score_mod, tuple(map(wide, captured))
 
 
-# Names of operations, as `_name` returns them.
+# Names of operations, as `_name` returns them: one name for torch's function, the method, Python's operator and ATen's overload.
 _MULTIPLY, _DIVIDE, _ADD, _SUBTRACT = {"mul", "multiply"}, {"div", "truediv", "true_divide", "divide"}, {"add"}, {"sub", "subtract"}
 #: Operations that change no value but for its dtype.
 _CONVERSIONS = {"to", "float", "double", "type", "type_as", "_to_copy", "clone", "contiguous", "alias", "convert_element_type"}
@@ -127,8 +127,8 @@ class _Reader:
 
     def read(self) -> Scores:
         """Returns what the function does. Raises Unrecognized if `Scores` cannot express it."""
-        self.biases: list[Any] = []  # added (or subtracted) values
-        self.conditions: list[Any] = []  # of hiding
+        self.biases: list[Any] = []  # added or subtracted values: nodes or numbers
+        self.conditions: list[Any] = []  # nodes that decide which elements are hidden
         found = self._chain(self.traced.result)
         alibi = self._alibi(self.biases[0]) if len(self.biases) == 1 and not self.conditions else None
         learned = any(t.requires_grad for t in self.traced.captured.values() if isinstance(t, Tensor))
@@ -227,7 +227,7 @@ class _Reader:
         return "relative" if linear.key == -linear.query != 0 and linear.constant == 0 else None
 
     def _linear(self, value: Any) -> _Linear | None:
-        """Returns a value as a linear function of key and query; None if it is none, or of no form that is read here."""
+        """Returns a value as a linear function of key and query; None if it is none, or has another form than those read here."""
         constant = self._constant(value)
         if constant is not None:
             return _Linear(constant=constant)
@@ -257,7 +257,7 @@ class _Linear(NamedTuple):
     key: float = 0.0
     query: float = 0.0
     constant: float = 0.0
-    #: of t. "number": t is 1. "term": t depends on batch entry and head. "absolute": the function is t * |KEY - QUERY| instead
+    #: what t is. "number": 1. "term": any function of batch entry and head. "absolute": such a t, and the function is t * |KEY - QUERY|
     kind: str = "number"
 
     @property
@@ -288,7 +288,7 @@ def _of_two(name: str, a: _Linear, b: _Linear) -> _Linear | None:
         a, b = b, a
     if b.has_positions or (a.kind, b.kind) == ("term", "term") or b.constant == 0:
         return None
-    if a.kind == "absolute":  # its t is not read here
+    if a.kind == "absolute":  # a product has another t, which `_Linear` does not hold
         return a
     if b.kind == "term":
         return a._replace(kind="term")
@@ -307,13 +307,14 @@ def _content(node: fx.Node) -> Any:
 
 
 def _keeps_fractions(node: fx.Node) -> bool:
-    """Returns whether a conversion is to a floating-point type, or only to another device or layout."""
-    types = (*node.args[1:], *node.kwargs.values())
-    return not any(isinstance(t, (fx.Node, str)) or (isinstance(t, torch.dtype) and not t.is_floating_point) for t in types)
+    """Returns whether a conversion of `_CONVERSIONS` surely rounds no fraction away: its arguments name no integer type. A tensor
+    (`type_as`, `to`) or a text (`type`) as an argument may name one, so the answer is then no."""
+    arguments = (*node.args[1:], *node.kwargs.values())
+    return not any(isinstance(a, (fx.Node, str)) or (isinstance(a, torch.dtype) and not a.is_floating_point) for a in arguments)
 
 
 def _name(node: fx.Node) -> str:
-    """Returns the name of a node's operation: torch's functions, methods, Python's operators and ATen's overloads share them."""
+    """Returns the name of a node's operation, without the underscores of `__add__` and `add_`: "add"."""
     if node.op == "call_method":
         name = str(node.target)
     else:

@@ -152,10 +152,10 @@ class _Recorder(TorchFunctionMode):
             func, operands = _REFLECTED[name], (operands[0][::-1], {})
         return self._add(result, self.graph.create_node("call_function", func, *operands))
 
-    def _reads_a_value(self, of: Any) -> bool:
+    def _reads_a_value(self, arguments: Any) -> bool:
         """Returns whether arguments contain a recorded value."""
         found = []
-        map_aggregate(of, lambda value: found.append(value) if id(value) in self.nodes else None)
+        map_aggregate(arguments, lambda value: found.append(value) if id(value) in self.nodes else None)
         return bool(found)
 
     def _shape(self, value: Any) -> Any:

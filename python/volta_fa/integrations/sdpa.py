@@ -1,7 +1,7 @@
 """PyTorch's `scaled_dot_product_attention` on volta_fa, for every supported release of torch.
 
-`enable_sdpa()` and `disable_sdpa()` switch it for the process, `sdpa_enabled()` for a block, VOLTA_FA_ENABLE_SDPA when the library is
-loaded. A device is on while the switch or an open block names it.
+`enable_sdpa()` and `disable_sdpa()` switch it for the process, `sdpa_enabled()` for a `with` block, and VOLTA_FA_ENABLE_SDPA when the
+library is loaded. A device is on while the switch or an open block names it.
 
 The native library registers another kernel for that operator. No Python name is replaced, so TorchScript programs, torch.nn's layers,
 C++ code and modules that imported the function earlier use it too. Calls without a kernel in volta_fa run the implementation that

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride  # tokens; of fwd on q's device; copies if needed
+# takes_dtype: whether volta_fa::fwd takes q's dtype on its device. with_unit_stride copies a tensor if its last dimension has gaps.
+from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride
 from .devices import NO_DEVICES, devices_of, max_headdim  # devices_of: those that the user names and that have kernels
 from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
@@ -36,7 +37,7 @@ _NAME = "_memory_efficient_attention"
 _FIELDS = {"query", "key", "value", "attn_bias", "p", "scale"}  # p: probability of dropout
 
 _lock = threading.Lock()
-_devices = NO_DEVICES
+_devices = NO_DEVICES  # the enabled ones
 _original: Callable[..., Tensor] | None = None  # xformers' own, set once: other programs may hold `_attention` after a disable
 _replaced: Callable[..., Tensor] | None = None  # what `_attention` took the place of; None while it is not in place
 _counts: Counter[str] = Counter()  # calls on enabled devices: "ran", or the reason for which xformers' operators ran
@@ -176,7 +177,7 @@ def _run(inp: Any) -> Tensor:
     rule = _RULES.get(_bias_name(inp.attn_bias))
     if rule is None:
         raise _Unsupported("attn_bias")
-    compute, options_of = rule
+    compute, options_of = rule  # the function that computes attention with this kind of bias, and the options that the bias stands for
     # xformers computes in the dtype of its inputs
     with torch.autocast(q.device.type, enabled=False):
         return compute(inp.attn_bias, q, k, v, options | (options_of(inp.attn_bias) if options_of else {}))

@@ -22,7 +22,7 @@ class QuantizedKV(NamedTuple):
 @dataclass(frozen=True)
 class _Format:
     dtype: torch.dtype
-    bits: int
+    bits: int  # of a code
     largest: float  # maximum magnitude of a code (int8: 127; fp8: its largest number); int4: its maximum, 15
     has_scales: bool = False  # a scale for each token and head
     has_zero_points: bool = False

@@ -147,6 +147,7 @@ def flash_attn_varlen_func(
     packed = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {
         "seqused_q": with_unit_stride(seqused_q),
         "seqused_k": with_unit_stride(seqused_k),
+        # for `_split_sequences`: maximum number of queries before the position of a sequence's first key; None: unknown
         "queries_before_keys": 0 if cu_seqlens_q is cu_seqlens_k and seqused_q is None and seqused_k is None else None,
     }
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
 from ..vllm.paged import CACHE_DTYPES  # by vLLM's kv_cache_dtype: torch's dtype of a quantized cache, else None
-from . import compiled, interface
+from . import compiled, interface  # volta_fa's replacements for flash-attn's compiled module and for its functions
 from .compiled import _check_out  # raises ValueError if out cannot take the result
 from .compiled import fwd_kvcache as fwd_kvcache
 from .compiled import varlen_bwd as varlen_bwd

@@ -14,7 +14,7 @@ from ...errors import bad_argument
 from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM, with_unit_stride  # rows: queries times heads per KV head
 from . import releases, sharded_sequences
 from .continuous_batching import continuous_batch
-from .mask_function import is_range
+from .mask_function import is_range  # whether a mask is a range of keys
 from .mask_rule import MaskRule, sequence_arguments  # a mask as windows, lengths or blocks; cu_seqlens and max_seqlen by name
 from .quantized_cache import QuantizedStates, arguments  # a quantized layer's keys or values; both as arguments of fwd_kvcache
 
@@ -71,10 +71,11 @@ def attention(
     ones.
     """
     options: dict[str, Any] = {"sinks": s_aux, "softmax_scale": scaling, "softcap": softcap or 0.0}
-    sharded = sharded_sequences.active()
+    sharded = sharded_sequences.active()  # what computes attention while a `context_parallel` is open
     if sharded is not None:
         unsupported = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
         _check_supported(module, query, key, value, attention_mask=None, packed=False, kwargs=kwargs)
+        # here and below, - 1: transformers counts the query's own key in a window, the operators do not
         causal, window = _is_causal(module, is_causal), -1 if sliding_window is None else sliding_window - 1
         options |= {"is_causal": causal, "window_left": window, "window_right": -1 if causal else window}
         options |= {"dropout_p": dropout, "deterministic": bool(deterministic)}
@@ -135,7 +136,7 @@ def attention(
             got = f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__}"
             raise bad_argument("attention_mask", f"{got} with a QuantizedCache", "one of these", error=NotImplementedError)
         kv_cache = arguments(key.stored, value.stored)
-        q = q if key.turn is None else q @ key.turn
+        q = q if key.turn is None else q @ key.turn  # turn: a matrix for queries, if the cache rotated the keys before it quantized them
     else:
         k, v = (with_unit_stride(t[:, :, : visible.seqlen_k].transpose(1, 2)) for t in (key, value))
         kv_cache = {"k_cache": k, "v_cache": v}
@@ -163,10 +164,10 @@ class _VisibleKeys(NamedTuple):
     seqlen_k: int  # number of keys, from the first on, without the empty end of a static cache
     window_left: int = -1
     window_right: int = -1
-    bias: Tensor | None = None
+    bias: Tensor | None = None  # attn_bias of `volta_fa::fwd`
     cache_lengths: Mapping[str, Tensor] = {}  # leftpad_k and cache_seqlens of `volta_fa::fwd_kvcache`
     sequences: Mapping[str, Any] = {}  # cu_seqlens and max_seqlen of `volta_fa::fwd`
-    blocks: BlockMask | None = None
+    blocks: BlockMask | None = None  # a block mask of `volta_fa::fwd`
 
 
 def _visible_keys(
@@ -196,7 +197,7 @@ def _visible_keys(
         bias = None
         return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, bias, lengths, sequences, mask.blocks)
     if mask is None or packed:
-        window = -1 if sliding_window is None else sliding_window - 1  # transformers counts the query's own key
+        window = -1 if sliding_window is None else sliding_window - 1
         return _VisibleKeys(seqlen_k, window, 0 if causal else window)
     bias = mask[..., :seqlen_k] if releases.VERSION < (5, 0) else mask  # some models of 4.57 make it too long
     causal = _is_old_gpt2(module) and not module.is_cross_attention

@@ -13,7 +13,9 @@ from transformers import masking_utils
 
 from ...block_mask import BlockMask
 from . import sharded_sequences
-from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of  # pattern_of: a mask function as a Pattern, or NeedsTensor is raised
+
+# Pattern: a window and packed sequences. pattern_of: the Pattern of a mask function; raises NeedsTensor if it has none.
+from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of
 
 #: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
 _CALCULATE_WITH_MASKS = ("beit", "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "informer", "qwen4_exp_text", "t5gemma2_decoder")
@@ -46,7 +48,7 @@ def mask(
         kwargs: `q_length`, `q_offset` (position of the first query) and `device`; of transformers 4.57 `cache_position`; `config`.
 
     Returns one of:
-        None, if every query sees every key.
+        None, if every query sees every key, or while a `context_parallel` is open.
         A `MaskRule` for causality, windows, packed sequences, padding at the ends, and a static cache that is not full; and, with a
         block mask, for many tokens in any other pattern.
         The range of keys that one query sees, int32 (2, 1, 1, batch): [0] has each entry's first key, [1] the one after its last. Four
@@ -58,7 +60,7 @@ def mask(
         capturing a CUDA graph, when values are unknown.
         Eager's additive mask, for models that calculate with it.
     """
-    sharded = sharded_sequences.active()
+    sharded = sharded_sequences.active()  # what computes attention while a `context_parallel` is open
     if sharded is not None:
         sharded.check_mask(mask_function, attention_mask)
         return None

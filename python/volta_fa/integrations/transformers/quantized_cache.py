@@ -60,7 +60,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
     """One layer of a `QuantizedCache`. Its storage is (batch, nheads_k, tokens, columns), so the tokens of a head are adjacent.
     With `rotate_keys`, keys (before they are quantized) and queries are multiplied by a Hadamard matrix, which changes no score."""
 
-    is_croppable = True
+    is_croppable = True  # transformers may call `crop`
 
     def __init__(self, kv_dtype: str, sliding_window: int | None = None, rotate_keys: bool = False) -> None:
         # not super().__init__(), which sets the attributes keys and values; they are properties here

@@ -5,10 +5,10 @@
 
     model, tokenizer = FastLanguageModel.from_pretrained(...)
 
-Importing `volta_fa.unsloth` calls `enable_unsloth`, which replaces four attributes of unsloth's modules:
+Importing `volta_fa.unsloth` calls `enable_unsloth` (`switch`), which replaces attributes of unsloth's modules:
 
-- `dispatch`: `unsloth.utils.attention_dispatch._run_attention`, the attention of unsloth's own models, dense and packed.
-- `switch`: a flag of two model modules, so Gemma 2 sends its attention to the former.
+- `dispatch`: `unsloth.utils.attention_dispatch._run_attention`, the attention of unsloth's own models, dense and packed; and a flag of two
+  model modules, by which Gemma 2 sends its attention there too.
 - `gqa_sdpa`: `unsloth_zoo.temporary_patches.sdpa_gqa.make_gqa_sdpa`, the attention of Gemma 3 and Gemma 4.
 - `sinks`: `unsloth_zoo.flex_attention.flex_attention_with_sink`, the attention of gpt-oss in training.
 

@@ -13,6 +13,7 @@ from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
 from . import releases  # finds names in unsloth, or raises ImportError
 from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
+#: What is replaced: the module and its function.
 MODULE = "unsloth.utils.attention_dispatch"
 _NAME = "_run_attention"
 #: A flag of these modules. If True, Gemma 2 calls `run_attention`, with its softcap, instead of eager attention over masks in memory.
@@ -86,6 +87,7 @@ def replacements(enabled: Enabled) -> list[releases.Replacement]:
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (Q, K, V))
         if packed:
             batch, seqlen = q.shape[:2]
+            # unsloth's function: cu_seqlens in which the padding after the last sequence is a sequence too, and the longest length
             cu_seqlens, longest = cover_padded_cu_seqlens(context.seq_info, batch * seqlen)
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
             out: Any = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)

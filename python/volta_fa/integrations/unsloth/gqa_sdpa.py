@@ -14,6 +14,7 @@ from torch import Tensor
 from . import releases  # finds names in unsloth, or raises ImportError
 from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
+#: What is replaced: the module, its function, and the parameters of that in tested releases, for comparison.
 MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
 _NAME = "make_gqa_sdpa"
 _PARAMETERS = ("scaled_dot_product_attention",)

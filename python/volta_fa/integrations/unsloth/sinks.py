@@ -9,6 +9,7 @@ from torch import Tensor
 from . import releases  # finds names in unsloth, or raises ImportError
 from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
 
+#: What is replaced: the module, its function, and the parameters of that in tested releases, for comparison.
 MODULE = "unsloth_zoo.flex_attention"
 _NAME = "flex_attention_with_sink"
 _PARAMETERS = ("self_attn", "query", "key", "value", "attention_mask", "scale", "sliding_window", "compile", "has_static_cache")

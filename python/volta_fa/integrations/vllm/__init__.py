@@ -87,7 +87,8 @@ def _register_cache_dtype() -> None:
     from .paged import INT8K_INT4V
 
     class Handler:
-        """What vLLM asks. Codes have scales of tokens, so connectors must treat pages as int8's; `bytes_of_a_token` reads both answers."""
+        """Answers vLLM's questions about the format. As in int8, a token has scales beside its codes, so vLLM must move pages as it moves
+        int8's. `paged.bytes_of_a_token` recognizes the format by both answers."""
 
         name = INT8K_INT4V
 

@@ -33,8 +33,8 @@ from ...errors import bad_argument, require_none
 from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE  # columns; tokens
 from . import paged
 from .paged import anchored_window
-from .ranks import Earlier, Ranks
-from .spans import find_spans
+from .ranks import Earlier, Ranks  # GPUs that share the cached tokens of a KV head; the tokens before a step's new ones
+from .spans import find_spans  # the images of a step whose tokens see each other
 
 #: A cascade reads a shared prefix once for all sequences. It runs if that saves at least these bytes of a layer's KV cache: a V100 reads
 #: them in 15 us (at 750 GB/s), the estimated, unmeasured cost of its two more launches and of running outside a full CUDA graph.
@@ -46,8 +46,8 @@ class VoltaMetadata(paged.Batch, AttentionMetadata):
     """A step's `Batch`, and the other attributes that vLLM reads from metadata.
     All tensors are the runner's own, so a captured graph reads the values of the next step from them."""
 
-    max_seq_len: int = 0
-    slot_mapping: Tensor | None = None
+    max_seq_len: int = 0  # tokens of the longest sequence, or more
+    slot_mapping: Tensor | None = None  # (tokens): the place in the cache of each new token
 
 
 def answer(value: object) -> Any:
@@ -84,8 +84,8 @@ def find_ranks(vllm_config: Any, kv_cache_spec: Any) -> Ranks | None:
 class VoltaMetadataBuilder(AttentionMetadataBuilder):
     """Builds a step's metadata, mostly references to the runner's tensors. Supports CUDA graphs of all kinds: the kernels read lengths,
     block tables and query starts. The host decides only by the number of rows and max_query_len, for which the runner passes upper bounds
-    when it captures. Runner v2 of releases up to 0.26 passes the max_query_len of its dummy batch instead, so there graphs serve decode
-    steps alone."""
+    when it captures. vLLM's second model runner ("runner v2") passes the max_query_len of its dummy batch instead in releases up to 0.26.
+    So there graphs serve decode steps alone."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     #: whether metadata stays valid between the steps of a draft model: yes, because the tensors are the runner's, which it updates

@@ -21,8 +21,8 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, ML
 
 from ...errors import bad_argument, require_none
 from . import paged
-from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder, answer
-from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
+from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder, answer  # answer: a class method that returns a constant
+from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded  # attention of prompts to expanded latents
 
 #: Columns of the rotary part after a latent, in all MLA models so far.
 _ROTARY_COLUMNS = 64

@@ -225,7 +225,7 @@ class Attention:
 
     scores: dict[str, Any]  # arguments of every call: softmax_scale, softcap, sinks, batch_invariant
     sliding_window: int | None = None  # number of tokens that a query sees, its own included; None: all
-    alibi_slopes: Tensor | None = None
+    alibi_slopes: Tensor | None = None  # float32 (nheads)
     anchor_tokens: int = 0  # with sliding_window, number of first tokens of a sequence that all its queries see too
 
     def to(self, device: torch.device) -> Attention:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .expanded import to_device  # copies a CPU tensor without waiting
-from .paged import Batch
+from .paged import Batch  # the sequences of a step
 
 
 @dataclasses.dataclass
@@ -55,11 +55,11 @@ def find_spans(
         return None
     device, lengths = block_table.device, [len(part) for part in rows]
     cu_seqlens_q = torch.tensor([0, *lengths]).cumsum(0).int()
-    index, cu_seqlens_q, of, seq_lens_k = (
+    index, cu_seqlens_q, sequence_of_span, seq_lens_k = (
         to_device(t, device) for t in (torch.cat(rows), cu_seqlens_q, torch.tensor(sequences), torch.tensor(ends, dtype=torch.int32))
     )
     batch = Batch(
         num_actual_tokens=sum(lengths), max_query_len=max(lengths), query_start_loc=cu_seqlens_q, seq_lens=seq_lens_k,
-        block_table=block_table.index_select(0, of), causal=False,
+        block_table=block_table.index_select(0, sequence_of_span), causal=False,
     )  # fmt: skip
     return Spans(index, batch, max(ends), longest)
