@@ -3,6 +3,8 @@
 The expected rotation is `rotate` of volta_fa.check, in fp64. It turns pairs of columns: 2i and 2i + 1 if interleaved, else i and
 i + rotary_dim / 2. Tests compare values, gradients, and tensors that are changed in place."""
 
+import math
+
 import pytest
 import torch
 
@@ -50,6 +52,15 @@ def test_unpad_input_rejects_masks_of_other_shapes():
             unpad_input(x, torch.ones(2, 6), torch.zeros(shape))
         with pytest.raises(ValueError, match=f"attention_mask_in_length: {message}"):
             unpad_input_for_concatenated_sequences(x, torch.ones(shape, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("mask", [[2, 1, 0], [1, -1, 0], [0.5, 1.5, 0.0], [0.0, 0.0, -1e9], [0.0, 0.0, -math.inf], [1.0, 1.0, math.nan]])
+def test_unpad_input_rejects_other_values_than_0_and_1(mask):
+    x = torch.randn(2, 3, 5)
+    with pytest.raises(ValueError, match="attention_mask: got other values than 0 and 1, expected 1 for tokens and 0 for padding: pass"):
+        unpad_input(x, torch.tensor([[1, 1, 0], mask]))
+    with pytest.raises(ValueError, match=r"attention_mask \+ unused_mask: got other values"):  # a token of both would count twice
+        unpad_input(x, torch.ones(2, 3), torch.tensor([[0, 0, 0], [0, 1, 0]]))
 
 
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3)])

@@ -29,8 +29,10 @@ def unpad_input(
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask: (batch, seqlen), bool or int: 1 for tokens, 0 for padding.
+        attention_mask: (batch, seqlen), any dtype: 1 for tokens, 0 for padding.
         unused_mask: (batch, seqlen), like attention_mask: 1 for further tokens to keep, which are not counted as used.
+
+    Raises ValueError if the masks' sum has values other than 0 and 1. flash-attn then returns cu_seqlens that do not fit the tokens.
 
     Returns the tokens of both masks, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens,
     int32 (batch + 1); the longest sequence's length, an int; and the number of tokens of each sequence in attention_mask,
@@ -39,6 +41,11 @@ def unpad_input(
     require_tensors(hidden_states=hidden_states, attention_mask=attention_mask)
     _check_shapes(hidden_states, attention_mask=attention_mask, unused_mask=unused_mask)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    if ((kept != 0) & (kept != 1)).any():
+        name = "attention_mask" if unused_mask is None else "attention_mask + unused_mask"
+        raise bad_argument(
+            name, "other values than 0 and 1", "1 for tokens and 0 for padding: pass such a mask, of an additive one `mask == 0`"
+        )
     return *_keep(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), attention_mask.sum(-1, dtype=torch.int32)
 
 
