@@ -179,7 +179,8 @@ class MlaMainloop {
             from_ += pages_.row * p.cache.k.row_stride;
         }
         __device__ __forceinline__ bool page_valid() const { return page_valid_ != 0; }
-        // Loads the step from token `first` on; zeros for missing tokens. load_columns<0, n>(1, ...) loads n words, because 1 > 0.
+        // Loads the step from token `first` on; zeros for missing tokens. load_columns<0, n>(1, to, from) loads n 32-bit words; its
+        // 1 is a number of columns, of which 0 would load nothing.
         __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
             int exists = page_valid_;
             if (first + kTokens > end) {

@@ -14,7 +14,8 @@
 //
 // For sums, mask and softmax each warp has a part: eight of the group's rows with all 16 keys. So a row's state is one warp's.
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in
+// row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh).
 //
 //   mt, r, j          a row tile of 16; one of a lane's two rows in it; an output tile of 16 columns
 //   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the others; u is 0 for the even
@@ -126,7 +127,8 @@ struct ForwardColumnGroups {
     using Layout = ColumnGroupsLayout;
     // Parts of a group's scores, each eight rows: one of two row tiles, and one of two rows of a lane. A warp sums, masks and
     // exponentiates one. With eight warps in a group, two do the same part, and the first stores the results.
-    static constexpr int kParts = kRowTiles * ForwardLayout::kRows, kPartRows = 12;  // rows that a part spans: 0 to 3 and 8 to 11
+    static constexpr int kParts = kRowTiles * ForwardLayout::kRows;
+    static constexpr int kPartRows = 12;  // from a part's first row to its last: rows 0 to 3 and 8 to 11, or 4 to 7 and 12 to 15
     static constexpr int kChunks = Headdim / kChunk, kWarpChunks = kChunks / kColumnGroups, kOutputTiles = kWarpChunks / 2;
     // Chunk number i of a warp in the first product is i * kColumnGroups plus the warp's number in its group. The last ones of Q
     // are in registers: shared memory has no room for them.
@@ -156,9 +158,11 @@ struct ForwardColumnGroups {
     using RowState = SoftmaxRows<Layout, 1>;
     using Accumulators = Accumulator[kRowTiles][kOutputTiles];
 
-    // Named barriers: one of each group, then those between two groups. V is complete, and has been read by the second group; K is
-    // complete, and has been read by the first. All threads take part in these, without branches on the group: after a branch,
-    // ptxas takes warps for divergent, and each __syncwarp() costs instructions.
+    // Named barriers: one of each group (kGroup, kGroup + 1), then those between two groups. In a step the first group waits for
+    // kKComplete, multiplies Q K^T, arrives at kKRead, waits for kVRead, stores V, arrives at kVComplete. The second waits for
+    // kKRead, multiplies, arrives at kVRead, waits for kVComplete, stores the next K, arrives at kKComplete. All threads take part
+    // in these, without branches on the group: after a branch, ptxas takes warps for divergent, and each __syncwarp() costs
+    // instructions.
     enum Barrier : int { kGroup = 1, kVComplete = kGroup + 2, kVRead, kKComplete, kKRead };
 
     // The thread's coordinates, and its addresses in shared memory, which begins at `base`. Each is used once a step, where it is
@@ -166,12 +170,12 @@ struct ForwardColumnGroups {
     struct Coord {
         u32 base;
         ForwardLane lane;
-        int warp, column, group, group_row;  // column: the warp's number in its group
+        int warp, group_warp, group, group_row;  // group_warp: the warp's number in its group; group_row: the group's first row
         int part, own_row;  // of the summed scores: the warp's part, and the lane's row in the block
 
         __device__ __forceinline__ Coord(u32 base_, int thread)
-            : base(base_), lane(thread & 31), warp(thread / 32), column(warp % kColumnGroups), group(warp / kColumnGroups),
-              group_row(group * kGroupRows), part(column % kParts),
+            : base(base_), lane(thread & 31), warp(thread / 32), group_warp(warp % kColumnGroups), group(warp / kColumnGroups),
+              group_row(group * kGroupRows), part(group_warp % kParts),
               own_row(group_row + part_row(part) + Layout::first_query(lane)) {}
 
         // First row of a part, in its group.
@@ -181,25 +185,26 @@ struct ForwardColumnGroups {
         // The warp's first row of the summed scores.
         __device__ __forceinline__ int first_row() const { return group_row + part_row(part); }
         // Whether the warp stores what it made of its part.
-        __device__ __forceinline__ bool stores() const { return kColumnGroups == kParts || column < kParts; }
+        __device__ __forceinline__ bool stores() const { return kColumnGroups == kParts || group_warp < kParts; }
 
         // The lane's operands of its first chunk, or of its first output columns.
-        __device__ __forceinline__ u32 q() const { return base + swizzled<kChunksQ>(group_row + lane.q_row(), column); }
-        __device__ __forceinline__ u32 k() const { return base + kOffsetK + swizzled<kChunks>(lane.k_row(), column); }
+        __device__ __forceinline__ u32 q() const { return base + swizzled<kChunksQ>(group_row + lane.q_row(), group_warp); }
+        __device__ __forceinline__ u32 k() const { return base + kOffsetK + swizzled<kChunks>(lane.k_row(), group_warp); }
         __device__ __forceinline__ u32 v() const {
-            return base + kOffsetV + swizzled<kChunks>(lane.v_row(), kWarpChunks * column + lane.v_chunk());
+            return base + kOffsetV + swizzled<kChunks>(lane.v_row(), kWarpChunks * group_warp + lane.v_chunk());
         }
         // From the rows of the lane's own keys to the other eight.
         __device__ __forceinline__ int v_other() const { return (lane.qn ? -8 : 8) * kPitch; }
         // Partial scores: of each part, of each warp, a chunk of each lane.
         __device__ __forceinline__ u32 score_store() const {
-            return base + kOffsetScores + group * kGroupScores + column * kLaneScores + lane.lane * kChunkBytes;
+            return base + kOffsetScores + group * kGroupScores + group_warp * kLaneScores + lane.lane * kChunkBytes;
         }
         __device__ __forceinline__ u32 score_load() const {
             return base + kOffsetScores + group * kGroupScores + part * kPartScores + lane.lane * kChunkBytes;
         }
         // Offset of P: of each part eight rows of two units (16 bytes) of eight keys, even keys before odd ones, as the second
-        // product takes them. The part is XORed into the unit, against bank conflicts. Bits 0, 1 and 3 of a row number it.
+        // product takes them. Bit 4 of a row is its row tile, bit 2 its part in that; bits 0, 1 and 3 number it in the part. Bit 2
+        // is also XORed into the unit, against bank conflicts.
         __device__ __forceinline__ static int probability(int row, int unit) {
             return kOffsetP + row / 16 * 2 * kPartP + (row >> 2 & 1) * kPartP + ((row & 3) + (row >> 1 & 4)) * kPitchP +
                    (unit ^ (row >> 2 & 1)) * kChunkBytes;
@@ -301,7 +306,8 @@ struct ForwardColumnGroups {
             for (int c = 0; c < kRegisterChunks; c++)
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++) {
-                    const int i = at.group_row + 16 * mt + at.lane.q_row(), chunk = kColumnGroups * (kSharedChunks + c) + at.column;
+                    const int i = at.group_row + 16 * mt + at.lane.q_row(),
+                              chunk = kColumnGroups * (kSharedChunks + c) + at.group_warp;
                     q_last[c][mt] = zero_chunk();
                     if (block.row + i < sequence.seqlen_q() && chunk * kChunk < problem.headdim)
                         q_last[c][mt] = flipped(load_global(q_base + i * p.q.row_stride + chunk * kChunk), problem.sign_flip);
@@ -481,8 +487,8 @@ struct ForwardColumnGroups {
         if (!grid.template combine_splits<kThreads>(state, o)) return;  // another block writes out
         const Coord last = coord();
         FwdParams columns = p;  // as if out had the warp's columns only
-        columns.out.ptr += kWarpChunks * kChunk * last.column * (out_is_fp32(p) ? 2 : 1);
-        columns.problem.headdim_v -= kWarpChunks * kChunk * last.column;
+        columns.out.ptr += kWarpChunks * kChunk * last.group_warp * (out_is_fp32(p) ? 2 : 1);
+        columns.problem.headdim_v -= kWarpChunks * kChunk * last.group_warp;
         write_output<kRowTiles, kOutputTiles>(columns, last.lane, grid.remat_batch(problem), grid.remat_head(problem),
                                               row - last.first_row() + last.group_row, state, o);
     }
