@@ -6,7 +6,8 @@
 // A step is 16 tokens, which all warps of the block share. Each thread loads its part of the next step's latents while this step is
 // computed, and stores it to shared memory as fp16, whatever the format. So a latent is read from global memory once.
 //
-// Four warps split the columns of K and of the output; further warps have other rows. A step has three phases, with barriers:
+// Four warps split the columns of K and of the output; further warps have other rows. A step has three phases, with
+// __syncthreads() before each and after the last:
 //   1. Scores. A warp multiplies its columns. Its quad-pairs (volta/mma.cuh) are 2 row tiles of 8 x 2 halves of the columns.
 //      A shuffle adds the halves; shared memory collects the partial sums of the four warps.
 //   2. Softmax. Each thread sums a few scores of one row, applies mask and softmax, and stores probabilities as fp16. The row

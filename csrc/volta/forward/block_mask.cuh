@@ -11,8 +11,8 @@
 namespace volta {
 
 // One thread block for each list: its 128 rows, head and batch entry. The longest list of a head is launched first. The base class
-// is the policy without a mask, one thread block for 128 rows. From it come combine_splits(), which does nothing because no other
-// block has the same rows; remat_head() and remat_batch(), which read blockIdx again to hold no register; kHasHeadAndBatchAxes.
+// has the rest of the policy: combine_splits(), which does nothing because no other block has the same rows; remat_head() and
+// remat_batch(), which read blockIdx again to hold no register; kHasHeadAndBatchAxes.
 class BlockMaskGrid : public DataParallelGrid {
     const FwdBlockParams& params_;
 

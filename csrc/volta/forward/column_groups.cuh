@@ -115,34 +115,34 @@ struct KOrVTiles<true, Chunks, Rows, Threads, Unused> {
     }
 };
 
-// The kernel. BlockRows: 64 or 32, kRowGroups (two or one) groups of kColumnGroups warps. Grid: a block's rows, its steps of keys
+// The kernel. BlockRows: 64 or 32, kRowGroups (two or one) groups of kGroupWarps warps. Grid: a block's rows, its steps of keys
 // and how it loads them (layout.cuh).
 template <int Headdim, int BlockRows, class Grid = DataParallelGrid>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
     static constexpr int kRowTiles = 2, kStep = 16, kGroupRows = 16 * kRowTiles;  // row tiles of 16 of a warp's products
-    static constexpr int kBlockRows = BlockRows, kRowGroups = kBlockRows / kGroupRows, kColumnGroups = kWarps / kRowGroups;
-    static_assert(kRowGroups * kGroupRows == kBlockRows && (kColumnGroups == 4 || kColumnGroups == 8), "one or two groups");
-    static constexpr int kGroupThreads = 32 * kColumnGroups;
+    static constexpr int kBlockRows = BlockRows, kRowGroups = kBlockRows / kGroupRows, kGroupWarps = kWarps / kRowGroups;
+    static_assert(kRowGroups * kGroupRows == kBlockRows && (kGroupWarps == 4 || kGroupWarps == 8), "one or two groups");
+    static constexpr int kGroupThreads = 32 * kGroupWarps;
     using Layout = ColumnGroupsLayout;
     // Parts of a group's scores, each eight rows: one of two row tiles, and one of two rows of a lane. A warp sums, masks and
     // exponentiates one. With eight warps in a group, two do the same part, and the first stores the results.
     static constexpr int kParts = kRowTiles * ForwardLayout::kRows;
     static constexpr int kPartRows = 12;  // from a part's first row to its last: rows 0 to 3 and 8 to 11, or 4 to 7 and 12 to 15
-    static constexpr int kChunks = Headdim / kChunk, kWarpChunks = kChunks / kColumnGroups, kOutputTiles = kWarpChunks / 2;
-    // Chunk number i of a warp in the first product is i * kColumnGroups plus the warp's number in its group. The last ones of Q
+    static constexpr int kChunks = Headdim / kChunk, kWarpChunks = kChunks / kGroupWarps, kOutputTiles = kWarpChunks / 2;
+    // Chunk number i of a warp in the first product is i * kGroupWarps plus the warp's number in its group. The last ones of Q
     // are in registers: shared memory has no room for them.
-    static constexpr int kRegisterChunks = kColumnGroups == 4 ? 4 : 6, kSharedChunks = kWarpChunks - kRegisterChunks;
-    static constexpr int kChunksQ = kColumnGroups * kSharedChunks, kPitch = kChunks * kChunkBytes, kPitchQ = kChunksQ * kChunkBytes;
+    static constexpr int kRegisterChunks = kGroupWarps == 4 ? 4 : 6, kSharedChunks = kWarpChunks - kRegisterChunks;
+    static constexpr int kChunksQ = kGroupWarps * kSharedChunks, kPitch = kChunks * kChunkBytes, kPitchQ = kChunksQ * kChunkBytes;
     static_assert(kWarpChunks % 2 == 0 && kSharedChunks >= 2, "add_scores() takes chunks in pairs");
     // Shared memory: Q; K; V; partial scores, with P and the factors of rows. At the end, states of rows in P's place.
     static constexpr int kOffsetK = kBlockRows * kPitchQ, kOffsetV = kOffsetK + kStep * kPitch;
     static constexpr int kOffsetScores = kOffsetV + kStep * kPitch;
     static constexpr int kLaneScores = 32 * kChunkBytes;  // a chunk of each lane: partial scores of a part, by one warp
-    static constexpr int kPartScores = kColumnGroups * kLaneScores, kGroupScores = kParts * kPartScores;
+    static constexpr int kPartScores = kGroupWarps * kLaneScores, kGroupScores = kParts * kPartScores;
     // P and the factors of a part take the place of its scores once its warp has them. Another warp may still read these scores
     // where two compute a part.
-    static constexpr bool kOverScores = kColumnGroups == kParts;
+    static constexpr bool kOverScores = kGroupWarps == kParts;
     static constexpr int kOffsetP = kOverScores ? kOffsetScores : kOffsetScores + kRowGroups * kGroupScores, kPitchP = 2 * kStep;
     // 512 bytes hold eight rows of P, 256 bytes, and their factors.
     static constexpr int kPartP = kOverScores ? kPartScores : 512, kGroupP = kParts * kPartP;
@@ -174,7 +174,7 @@ struct ForwardColumnGroups {
         int part, own_row;  // of the summed scores: the warp's part, and the lane's row in the block
 
         __device__ __forceinline__ Coord(u32 base_, int thread)
-            : base(base_), lane(thread & 31), warp(thread / 32), group_warp(warp % kColumnGroups), group(warp / kColumnGroups),
+            : base(base_), lane(thread & 31), warp(thread / 32), group_warp(warp % kGroupWarps), group(warp / kGroupWarps),
               group_row(group * kGroupRows), part(group_warp % kParts),
               own_row(group_row + part_row(part) + Layout::first_query(lane)) {}
 
@@ -185,7 +185,7 @@ struct ForwardColumnGroups {
         // The warp's first row of the summed scores.
         __device__ __forceinline__ int first_row() const { return group_row + part_row(part); }
         // Whether the warp stores what it made of its part.
-        __device__ __forceinline__ bool stores() const { return kColumnGroups == kParts || group_warp < kParts; }
+        __device__ __forceinline__ bool stores() const { return kGroupWarps == kParts || group_warp < kParts; }
 
         // The lane's operands of its first chunk, or of its first output columns.
         __device__ __forceinline__ u32 q() const { return base + swizzled<kChunksQ>(group_row + lane.q_row(), group_warp); }
@@ -241,19 +241,19 @@ struct ForwardColumnGroups {
         }
     };
 
-    // Returns the address of the warp's next chunk from that of an even one: kColumnGroups chunks further, in rows of Chunks
-    // chunks. The swizzle (tile.cuh) XORs the lower three bits of a chunk's number if Chunks is a multiple of 8, else two. Of four
-    // column groups, the step of 4 is bit 2, which is 0 in an even chunk.
+    // Returns the address of the warp's next chunk from that of an even one: kGroupWarps chunks further, in rows of Chunks
+    // chunks. The swizzle (tile.cuh) XORs the lower three bits of a chunk's number if Chunks is a multiple of 8, else two. With
+    // four warps in a group, the step of 4 is bit 2, which is 0 in an even chunk.
     template <int Chunks>
     __device__ __forceinline__ static u32 odd_chunk(u32 even) {
-        return kColumnGroups == 4 && Chunks % 8 == 0 ? even ^ 4 * kChunkBytes : even + kColumnGroups * kChunkBytes;
+        return kGroupWarps == 4 && Chunks % 8 == 0 ? even ^ 4 * kChunkBytes : even + kGroupWarps * kChunkBytes;
     }
 
     // Partial S = Q K^T over the warp's columns, in kSums sums. q and k: the lane's addresses of its chunk 0. `last`: chunks of Q
     // in registers. Loads and products alternate between even and odd chunks.
     __device__ __forceinline__ static void add_scores(Tile (&s)[kSums], u32 q, u32 k,
                                                       const uint4 (&last)[kRegisterChunks][kRowTiles]) {
-        constexpr int kPair = 2 * kColumnGroups * kChunkBytes, kRolled = kSharedChunks / 2 * 2;
+        constexpr int kPair = 2 * kGroupWarps * kChunkBytes, kRolled = kSharedChunks / 2 * 2;
         Operands even, odd;
         even.load_q(q), even.load_k(k);
 #pragma unroll 1
@@ -307,7 +307,7 @@ struct ForwardColumnGroups {
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++) {
                     const int i = at.group_row + 16 * mt + at.lane.q_row(),
-                              chunk = kColumnGroups * (kSharedChunks + c) + at.group_warp;
+                              chunk = kGroupWarps * (kSharedChunks + c) + at.group_warp;
                     q_last[c][mt] = zero_chunk();
                     if (block.row + i < sequence.seqlen_q() && chunk * kChunk < problem.headdim)
                         q_last[c][mt] = flipped(load_global(q_base + i * p.q.row_stride + chunk * kChunk), problem.sign_flip);
@@ -383,7 +383,7 @@ struct ForwardColumnGroups {
             named_sync(kGroup + at.group, kGroupThreads);
             float* x = s.tile[0][0];
 #pragma unroll
-            for (int from = 0; from < kColumnGroups; from++) {
+            for (int from = 0; from < kGroupWarps; from++) {
                 const uint4 part = load_shared(at.score_load() + from * kLaneScores);
                 const float y[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
                                     __uint_as_float(part.w)};
