@@ -376,7 +376,9 @@ public:
                 if constexpr (Tokens::kMaxLogits) max_score = fmaxf(max_score, largest);
                 bool moved = __any_sync(~0u, largest > softmax.limit);  // a score above `limit` moves the lazy row maximum
                 float factor = 1.f;
-                [[maybe_unused]] bool own_moved = false;  // batch-invariant: whether this row's own scores move its maximum or unit
+                // Whether this row's own scores move its maximum or unit. Used in batch-invariant kernels (kBatchInvariant), where
+                // a row's bits must not depend on other rows.
+                [[maybe_unused]] bool own_moved = false;
                 if (moved) {
 #pragma unroll
                     for (int n = 1; n < kRowThreads; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
