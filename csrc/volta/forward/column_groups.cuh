@@ -315,8 +315,8 @@ struct ForwardColumnGroups {
         }
 
         // The block's first key. Batch-invariant kernels (a row's bits do not depend on other rows) round it down to a multiple of
-        // kStep. Kernels with pages, bias or dropout (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias and
-        // random numbers in groups of 4.
+        // kStep. Kernels with pages, bias or dropout (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias
+        // and random numbers in groups of 4.
         int key = first_step<kStep>(block.template key_first<kStep>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
