@@ -8,7 +8,10 @@
 //
 // A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half (Lane, volta/mma.cuh). Element e (0 to 7) of its
 // accumulator is row m = (t & 1) + (e & 2) + 4 * half and column n = (t & 2) + (e & 4) + (e & 1) of the quad-pair's product. mt
-// counts tiles of eight rows, j chunks of eight columns of Q and K or loads of 64 columns of V.
+// counts tiles of eight rows; j counts 32 columns of Q and K (a lane has eight: a chunk, 16 bytes of fp16), or 64 columns of V.
+//
+// The main loop passes operands as objects: q.chunk(mt, j) and keys.chunk(j) return the lane's chunk of Q or K, values.chunk(j, h)
+// that of V for its token h (0 or 1). Queries::kChunks is the number of j in a row of Q.
 #pragma once
 
 #include "decode/mainloop.cuh"
@@ -20,9 +23,10 @@ namespace volta {
 template <int RowTiles>
 struct DecodeLayout {
     using Lane = volta::Lane;
-    template <int Loads>  // of values, 64 columns each
+    // Loads: the j of V, because the warp's loads of one j take 64 columns.
+    template <int Loads>
     struct Output {
-        Accumulator tile[RowTiles][Loads][2];  // [2]: first and last four of the lane's eight columns of a load
+        Accumulator tile[RowTiles][Loads][2];  // [2]: first and last four of the eight columns of V that the lane loads
     };
 
     // The lane's quad-pair, 0 to 3.
@@ -38,13 +42,14 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 4;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
-    // Slots (16 bytes of shared memory) of CooperativeLoader, by which four warps share what each loads: where a lane reads its
-    // operand, and where a token's chunk is stored. Higher bits of the lane are XORed into lower ones so that eight lanes never
-    // share a bank: lanes that store the chunks of one token, and neighbors that read operands.
+    // CooperativeLoader (decode/cooperative_loader.cuh) can use this layout: each of four warps loads a part of K and V, and shares
+    // it through slots, 16 bytes of shared memory that hold a chunk. *_slot(l) is where a lane reads its operand, *_slot(token,
+    // chunk) where the loader stores a token's chunk. Eight slots fill the 32 banks. So higher bits of a slot's number are XORed
+    // into the lower three: no two of eight lanes then share a bank, neither storing one token's chunks nor reading operands.
     static constexpr bool kCooperative = true;
-    // Slots come in blocks of 64: 8 tokens by 8 chunks. kKeySlots: XOR from the slot of one of a key's chunks 0 to 3 to that of the
+    // 64 slots hold 8 tokens by 8 chunks (64 columns). kKeySlots: XOR from the slot of one of a key's chunks 0 to 3 to that of the
     // chunk 4 (32 columns) further. For values, tokens 4 to 7 are in the second half.
-    static constexpr int kKeySlots = 32 ^ 2;  // 32: to the second half of a block's slots; 2: to other banks
+    static constexpr int kKeySlots = 32 ^ 2;  // 32: to the second half of the 64 slots; 2: to other banks
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
         const int quad_pair = chunk & 3, t = token ^ ((quad_pair & 2) << 1);
@@ -85,23 +90,23 @@ struct DecodeLayout {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             // The XORs of key_token and query_row: lane ^ 8 has this lane's tokens in elements e ^ 4, lane ^ 4 its rows in e ^ 2.
-            const Accumulator& sum = c[mt];
-            float half[4];
+            const Accumulator& partial = c[mt];
+            float sum[4];  // of two quad-pairs
 #pragma unroll
-            for (int i = 0; i < 4; i++) half[i] = sum[i] + __shfl_xor_sync(~0u, sum[4 + i], 8);
-            x[mt] = make_float2(half[0] + __shfl_xor_sync(~0u, half[2], 4), half[1] + __shfl_xor_sync(~0u, half[3], 4));
+            for (int i = 0; i < 4; i++) sum[i] = partial[i] + __shfl_xor_sync(~0u, partial[4 + i], 8);
+            x[mt] = make_float2(sum[0] + __shfl_xor_sync(~0u, sum[2], 4), sum[1] + __shfl_xor_sync(~0u, sum[3], 4));
         }
     }
 
-    // Replaces each output x by f(x, `own` of its row, whether x is in the last four of a lane's eight columns). In the last
-    // four, int4 values have 16 times the factor (mainloop.cuh). A lane has outputs of two rows: its score_row and that of
-    // lane ^ 4. e & 2 tells which.
+    // Replaces each output x by f(x, number of its row, whether x is in the last four of a lane's eight columns). row_numbers[mt]
+    // is that of the lane's score_row() in row tile mt: a factor or a sum. In the last four columns int4 values are 16 times too
+    // large, and f divides. A lane has outputs of two rows: its score_row and that of lane ^ 4. e & 2 tells which.
     template <int Loads, class F>
-    __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
+    __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&row_numbers)[RowTiles], F f) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            const float other = __shfl_xor_sync(~0u, own[mt], 4);
-            const float of_row[2] = {l.lane & 4 ? other : own[mt], l.lane & 4 ? own[mt] : other};
+            const float other = __shfl_xor_sync(~0u, row_numbers[mt], 4);
+            const float of_row[2] = {l.lane & 4 ? other : row_numbers[mt], l.lane & 4 ? row_numbers[mt] : other};
 #pragma unroll
             for (int j = 0; j < Loads; j++)
 #pragma unroll
@@ -111,13 +116,14 @@ struct DecodeLayout {
         }
     }
 
-    // Adds P V to the output. `packed`: probabilities (fp16 pairs) in the lanes that have the scores.
+    // Adds P V of eight tokens to the output. packed[mt]: the probabilities (a pair of fp16) of the two scores that scores() left
+    // the lane.
     template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {
         u32 a[RowTiles][4];
-        // The first of the lanes that hold the packed probabilities of the lane's row of operand A, row t of the tile. By
-        // score_row, bit 1 of a row is bit 2 of the lane. The loop takes them in token order: 2 * i and 2 * i + 1 (score_token).
+        // Four lanes hold the probabilities of row t, which the lane needs for operand A; `source` is the first of them. By
+        // score_row, bit 1 of a row is bit 2 of the lane. a[mt][i] becomes tokens 2 * i and 2 * i + 1 (score_token).
         const int source = (l.lane & 17) | ((l.lane & 2) << 1);
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -136,7 +142,7 @@ struct DecodeLayout {
         }
     }
 
-    // Calls f(row, column, x, y) for outputs x and y of two neighboring columns.
+    // Calls f(row, column, x, y) for outputs x and y of two neighboring columns: `column` and the next.
     template <int Loads, class F>
     __device__ __forceinline__ static void each_pair(const Lane& l, const Output<Loads>& o, F f) {
 #pragma unroll

@@ -6,7 +6,8 @@
 // A step is 16 tokens, which all warps of the block share. Each thread loads its part of the next step's latents while this step is
 // computed, and stores it to shared memory as fp16, whatever the format. So a latent is read from global memory once.
 //
-// Four warps split the columns of K and of the output; further warps have other rows. A step has three phases, with barriers:
+// Four warps split the columns of K and of the output; further warps have other rows. A step has three phases, with
+// __syncthreads() before each and after the last:
 //   1. Scores. A warp multiplies its columns. Its quad-pairs (volta/mma.cuh) are 2 row tiles of 8 x 2 halves of the columns.
 //      A shuffle adds the halves; shared memory collects the partial sums of the four warps.
 //   2. Softmax. Each thread sums a few scores of one row, applies mask and softmax, and stores probabilities as fp16. The row
@@ -17,9 +18,10 @@
 // (volta/decode/sparse_mla.cuh) are the ones that a query chose.
 //
 // Names: g is an operand (16 columns of Q and K), i a pair of row tiles, mt a row tile of the output (8 rows), j 64 columns of
-// values, e a lane's element (0 to 7) of an accumulator. A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm
-// and column qn of the warp's 2x2. s is the work tile: `rows` packed rows (row r: query r / nheads, head r % nheads) from `row` on,
-// tokens `first` to end - 1. Staged latents are KeyElement::kScale times the numbers that codes stand for.
+// values, e a lane's element (0 to 7) of an accumulator. A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad
+// is lane % 4 and half is lane / 16. Its quad-pair is (qm, qn), bits 2 and 3 of the lane: in the scores, qm is the half of the
+// columns and qn the row tile of 8. s is the work tile: `rows` packed rows (row r: query r / nheads, head r % nheads) from `row`
+// on, tokens `first` to end - 1. Staged latents are KeyElement::kScale times the numbers that codes stand for.
 // CacheUnit is what cache pointers and strides count: a column, of 2 bytes, or of 1 byte in a quantized cache.
 // The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), THREADS (of a block), BLOCKS_PER_SM, and STEP (rows of
 // output that shared memory holds at a time).
@@ -54,8 +56,8 @@ class MlaMainloop {
     friend Tokens;
     static constexpr int kTokens = 16, kColumnWarps = 4, kRowWarps = Warps / kColumnWarps, kWarpRows = BLOCK_ROWS / kRowWarps;
     static constexpr int kWarpColumns = HEADDIM_V / kColumnWarps, kRotary = HEADDIM - HEADDIM_V;
-    static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;  // of a warp: 16 rows for scores, 8 for output
-    static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
+    static constexpr int kRowPairs = kWarpRows / 16, kOutputTiles = kWarpRows / 8;  // of a warp: 16 rows for scores, 8 for output
+    static constexpr int kLoads = kWarpColumns / 64;  // a warp's shared loads of values: 64 columns of four tokens each
     static_assert(Warps * 32 == THREADS && kRowPairs * 16 * kRowWarps == BLOCK_ROWS, "the warps cover BLOCK_ROWS rows");
     static_assert(kWarpColumns % 64 == 0 && kRotary % (16 * kColumnWarps) == 0 && kRotary <= 16 * kColumnWarps,
                   "whole operands of a warp");
@@ -70,10 +72,11 @@ class MlaMainloop {
     // Bytes between tokens in shared memory: 16 more than the columns, so that a quad-pair's operands of four tokens lie in
     // other banks than those of its neighbor, 64 bytes further.
     static constexpr int kPitch = 2 * HEADDIM + 16;
-    // Threads that load one token, 16 bytes at a time; the rotary part takes one load of all of them.
+    // kTokenThreads threads load one token: each kChunkLoads times 16 bytes (kChunk columns) of the first HEADDIM_V columns, then
+    // kRotaryColumns columns of the rotary part in one load. kRotaryWords and kWords: 32-bit words of that load, and of all.
     static constexpr int kTokenThreads = THREADS / kTokens, kChunk = 16 / sizeof(decode::CacheUnit);
-    static constexpr int kTileLoads = HEADDIM_V / kChunk / kTokenThreads, kLastColumns = kRotary / kTokenThreads;
-    static constexpr int kLastWords = kLastColumns * sizeof(decode::CacheUnit) / 4, kWords = 4 * kTileLoads + kLastWords;
+    static constexpr int kChunkLoads = HEADDIM_V / kChunk / kTokenThreads, kRotaryColumns = kRotary / kTokenThreads;
+    static constexpr int kRotaryWords = kRotaryColumns * sizeof(decode::CacheUnit) / 4, kWords = 4 * kChunkLoads + kRotaryWords;
     // Whether to prefetch the step after the next into L2: where the steps of all blocks are too few bytes for the memory
     // latency. Not where the conversion of codes leaves no room for it in the instruction cache.
     static constexpr bool kPrefetches = decode::kQuantized ? kRowPairs == 1 : Warps > kColumnWarps;
@@ -99,7 +102,7 @@ class MlaMainloop {
     };
 
     // A warp's output: row tiles of 8, by 64 columns, by halves (four columns) of a lane's chunk of values.
-    using Output = Accumulator[kTiles][kLoads][2];
+    using Output = Accumulator[kOutputTiles][kLoads][2];
 
     // Returns threadIdx.x, hidden from the compiler, which would otherwise recompute what follows from it in the loop.
     __device__ __forceinline__ static int kept_thread() {
@@ -177,7 +180,8 @@ class MlaMainloop {
             from_ += pages_.row * p.cache.k.row_stride;
         }
         __device__ __forceinline__ bool page_valid() const { return page_valid_ != 0; }
-        // Loads the step from token `first` on; zeros for missing tokens. load_columns<0, n>(1, ...) loads n words, because 1 > 0.
+        // Loads the step from token `first` on; zeros for missing tokens. load_columns<0, n>(1, to, from) loads n 32-bit words; its
+        // 1 is a number of columns, of which 0 would load nothing.
         __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
             int exists = page_valid_;
             if (first + kTokens > end) {
@@ -187,9 +191,9 @@ class MlaMainloop {
             }
             if (exists) {
 #pragma unroll
-                for (int i = 0; i < kTileLoads; i++) load_columns<0, 4>(1, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
+                for (int i = 0; i < kChunkLoads; i++) load_columns<0, 4>(1, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
                 // rotary part; from_ includes chunk() * kChunk columns
-                load_columns<0, kLastWords>(1, words_ + 4 * kTileLoads, from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
+                load_columns<0, kRotaryWords>(1, words_ + 4 * kChunkLoads, from_ + HEADDIM_V + chunk() * (kRotaryColumns - kChunk));
             }
             if constexpr (decode::kTokenScales) {
                 const bool has_scale = exists && chunk() == 0;
@@ -222,17 +226,17 @@ class MlaMainloop {
         __device__ __forceinline__ void stage(Shared& shared) const {
             char* to = reinterpret_cast<char*>(shared.latents) + token() * kPitch;
 #pragma unroll
-            for (int i = 0; i < kTileLoads; i++) {
+            for (int i = 0; i < kChunkLoads; i++) {
                 uint4* at = reinterpret_cast<uint4*>(to + 2 * (chunk() + i * kTokenThreads) * kChunk);
                 at[0] = decode::KeyElement::unpack8(words_ + 4 * i);
                 if constexpr (decode::kQuantized) at[1] = decode::KeyElement::unpack8(words_ + 4 * i + 2);
             }
-            const unsigned* last = words_ + 4 * kTileLoads;
-            void* at = to + 2 * (HEADDIM_V + chunk() * kLastColumns);
-            if constexpr (kLastColumns == 8) {
+            const unsigned* last = words_ + 4 * kChunkLoads;
+            void* at = to + 2 * (HEADDIM_V + chunk() * kRotaryColumns);
+            if constexpr (kRotaryColumns == 8) {
                 *static_cast<uint4*>(at) = decode::KeyElement::unpack8(last);
             } else {
-                const unsigned words[4] = {last[0], kLastWords > 1 ? last[kLastWords - 1] : 0};
+                const unsigned words[4] = {last[0], kRotaryWords > 1 ? last[kRotaryWords - 1] : 0};
                 const uint4 x = decode::KeyElement::unpack8(words);
                 *static_cast<uint2*>(at) = make_uint2(x.x, x.y);
             }
@@ -247,7 +251,7 @@ class MlaMainloop {
     __device__ __forceinline__ static void rescale(const WarpCoord& lane, const float* factors, Output& o) {
         const float* row_factors = factors + lane.first_row + (lane.t & 1) + 4 * lane.half;
 #pragma unroll
-        for (int mt = 0; mt < kTiles; mt++) {
+        for (int mt = 0; mt < kOutputTiles; mt++) {
             const float factor[2] = {row_factors[8 * mt], row_factors[8 * mt + 2]};
             unrolled<kLoads, 2, 8>([&](int j, int i, int e) { o[mt][j][i][e] *= factor[(e >> 1) & 1]; });
         }
@@ -372,7 +376,9 @@ public:
                 if constexpr (Tokens::kMaxLogits) max_score = fmaxf(max_score, largest);
                 bool moved = __any_sync(~0u, largest > softmax.limit);  // a score above `limit` moves the lazy row maximum
                 float factor = 1.f;
-                [[maybe_unused]] bool own_moved = false;  // batch-invariant: whether this row's own scores move its maximum or unit
+                // Whether this row's own scores move its maximum or unit. Used in batch-invariant kernels (kBatchInvariant), where
+                // a row's bits must not depend on other rows.
+                [[maybe_unused]] bool own_moved = false;
                 if (moved) {
 #pragma unroll
                     for (int n = 1; n < kRowThreads; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
@@ -429,15 +435,15 @@ public:
                 // phase 3: output
 #pragma unroll 1
                 for (int k = 0; k < kTokens; k += 4) {
-                    uint2 a[kTiles];
+                    uint2 a[kOutputTiles];
 #pragma unroll
-                    for (int mt = 0; mt < kTiles; mt++)
+                    for (int mt = 0; mt < kOutputTiles; mt++)
                         a[mt] = *reinterpret_cast<const uint2*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
 #pragma unroll
                     for (int j = 0; j < kLoads; j++) {
                         const uint4 v = latents(values + k * kPitch + 128 * j);
 #pragma unroll
-                        for (int mt = 0; mt < kTiles; mt++) {
+                        for (int mt = 0; mt < kOutputTiles; mt++) {
                             mma_row_row(o[mt][j][0], a[mt].x, a[mt].y, v.x, v.y);
                             mma_row_row(o[mt][j][1], a[mt].x, a[mt].y, v.z, v.w);
                         }
@@ -494,7 +500,7 @@ private:
     // Stores the output of rows `first` to first + kRowsAtOnce - 1 to shared memory.
     __device__ __forceinline__ static void write_output(const WarpCoord& lane, const Output& o, int first, float* to) {
 #pragma unroll
-        for (int mt = 0; mt < kTiles; mt++) {
+        for (int mt = 0; mt < kOutputTiles; mt++) {
             const int row = lane.first_row + 8 * mt - first;
             if (static_cast<unsigned>(row) >= kRowsAtOnce) continue;
             float* own =

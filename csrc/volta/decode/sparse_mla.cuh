@@ -26,7 +26,8 @@ __device__ __forceinline__ unsigned half2_fma(unsigned a, unsigned b, unsigned c
     return r;
 }
 
-// A factor for fp16 pairs, held as the sum of two fp16 numbers (low is what rounding took from high): products are rounded once.
+// A factor for fp16 pairs, held as the sum of two fp16 numbers: `low` is what rounding took from `high`. One fp16 number would add
+// its own rounding error to every product: scales are fp32 numbers of any digits.
 struct HalfFactor {
     unsigned high, low;
 
@@ -44,8 +45,9 @@ __device__ __forceinline__ int biased_exponent(float x) { return static_cast<int
 __device__ __forceinline__ float power(int biased) { return __uint_as_float(static_cast<unsigned>(biased) << 23); }
 
 // Loads steps of 16 chosen tokens into registers, and stages them in shared memory a step later. kThreads neighboring threads of a
-// warp share a token. The interface is that of MlaMainloop::LatentLoader. In names, tile is the columns of one fp8 scale. Of the
-// Mainloop: kTokens tokens of a step, kTokenThreads threads of a token, kPitch bytes of a staged token's row.
+// warp share a token. The interface is that of MlaMainloop::LatentLoader. `s` is the work tile: query s.batch, and rows (heads)
+// from s.row on. In SparseMlaParams `own` is the main cache, `extra` the optional second one. Of the Mainloop: kTokens tokens of a
+// step, kTokenThreads threads of a token, kPitch bytes of a staged token's row.
 template <class Mainloop>
 class SparseLoader {
     using M = Mainloop;
@@ -56,9 +58,9 @@ class SparseLoader {
     static constexpr int kTail = 64, kColumns = HEADDIM - kTail, kChunkColumns = kFp8 ? 16 : 8;
     static constexpr int kChunks = kColumns / kChunkColumns, kLoads = (kChunks + kThreads - 1) / kThreads;
     static constexpr int kTailWords = kTail / 2 / kThreads;
-    // fp8: columns of a scale, chunks of it, scales of a row, and their 32-bit words.
-    static constexpr int kTileColumns = kPageScales ? 64 : 128, kTileChunks = kTileColumns / 16, kTiles = kColumns / kTileColumns,
-                         kScaleWords = kPageScales ? 2 : 4;
+    // fp8: columns of a scale, chunks of these, scales of a row, and their 32-bit words.
+    static constexpr int kScaleColumns = kPageScales ? 64 : 128, kScaleChunks = kScaleColumns / 16,
+                         kRowScales = kColumns / kScaleColumns, kScaleWords = kPageScales ? 2 : 4;
 
 public:
     static constexpr bool kTokenScales = kFp8 || decode::kBf16;  // unquantized fp16 needs no scale
@@ -143,6 +145,7 @@ public:
     }
 
 private:
+    // Stores the thread's part of the tail. word(i): its 32-bit word i, two fp16.
     template <class Word>
     __device__ __forceinline__ static void store_tail(char* to, Word word) {
         char* tail = to + 2 * kColumns + 4 * kTailWords * chunk();
@@ -164,16 +167,17 @@ private:
         for (const float2& x : tail) largest = max(largest, max(biased_exponent(x.x), biased_exponent(x.y)));
         return largest_of_token(largest);
     }
-    // code_scale() returns a scale in fp32 from its bits. scale_bits() returns those of the row's scale number `tile`, an E8M0 byte
+    // code_scale() returns a scale in fp32 from its bits. scale_bits() returns those of the row's scale `number`, an E8M0 byte
     // or an fp32 word.
     __device__ __forceinline__ float code_scale(unsigned byte_or_word) const {
         if constexpr (!kPageScales) return __uint_as_float(byte_or_word);
         // E8M0: 255 is NaN, and 0 is 2^-127, which is no normal number
         return byte_or_word == 0xff ? quiet_nan() : __uint_as_float(max(byte_or_word << 23, 0x00400000u));
     }
-    __device__ __forceinline__ unsigned scale_bits(int tile) const {
-        if constexpr (!kPageScales) return tile < 2 ? (tile == 0 ? scales_[0] : scales_[1]) : tile == 2 ? scales_[2] : scales_[3];
-        return (tile < 4 ? scales_[0] : scales_[1]) >> 8 * (tile & 3) & 0xff;
+    __device__ __forceinline__ unsigned scale_bits(int number) const {
+        if constexpr (!kPageScales)
+            return number < 2 ? (number == 0 ? scales_[0] : scales_[1]) : number == 2 ? scales_[2] : scales_[3];
+        return (number < 4 ? scales_[0] : scales_[1]) >> 8 * (number & 3) & 0xff;
     }
     // Stores the token's row in fp16, divided by a unit and times kScale = 144 (as codes are unpacked). The unit is a power of two
     // that no scale exceeds; `unit` is its biased exponent. Returns what the stored numbers must be multiplied by.
@@ -183,7 +187,7 @@ private:
         for (int i = 0; i < kTailWords; i++) tail[i] = unpack2(tail_[i], tail_is_bf16_);
         int unit = 0;
 #pragma unroll
-        for (int t = 0; t < kTiles; t++) unit = max(unit, biased_exponent(code_scale(scale_bits(t))) + 1);
+        for (int t = 0; t < kRowScales; t++) unit = max(unit, biased_exponent(code_scale(scale_bits(t))) + 1);
         // The tail has room up to 2^8 units: 144 times that is below fp16's 65504. The bounds keep the unit and its inverse normal.
         unit = min(max(max(unit, tail_exponent(tail) - 7), 16), 252);
         const float inverse = power(254 - unit);
@@ -191,7 +195,7 @@ private:
         for (int i = 0; i < kLoads; i++) {
             const int chunk_index = chunk() + i * kThreads;
             if ((i + 1) * kThreads > kChunks && chunk_index >= kChunks) continue;
-            const HalfFactor factor(code_scale(scale_bits(chunk_index / kTileChunks)) * inverse);
+            const HalfFactor factor(code_scale(scale_bits(chunk_index / kScaleChunks)) * inverse);
             uint4* chunks = reinterpret_cast<uint4*>(to) + 2 * chunk_index;
             chunks[0] = factor.times(decode::KeyElement::unpack8(words_[i]));
             chunks[1] = factor.times(decode::KeyElement::unpack8(words_[i] + 2));

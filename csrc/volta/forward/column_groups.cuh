@@ -14,7 +14,8 @@
 //
 // For sums, mask and softmax each warp has a part: eight of the group's rows with all 16 keys. So a row's state is one warp's.
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in
+// row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh).
 //
 //   mt, r, j          a row tile of 16; one of a lane's two rows in it; an output tile of 16 columns
 //   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the others; u is 0 for the even
@@ -114,33 +115,34 @@ struct KOrVTiles<true, Chunks, Rows, Threads, Unused> {
     }
 };
 
-// The kernel. BlockRows: 64 or 32, kRowGroups (two or one) groups of kColumnGroups warps. Grid: a block's rows, its steps of keys
+// The kernel. BlockRows: 64 or 32, kRowGroups (two or one) groups of kGroupWarps warps. Grid: a block's rows, its steps of keys
 // and how it loads them (layout.cuh).
 template <int Headdim, int BlockRows, class Grid = DataParallelGrid>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
     static constexpr int kRowTiles = 2, kStep = 16, kGroupRows = 16 * kRowTiles;  // row tiles of 16 of a warp's products
-    static constexpr int kBlockRows = BlockRows, kRowGroups = kBlockRows / kGroupRows, kColumnGroups = kWarps / kRowGroups;
-    static_assert(kRowGroups * kGroupRows == kBlockRows && (kColumnGroups == 4 || kColumnGroups == 8), "one or two groups");
-    static constexpr int kGroupThreads = 32 * kColumnGroups;
+    static constexpr int kBlockRows = BlockRows, kRowGroups = kBlockRows / kGroupRows, kGroupWarps = kWarps / kRowGroups;
+    static_assert(kRowGroups * kGroupRows == kBlockRows && (kGroupWarps == 4 || kGroupWarps == 8), "one or two groups");
+    static constexpr int kGroupThreads = 32 * kGroupWarps;
     using Layout = ColumnGroupsLayout;
     // Parts of a group's scores, each eight rows: one of two row tiles, and one of two rows of a lane. A warp sums, masks and
     // exponentiates one. With eight warps in a group, two do the same part, and the first stores the results.
-    static constexpr int kParts = kRowTiles * ForwardLayout::kRows, kPartRows = 12;  // rows that a part spans: 0 to 3 and 8 to 11
-    static constexpr int kChunks = Headdim / kChunk, kWarpChunks = kChunks / kColumnGroups, kOutputTiles = kWarpChunks / 2;
-    // Chunk number i of a warp in the first product is i * kColumnGroups plus the warp's number in its group. The last ones of Q
+    static constexpr int kParts = kRowTiles * ForwardLayout::kRows;
+    static constexpr int kPartRows = 12;  // from a part's first row to its last: rows 0 to 3 and 8 to 11, or 4 to 7 and 12 to 15
+    static constexpr int kChunks = Headdim / kChunk, kWarpChunks = kChunks / kGroupWarps, kOutputTiles = kWarpChunks / 2;
+    // Chunk number i of a warp in the first product is i * kGroupWarps plus the warp's number in its group. The last ones of Q
     // are in registers: shared memory has no room for them.
-    static constexpr int kRegisterChunks = kColumnGroups == 4 ? 4 : 6, kSharedChunks = kWarpChunks - kRegisterChunks;
-    static constexpr int kChunksQ = kColumnGroups * kSharedChunks, kPitch = kChunks * kChunkBytes, kPitchQ = kChunksQ * kChunkBytes;
+    static constexpr int kRegisterChunks = kGroupWarps == 4 ? 4 : 6, kSharedChunks = kWarpChunks - kRegisterChunks;
+    static constexpr int kChunksQ = kGroupWarps * kSharedChunks, kPitch = kChunks * kChunkBytes, kPitchQ = kChunksQ * kChunkBytes;
     static_assert(kWarpChunks % 2 == 0 && kSharedChunks >= 2, "add_scores() takes chunks in pairs");
     // Shared memory: Q; K; V; partial scores, with P and the factors of rows. At the end, states of rows in P's place.
     static constexpr int kOffsetK = kBlockRows * kPitchQ, kOffsetV = kOffsetK + kStep * kPitch;
     static constexpr int kOffsetScores = kOffsetV + kStep * kPitch;
     static constexpr int kLaneScores = 32 * kChunkBytes;  // a chunk of each lane: partial scores of a part, by one warp
-    static constexpr int kPartScores = kColumnGroups * kLaneScores, kGroupScores = kParts * kPartScores;
+    static constexpr int kPartScores = kGroupWarps * kLaneScores, kGroupScores = kParts * kPartScores;
     // P and the factors of a part take the place of its scores once its warp has them. Another warp may still read these scores
     // where two compute a part.
-    static constexpr bool kOverScores = kColumnGroups == kParts;
+    static constexpr bool kOverScores = kGroupWarps == kParts;
     static constexpr int kOffsetP = kOverScores ? kOffsetScores : kOffsetScores + kRowGroups * kGroupScores, kPitchP = 2 * kStep;
     // 512 bytes hold eight rows of P, 256 bytes, and their factors.
     static constexpr int kPartP = kOverScores ? kPartScores : 512, kGroupP = kParts * kPartP;
@@ -156,9 +158,11 @@ struct ForwardColumnGroups {
     using RowState = SoftmaxRows<Layout, 1>;
     using Accumulators = Accumulator[kRowTiles][kOutputTiles];
 
-    // Named barriers: one of each group, then those between two groups. V is complete, and has been read by the second group; K is
-    // complete, and has been read by the first. All threads take part in these, without branches on the group: after a branch,
-    // ptxas takes warps for divergent, and each __syncwarp() costs instructions.
+    // Named barriers: one of each group (kGroup, kGroup + 1), then those between two groups. In a step the first group waits for
+    // kKComplete, multiplies Q K^T, arrives at kKRead, waits for kVRead, stores V, arrives at kVComplete. The second waits for
+    // kKRead, multiplies, arrives at kVRead, waits for kVComplete, stores the next K, arrives at kKComplete. All threads take part
+    // in these, without branches on the group: after a branch, ptxas takes warps for divergent, and each __syncwarp() costs
+    // instructions.
     enum Barrier : int { kGroup = 1, kVComplete = kGroup + 2, kVRead, kKComplete, kKRead };
 
     // The thread's coordinates, and its addresses in shared memory, which begins at `base`. Each is used once a step, where it is
@@ -166,12 +170,12 @@ struct ForwardColumnGroups {
     struct Coord {
         u32 base;
         ForwardLane lane;
-        int warp, column, group, group_row;  // column: the warp's number in its group
+        int warp, group_warp, group, group_row;  // group_warp: the warp's number in its group; group_row: the group's first row
         int part, own_row;  // of the summed scores: the warp's part, and the lane's row in the block
 
         __device__ __forceinline__ Coord(u32 base_, int thread)
-            : base(base_), lane(thread & 31), warp(thread / 32), column(warp % kColumnGroups), group(warp / kColumnGroups),
-              group_row(group * kGroupRows), part(column % kParts),
+            : base(base_), lane(thread & 31), warp(thread / 32), group_warp(warp % kGroupWarps), group(warp / kGroupWarps),
+              group_row(group * kGroupRows), part(group_warp % kParts),
               own_row(group_row + part_row(part) + Layout::first_query(lane)) {}
 
         // First row of a part, in its group.
@@ -181,25 +185,26 @@ struct ForwardColumnGroups {
         // The warp's first row of the summed scores.
         __device__ __forceinline__ int first_row() const { return group_row + part_row(part); }
         // Whether the warp stores what it made of its part.
-        __device__ __forceinline__ bool stores() const { return kColumnGroups == kParts || column < kParts; }
+        __device__ __forceinline__ bool stores() const { return kGroupWarps == kParts || group_warp < kParts; }
 
         // The lane's operands of its first chunk, or of its first output columns.
-        __device__ __forceinline__ u32 q() const { return base + swizzled<kChunksQ>(group_row + lane.q_row(), column); }
-        __device__ __forceinline__ u32 k() const { return base + kOffsetK + swizzled<kChunks>(lane.k_row(), column); }
+        __device__ __forceinline__ u32 q() const { return base + swizzled<kChunksQ>(group_row + lane.q_row(), group_warp); }
+        __device__ __forceinline__ u32 k() const { return base + kOffsetK + swizzled<kChunks>(lane.k_row(), group_warp); }
         __device__ __forceinline__ u32 v() const {
-            return base + kOffsetV + swizzled<kChunks>(lane.v_row(), kWarpChunks * column + lane.v_chunk());
+            return base + kOffsetV + swizzled<kChunks>(lane.v_row(), kWarpChunks * group_warp + lane.v_chunk());
         }
         // From the rows of the lane's own keys to the other eight.
         __device__ __forceinline__ int v_other() const { return (lane.qn ? -8 : 8) * kPitch; }
         // Partial scores: of each part, of each warp, a chunk of each lane.
         __device__ __forceinline__ u32 score_store() const {
-            return base + kOffsetScores + group * kGroupScores + column * kLaneScores + lane.lane * kChunkBytes;
+            return base + kOffsetScores + group * kGroupScores + group_warp * kLaneScores + lane.lane * kChunkBytes;
         }
         __device__ __forceinline__ u32 score_load() const {
             return base + kOffsetScores + group * kGroupScores + part * kPartScores + lane.lane * kChunkBytes;
         }
         // Offset of P: of each part eight rows of two units (16 bytes) of eight keys, even keys before odd ones, as the second
-        // product takes them. The part is XORed into the unit, against bank conflicts. Bits 0, 1 and 3 of a row number it.
+        // product takes them. Bit 4 of a row is its row tile, bit 2 its part in that; bits 0, 1 and 3 number it in the part. Bit 2
+        // is also XORed into the unit, against bank conflicts.
         __device__ __forceinline__ static int probability(int row, int unit) {
             return kOffsetP + row / 16 * 2 * kPartP + (row >> 2 & 1) * kPartP + ((row & 3) + (row >> 1 & 4)) * kPitchP +
                    (unit ^ (row >> 2 & 1)) * kChunkBytes;
@@ -236,19 +241,19 @@ struct ForwardColumnGroups {
         }
     };
 
-    // Returns the address of the warp's next chunk from that of an even one: kColumnGroups chunks further, in rows of Chunks
-    // chunks. The swizzle (tile.cuh) XORs the lower three bits of a chunk's number if Chunks is a multiple of 8, else two. Of four
-    // column groups, the step of 4 is bit 2, which is 0 in an even chunk.
+    // Returns the address of the warp's next chunk from that of an even one: kGroupWarps chunks further, in rows of Chunks
+    // chunks. The swizzle (tile.cuh) XORs the lower three bits of a chunk's number if Chunks is a multiple of 8, else two. With
+    // four warps in a group, the step of 4 is bit 2, which is 0 in an even chunk.
     template <int Chunks>
     __device__ __forceinline__ static u32 odd_chunk(u32 even) {
-        return kColumnGroups == 4 && Chunks % 8 == 0 ? even ^ 4 * kChunkBytes : even + kColumnGroups * kChunkBytes;
+        return kGroupWarps == 4 && Chunks % 8 == 0 ? even ^ 4 * kChunkBytes : even + kGroupWarps * kChunkBytes;
     }
 
     // Partial S = Q K^T over the warp's columns, in kSums sums. q and k: the lane's addresses of its chunk 0. `last`: chunks of Q
     // in registers. Loads and products alternate between even and odd chunks.
     __device__ __forceinline__ static void add_scores(Tile (&s)[kSums], u32 q, u32 k,
                                                       const uint4 (&last)[kRegisterChunks][kRowTiles]) {
-        constexpr int kPair = 2 * kColumnGroups * kChunkBytes, kRolled = kSharedChunks / 2 * 2;
+        constexpr int kPair = 2 * kGroupWarps * kChunkBytes, kRolled = kSharedChunks / 2 * 2;
         Operands even, odd;
         even.load_q(q), even.load_k(k);
 #pragma unroll 1
@@ -301,15 +306,17 @@ struct ForwardColumnGroups {
             for (int c = 0; c < kRegisterChunks; c++)
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++) {
-                    const int i = at.group_row + 16 * mt + at.lane.q_row(), chunk = kColumnGroups * (kSharedChunks + c) + at.column;
+                    const int i = at.group_row + 16 * mt + at.lane.q_row(),
+                              chunk = kGroupWarps * (kSharedChunks + c) + at.group_warp;
                     q_last[c][mt] = zero_chunk();
                     if (block.row + i < sequence.seqlen_q() && chunk * kChunk < problem.headdim)
                         q_last[c][mt] = flipped(load_global(q_base + i * p.q.row_stride + chunk * kChunk), problem.sign_flip);
                 }
         }
 
-        // The block's first key. Batch-invariant kernels round it down to a multiple of kStep. Kernels with pages, bias or dropout
-        // (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias and random numbers in groups of 4.
+        // The block's first key. Batch-invariant kernels (a row's bits do not depend on other rows) round it down to a multiple of
+        // kStep. Kernels with pages, bias or dropout (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias
+        // and random numbers in groups of 4.
         int key = first_step<kStep>(block.template key_first<kStep>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
@@ -377,7 +384,7 @@ struct ForwardColumnGroups {
             named_sync(kGroup + at.group, kGroupThreads);
             float* x = s.tile[0][0];
 #pragma unroll
-            for (int from = 0; from < kColumnGroups; from++) {
+            for (int from = 0; from < kGroupWarps; from++) {
                 const uint4 part = load_shared(at.score_load() + from * kLaneScores);
                 const float y[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
                                     __uint_as_float(part.w)};
@@ -481,8 +488,8 @@ struct ForwardColumnGroups {
         if (!grid.template combine_splits<kThreads>(state, o)) return;  // another block writes out
         const Coord last = coord();
         FwdParams columns = p;  // as if out had the warp's columns only
-        columns.out.ptr += kWarpChunks * kChunk * last.column * (out_is_fp32(p) ? 2 : 1);
-        columns.problem.headdim_v -= kWarpChunks * kChunk * last.column;
+        columns.out.ptr += kWarpChunks * kChunk * last.group_warp * (out_is_fp32(p) ? 2 : 1);
+        columns.problem.headdim_v -= kWarpChunks * kChunk * last.group_warp;
         write_output<kRowTiles, kOutputTiles>(columns, last.lane, grid.remat_batch(problem), grid.remat_head(problem),
                                               row - last.first_row() + last.group_row, state, o);
     }

@@ -1,5 +1,6 @@
 // ALiBi, alone or after a score function (softcap), in volta forward kernels of one or two features. The main loops
-// (register_q.cuh, shared_q.cuh) call its functions; score_feature.cuh has their order and what each is for.
+// (register_q.cuh, shared_q.cuh) call its functions in this order: constructor, init_row_max(); for each step init_accumulators(),
+// the product Q K^T, add_to(), correct_masked_tile() on a tile that is not unmasked, softmax; finish() at the end.
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
@@ -17,6 +18,8 @@ namespace volta {
 // Grid is the kernel's grid policy, which has a block's head and batch entry. mask.low and mask.high: row i sees keys i + low to i
 // + high. ForwardLayout (layout.cuh): of each 16x16 tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and kKeys (4)
 // consecutive keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
+// SoftmaxState: row_max, subtracted from scores, is in log2 units; `limit`, the score above which row_max moves, is in the scores'
+// units. Tiles that begin at keys unmasked.first to first + span (inclusive) need no mask. LaneScratch: shared memory, unused here.
 template <int RowTiles, int KeyTiles, bool AfterFunction, class Grid>
 class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
@@ -154,7 +157,7 @@ public:
         if (!last_time) return;
         unrolled<RowTiles, ForwardLayout::kRows>([&](int mt, int r) {
             const float by = 2.f * slope_ * static_cast<float>(row_of(mt, r));
-            softmax.row[mt][r].limit -= by;  // score above which row_max moves; in units of slope_, row_max in log2 units
+            softmax.row[mt][r].limit -= by;
             softmax.row[mt][r].row_max -= by * scale(p);
         });
         slope_ = -slope_;

@@ -7,7 +7,8 @@
 namespace volta {
 
 // The bias is loaded one product ahead. With one tile of keys a step (register_q.cuh) it is the product's initial accumulator, and
-// its address lies in the lane's scratch in shared memory. With more (shared_q.cuh), it is added after the product.
+// its address lies in the lane's scratch (LaneScratch: 16-byte chunks of shared memory that only this lane uses). With more
+// (shared_q.cuh), it is added after the product. Strides of the bias are in elements, 0 where it is broadcast.
 //
 // ForwardLayout (layout.cuh): of each 16x16 tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and four consecutive
 // keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
@@ -17,14 +18,14 @@ namespace volta {
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
-    static constexpr bool kStarts = KeyTiles == 1;  // products start with the bias as initial accumulator
+    static constexpr bool kIsInitial = KeyTiles == 1;  // products start with the bias as initial accumulator
 
     // Where the lane's bias lies.
     struct BiasAddress {
         const unsigned short* base;  // key 0 of the lane's first row
         int rows_left, first_key;  // rows after that one; the lane's first key in a tile
     };
-    BiasAddress address_;  // with one tile of keys in memory_
+    BiasAddress address_;  // unless kIsInitial: then it lies in memory_
     LaneScratch memory_;
     uint2 loaded_[RowTiles][KeyTiles][ForwardLayout::kRows];  // four fp16 of each row
 
@@ -63,7 +64,7 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
 
 public:
     using typename Base::Tile;
-    static constexpr int kLaneScratchChunks = kStarts ? 1 : 0;  // of 16 bytes: address_
+    static constexpr int kLaneScratchChunks = kIsInitial ? 1 : 0;  // of 16 bytes: address_
 
     __device__ __forceinline__ ScoreFeature(const FwdParams& p, const Grid& grid, const Mask& mask,
                                             typename Base::Unmasked& unmasked, const LaneScratch& memory, int row, int key)
@@ -71,7 +72,7 @@ public:
         // Reads the thread index again. Else the epilogue would share this lane number, which would hold a register until then.
         const ForwardLane lane(remat_thread_index() & 31);
         address_.base = base_of(p, grid, lane, row);
-        if (!kStarts) return;
+        if (!kIsInitial) return;
         const unsigned long long base = reinterpret_cast<unsigned long long>(address_.base);
         memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),
                                    ForwardLayout::first_key(lane)));
@@ -80,7 +81,7 @@ public:
     // row: these scores are masked or not stored.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
         BiasAddress address = address_;
-        if (kStarts) {
+        if (kIsInitial) {
             const uint4 x = memory_.load(0);
             address.base = reinterpret_cast<const unsigned short*>(x.x | static_cast<unsigned long long>(x.y) << 32);
             address.rows_left = x.z;
@@ -107,10 +108,10 @@ public:
     }
     __device__ __forceinline__ void init_accumulators(const FwdParams& p, Tile& s, int, int) const {
         s.clear();
-        if (kStarts) add(p, s);
+        if (kIsInitial) add(p, s);
     }
     __device__ __forceinline__ void add_to(const FwdParams& p, Tile& s) const {
-        if (!kStarts) add(p, s);
+        if (!kIsInitial) add(p, s);
     }
 };
 

@@ -3,9 +3,11 @@
 // multiplies and XORs a counter (column / 4, row, head, offset) with a key, the seed, in each of seven rounds (kPhiloxRounds). So a
 // lane's calls share the products of head, of column and of row in rounds 0 and 1. Each product has a low and a high word.
 //
-// In round 0, of_head and of_column are those of the counter. In round 1, of_row is that of word x, which head and row decide, and
-// of_both that of word z, which column, offset and key decide. after_round_1() XORs their words to the counter after round 1. K is
-// the key of round 1. One call gives a lane the numbers of four keys of two rows.
+// A round multiplies words x and z of the counter (x, y, z, w) by constants. PhiloxProduct is such a product; PhiloxTerms has the
+// key and word x after round 0, of a row. In round 0, of_column is the product of x, and of_head that of z. In round 1, of_row is
+// the product of x, which head and row decide, and of_both that of z, which column, offset and key decide. after_round_1() XORs
+// their words to the counter after round 1. K is the key of round 1. A row enters word x by XOR alone, so flip_row(bits) moves
+// the terms from row r to row r ^ bits. One call gives a lane the numbers of four keys of two rows.
 #pragma once
 
 #include "volta/forward/feature_bias.cuh"
@@ -50,7 +52,7 @@ class DropoutFeature {
     }
     // Loads the generator's state again; volatile, so that the loads stay here.
     __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) { return load_global1(p.score_options.rng_state + 1); }
-    // PhiloxTerms are those of row 0 at first; flip_row() XORs the lane's row into them.
+    // Returns the terms of the lane's first row: the constructor's are those of row 0.
     __device__ __forceinline__ static PhiloxTerms remat_terms(const FwdParams& p, const ForwardLane& lane, int row) {
         const uint2 seed = load_global2(p.score_options.rng_state);
         PhiloxTerms terms(seed.x, seed.y, remat_head(p));
