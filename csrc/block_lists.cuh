@@ -10,7 +10,7 @@
 // kNoColumn, past every sequence: its columns are not loaded, and masked. Bit tiles outside the tensor read as 0.
 //
 // A step is an iteration of a kernel's main loop: STEP columns, at most 64, inside one listed block. Main loops are written once
-// for four iterators over steps, of which DenseSteps has no lists. An iterator stands at a step; n counts steps from there. first()
+// for four iterators over steps; DenseSteps reads no lists. An iterator stands at a step; n counts steps from there. first()
 // and after(n) return a step's first column, begins_block() whether the step is its block's first; advance() moves to the next
 // step. The other functions tell whether a step's block is partial, the number of its bit tile, the step's first column there, and
 // the step's number modulo a constant:

@@ -173,7 +173,7 @@ def mask_of_ring(prob, rng_states, seqlen, p):
     """Returns this rank's part of the whole dropout mask, (1, 4 heads, seqlen, seqlen): the mask of each launch at its rows and keys.
 
     A launch is one call of the op on a rectangle: `call.q` is its range (begin, end) of rows in this rank's shard, `call.k` its range of
-    the keys that the step reads, which are the ranges `step.rows` of the source's shard."""
+    the keys that the step reads, which are the ranges `step.key_ranges` of the source's shard."""
     kept = torch.zeros(1, 4, seqlen, seqlen, dtype=torch.uint8)
     rows, states = unroll(prob.q_ranges[prob.rank]), iter(rng_states)  # positions of this rank's queries
     for t in range(prob.size):  # step t computes the keys of the t-th rank before this one

@@ -5,7 +5,7 @@ block: [0] and [1] the numbers of partial and of full blocks, [2] the first part
 launched at this place, and from [4] on the key blocks, partial ones first. Absent blocks are hidden. A tile has a bit for each score of a
 partial block. `block_lists_t` and `block_bits_t` are the transposed mask, for dk and dv. `block_masks` (volta_fa.check) packs masks.
 conftest.py explains backends and `gpu`; `check` compares results and gradients with fp64, `check_case` those of a Case. A Case
-(volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim and options by name, of which `used` is seqused_k, `alibi` the
+(volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim and options by name. `used` is seqused_k, `alibi` the
 dimensions of the slopes, `sinks` their dtype (own: q's)."""
 
 import dataclasses

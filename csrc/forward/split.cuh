@@ -14,9 +14,8 @@
 // A Family, {volta,turing}/forward/split.cuh, has the tensor-core code. Where it has a high and a low version, one multiplies by
 // the high parts of K or V, the other by the low ones:
 //
-//   Layout                         which of a tile's scores a lane has (score_layout.cuh). A step has kTiles tiles; a lane's keys
-//   in
-//                                  a tile are kNextTile after those in the tile before
+//   Layout                         which of a tile's scores a lane has (score_layout.cuh). A step has kTiles tiles.
+//                                  A lane's keys in a tile are kNextTile after those in the tile before
 //   Queries                        a warp's rows of Q, in registers and, with kSharedBytes a row, in shared memory: the last
 //                                  arguments of load() are its address and the warp's first row in it
 //   Queries::multiply(), multiply_high(), multiply_low()  S = Q K^T

@@ -43,9 +43,8 @@ def unpad_input(
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     if ((kept != 0) & (kept != 1)).any():
         name = "attention_mask" if unused_mask is None else "attention_mask + unused_mask"
-        raise bad_argument(
-            name, "other values than 0 and 1", "1 for tokens and 0 for padding: pass such a mask, of an additive one `mask == 0`"
-        )
+        expected = "1 for tokens and 0 for padding: pass `mask == 0` instead of an additive mask"
+        raise bad_argument(name, "other values than 0 and 1", expected)
     return *_keep(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), attention_mask.sum(-1, dtype=torch.int32)
 
 

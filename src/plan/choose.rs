@@ -34,7 +34,7 @@ pub(super) fn choose<const N: usize>(
     if d.tuning.is_some() {
         families.sort_by_cached_key(|(f, _)| requested.iter().all(|&wanted| search.tuned(f, wanted).is_none()));
     }
-    // true once a family before has applicable kernels, some of which failed on this device
+    // true once an earlier family has applicable kernels and at least one of them failed on this device
     let mut is_fallback = false;
     for (family, _) in &families {
         let usual = if Some(family.name) == first { Reason::Cheapest } else { Reason::LaterFamily };

@@ -180,8 +180,8 @@ class MlaMainloop {
             from_ += pages_.row * p.cache.k.row_stride;
         }
         __device__ __forceinline__ bool page_valid() const { return page_valid_ != 0; }
-        // Loads the step from token `first` on; zeros for missing tokens. load_columns<0, n>(1, to, from) loads n 32-bit words; its
-        // 1 is a number of columns, of which 0 would load nothing.
+        // Loads the step from token `first` on; zeros for missing tokens. load_columns<0, n>(columns, to, from) loads n
+        // 32-bit words if columns > 0; here they exist always, so columns is 1.
         __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
             int exists = page_valid_;
             if (first + kTokens > end) {
