@@ -86,6 +86,12 @@ def test_unpad_concatenated_sequences():
     assert type(max_seqlen) is int and max_seqlen == 6
 
 
+@pytest.mark.parametrize("lengths", [[2, 2, 0], [4, 0, 0], [3, -1, 0]])
+def test_unpad_concatenated_sequences_rejects_lengths_that_do_not_fit(lengths):
+    with pytest.raises(ValueError, match="attention_mask_in_length: got negative lengths or rows with more tokens than seqlen, expected"):
+        unpad_input_for_concatenated_sequences(torch.randn(2, 3, 5), torch.tensor([[1, 2, 0], lengths]))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_index_functions(dtype):
     x, indices = torch.randn(6, 2, 3, dtype=torch.float64).requires_grad_(), torch.tensor([4, 0, 5], dtype=dtype)

@@ -1,6 +1,5 @@
 """Converts between padded batches, (batch, seqlen, ...), and their tokens without padding, (total, ...). Names, arguments and results are
-those of flash-attn's `flash_attn.bert_padding`. The package's replacement for flash_attn, which `install_flash_attn_shim()` makes
-importable, has them there."""
+those of flash-attn's `flash_attn.bert_padding`, under which name `install_flash_attn_shim()` makes them importable."""
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +29,14 @@ def unpad_input(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), any dtype: 1 for tokens, 0 for padding.
-        unused_mask: (batch, seqlen), like attention_mask: 1 for further tokens to keep, which are not counted as used.
+        unused_mask: (batch, seqlen), like attention_mask: 1 for further tokens to keep. The last result leaves these out.
 
-    Raises ValueError if the masks' sum has values other than 0 and 1. flash-attn then returns cu_seqlens that do not fit the tokens.
+    Raises ValueError if the masks' sum (of bool masks: either) has values other than 0 and 1. flash-attn then returns cu_seqlens that do
+    not fit the tokens.
 
-    Returns the tokens of both masks, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens,
-    int32 (batch + 1); the longest sequence's length, an int; and the number of tokens of each sequence in attention_mask,
-    int32 (batch).
+    Returns the tokens of both masks, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens, int32 (batch + 1):
+    where each sequence begins among the tokens, and the total; the longest sequence's length, an int; and the number of tokens of each
+    sequence in attention_mask, int32 (batch).
     """
     require_tensors(hidden_states=hidden_states, attention_mask=attention_mask)
     _check_shapes(hidden_states, attention_mask=attention_mask, unused_mask=unused_mask)
@@ -55,13 +55,18 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
         hidden_states: (batch, seqlen, ...).
         attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order; the rest of it 0.
 
+    Raises ValueError for negative lengths, and for rows with more than seqlen tokens.
+
     Returns the tokens, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens, int32
     (sequences + 1); and the longest sequence's length, an int.
     """
     require_tensors(hidden_states=hidden_states, attention_mask_in_length=attention_mask_in_length)
     _check_shapes(hidden_states, attention_mask_in_length=attention_mask_in_length)
-    tokens = attention_mask_in_length.sum(-1, keepdim=True)
-    kept = torch.arange(attention_mask_in_length.shape[-1], device=tokens.device) < tokens
+    tokens, seqlen = attention_mask_in_length.sum(-1, keepdim=True), attention_mask_in_length.shape[-1]
+    if (attention_mask_in_length < 0).any() or (tokens > seqlen).any():
+        expected = f"lengths of at least 0, in each row at most {seqlen} tokens: pass the lengths of the sequences that the row holds"
+        raise bad_argument("attention_mask_in_length", "negative lengths or rows with more tokens than seqlen", expected)
+    kept = torch.arange(seqlen, device=tokens.device) < tokens
     return _keep(hidden_states, kept, attention_mask_in_length[attention_mask_in_length != 0])
 
 

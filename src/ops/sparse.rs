@@ -60,7 +60,8 @@ fn validate(call: &Call, backend: Backend) -> Result<Attention> {
     problem::validate_sparse(&q, &own, &extra, sinks.as_ref(), call.softmax_scale, backend)
 }
 
-/// Returns the results of queries without tokens: out 0, softmax_lse +inf, max_logits -inf.
+/// Returns the results of queries without tokens: out 0, softmax_lse +inf as in all operators, max_logits -inf. q is (queries, nheads,
+/// headdim); `a.batch` is the number of queries.
 fn without_tokens(call: &Call, a: &Attention) -> Result<Found> {
     let full = |value| Tensor::f_full([a.batch, a.nheads], value, (Kind::Float, call.q.device()));
     let out = Tensor::f_zeros([a.batch, a.nheads, a.headdim_v], (call.q.kind(), call.q.device()))?;
@@ -147,7 +148,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
     let (softmax_lse, max_logits) = (of_rows()?, of_rows()?);
 
     // `list`: most tokens that a query can choose. `of_query`: bytes of its list (int32) and of its bf16 rows' fp16 copies and scales
-    let list = a.seqlen_k;
+    let list = a.seqlen_k; // of both caches
     let of_query = 4 * list + if is_bf16 { a.nheads * (2 * a.headdim + 4) } else { 0 };
     let at_once = (SCRATCH_BYTES / of_query).clamp(1, a.batch); // queries
     let limits = launcher.limits()?;

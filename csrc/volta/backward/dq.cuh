@@ -13,8 +13,8 @@
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V),
 //                     kScores (dS); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           tile of 16 queries of the warp; tile of 16 keys; a lane's element (0 to 7) of a 16x16 tile
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query. The
-//                     rows of a sequence there are rounded up (rounded_rows())
+//   RowStats          layout of -lse/|softmax_scale| (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory, kRowFloats a
+//                     query. The rows of a sequence there are rounded up (rounded_rows())
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   bits              under a block-sparse mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
@@ -40,7 +40,7 @@ namespace volta {
 // causal mask or window leaves; ListedBlocks (kListed): those in the lists of a block-sparse mask, where bits may hide scores.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
-    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, dS takes the place of V after dP.
+    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill shared memory (96 KB), dS takes the place of V after dP.
     static constexpr int kScoreTiles = Step / 32;
     static constexpr bool kScoresInV = Headdim > 96;
     using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
@@ -94,7 +94,7 @@ struct BackwardDq {
                 return m ? x[kScoreQueryTiles - 1][r] : x[0][r];  // one or two tiles: a choice of two needs no index
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];  // x: S, then its exponent (log2 units); dx: dP, then dS
-            if (uses_score_function(options)) {
+            if (uses_score_function(options)) {  // never together with dropout, which validation rejects
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
@@ -172,7 +172,7 @@ struct BackwardDq {
                 addends.of_row[m][r] = exists ? stats[RowStats::kNegLseAt] : negative_infinity();
                 neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }
-        addends.scale(p.problem.scale_log2, 0.f);  // from -lse/scale to -lse in log2 units
+        addends.scale(p.problem.scale_log2, 0.f);  // to -lse in log2 units, and adds 0
 
         Gradient<kQueryTiles, kBlocks> dq = {};
 
