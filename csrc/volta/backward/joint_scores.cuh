@@ -9,8 +9,8 @@
 //
 //   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
 //   KeysLayout        of a tile a lane has kRows (4) queries r, each with two keys j; element(r, j) is theirs (fragments.cuh)
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory,
-//                     kRowFloats a query
+//   RowStats          global layout of -lse/scale (at kNegLseAt) and -delta, -rowsum(dO * O) (at kNegDeltaAt): kRowFloats a query
+//   ScoreCoord        query(v), key(v) of element v of a tile in the sequence; ExponentAddends: of(n, v), what its query adds
 //   PackedTile        a lane's eight elements of a tile as fp16: four words of two, x[i] (backward/packed_tile.cuh)
 //   remat_*()         reads special registers again, to hold none; keep_in_register() stops that (ptx.cuh)
 //   kHas...           whether the kernel is compiled for the feature (features.cuh)
