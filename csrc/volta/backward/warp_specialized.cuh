@@ -1,6 +1,5 @@
-// Main kernel of the volta backward pass for headdim above 64, and at 64 for small grids, block(-sparse) masks and generic kernels
-// (score features chosen by parameters). A thread block owns keys and visits the queries that see them, a step of 16 or 32 at a
-// time:
+// Main kernel of the volta backward pass for headdim above 64, and at 64 for small grids, block-sparse masks and generic kernels
+// (score features chosen by parameters). A thread block owns keys and visits the queries that see them, 16 or 32 a step:
 //
 //   S^T  = K Q^T                 P = exp(scale * S - lse)     dV += P^T dO
 //   dP^T = V dO^T - delta        dS = P * dP                  dK += dS^T Q        dQ += dS K
@@ -29,8 +28,8 @@
 //                     kRowFloats a query (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
-//   queries           with a block mask: iterator over the listed steps; first(): a step's first query, after(n): of that n later
-//   bits              with a block mask: which single scores of the warp exist in this step; else calls compile to nothing
+//   queries           with a block-sparse mask: iterator over listed steps; first(): a step's first query, after(n): of that n later
+//   bits              with a block-sparse mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   named_sync(i, n)  barrier number i, of n threads (ptx.cuh)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
 //   remat_*()         computes a value again at its use; keep_in_register(x) computes x once (ptx.cuh)
@@ -58,8 +57,7 @@ namespace volta {
 
 // BlockRows: keys of a block. Step: queries of a step. HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles
 // have. Grid: which keys a block has: KeyBlock (all of their steps), or StreamKKeyBlock (a split, some of them). Blocks: which
-// queries a block visits. DenseBlocks: all that a causal mask or window leaves; ListedBlocks (kListed): those that a block mask
-// lists.
+// queries a block visits. DenseBlocks: all that a causal mask or window leaves; ListedBlocks (kListed): those in a mask's lists.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim, class Blocks = DenseBlocks,
           class Grid = KeyBlock>
 struct BackwardWarpSpecialized {
