@@ -50,10 +50,10 @@ struct JointScores {
                                 KeysLayout::first_key(lane));
     }
 
-    // Computes P^T and dS^T of a step from the products S^T (s) and dP^T (dp). `head`: the query head. `row`: the step's first
-    // query; queries from row_end on see no key of the block. `stats`: the lane's row statistics of the step. `masked`: the step
-    // needs the causal, window or length mask. `packed`: shared address of the lane's P^T. keys_left: keys that exist, from the
-    // lane's first on; P^T of others is not stored. `distance`: first_distance().
+    // Computes P^T and dS^T of a step from S^T (s) and dP^T - delta (dp; with dropout dP^T). `head`: the query head. `row`: the
+    // step's first query; queries from row_end on see no key of the block. `stats`: the lane's row statistics of the step.
+    // `masked`: the step needs the causal, window or length mask. `packed`: shared address of the lane's P^T. keys_left: keys that
+    // exist, from the lane's first on; P^T of others is not stored. `distance`: first_distance().
     static __device__ __forceinline__ void run(Scores& s, Scores& dp, const BwdParams& p, int head, int row, int row_end,
                                                const float* stats, bool masked, u32 packed, int keys_left, int distance) {
         static_assert(!(kHasBias && kHasScoreFunction), "a score function takes -lse before the bias is loaded");

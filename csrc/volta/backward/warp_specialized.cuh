@@ -28,7 +28,7 @@
 //                     kRowFloats a query (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
-//   queries           with a block-sparse mask: iterator over listed steps; first(): first query of a step, after(n): of the n-th after
+//   queries           with a block-sparse mask: iterator over listed steps; first(): a step's first query; after(n): n steps later
 //   bits              with a block-sparse mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   named_sync(i, n)  barrier number i, of n threads (ptx.cuh)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
