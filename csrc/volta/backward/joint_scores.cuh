@@ -1,13 +1,16 @@
-// Score modifiers of the single-role main kernel (single_role.cuh), where one warp has both S^T and dP^T of its keys. Computes P^T,
-// which goes to shared memory, and dS^T, with one score feature: a score function (softcap), ALiBi, bias or dropout. run() is for
-// kernels that require one feature; begin() and Addends serve kernels without features too.
+// From scores to P^T and dS^T in the single-role main kernel of the backward pass (single_role.cuh). Its thread block owns keys and
+// visits queries in steps of 32; each warp has S^T and dP^T of its 32 keys. run() computes P^T, which it stores to shared memory,
+// and dS^T, which stays in registers, with one score feature: a score function (softcap), ALiBi, bias or dropout. It is for kernels
+// that require one feature. Kernels without features use begin() and Addends alone.
 //
 // Registers cannot be indexed dynamically. So a rolled loop over 16x16 tiles works on the first tile, x of S^T and dx of dP^T, and
-// next_tile moves the others down by one. dS takes the registers of dP's tiles, packed, as they become free.
+// next_tile() moves the others down by one. dS of a tile, packed, goes to dp[1][1], which that frees; later moves bring it down to
+// the tile's own place. Exponents have log2 units: P = 2^(score - lse), with both times log2(e).
 //
 //   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
 //   KeysLayout        of a tile a lane has kRows (4) queries r, each with two keys j; element(r, j) is theirs (fragments.cuh)
-//   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory, kRowFloats a query
+//   RowStats          global layout of -lse/scale (at kNegLseAt) and -delta, -rowsum(dO * O) (at kNegDeltaAt): kRowFloats a query
+//   ScoreCoord        query(v), key(v) of element v of a tile in the sequence; ExponentAddends: of(n, v), what its query adds
 //   PackedTile        a lane's eight elements of a tile as fp16: four words of two, x[i] (backward/packed_tile.cuh)
 //   remat_*()         reads special registers again, to hold none; keep_in_register() stops that (ptx.cuh)
 //   kHas...           whether the kernel is compiled for the feature (features.cuh)
@@ -26,11 +29,11 @@ struct JointScores {
     using Scores = Accumulator[2][2];
     using Coord = ScoreCoord<KeysLayout>;
 
-    // What is added in the exponents of the step's queries, for kernels without score features; others load it tile by tile. It is
-    // loaded as -lse / scale (row_statistics.cuh). scale() turns that into -lse in log2 units plus kExponentShift.
+    // What is added in the exponents of a step's queries, for kernels without score features; run() loads its own for each tile.
+    // It is loaded as -lse / scale (RowStats). scale() turns that into -lse in log2 units plus kExponentShift (-100).
     using Addends = ExponentAddends<KeysLayout, 2>;
-    // Sets the initial accumulators: 0, and for dP -delta (RowStats). `stats`: the lane's statistics of the step. Dropout
-    // multiplies dP alone: its accumulators begin with 0, and -delta is added after.
+    // Sets the initial accumulators before the products of a step: 0 for S; for dP -delta. `stats`: the lane's statistics of the
+    // step. Dropout scales dP but not delta: with it dP begins with 0 too, and run() adds -delta.
     static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
         clear_tiles(s);
         if (kHasDropout)
@@ -39,17 +42,18 @@ struct JointScores {
             load_stats(dp, stats + RowStats::kNegDeltaAt);
     }
 
-    // Returns ALiBi's distance, seqlen_k - seqlen_q + query - key, of the lane's first key and the first query of its part of a
-    // step that begins at query 0. `key`: the warp's first.
+    // Returns ALiBi's distance in tokens, seqlen_k - seqlen_q + query - key, of the lane's first score in a step that begins at
+    // query 0. `key`: the warp's first.
     static __device__ __forceinline__ int first_distance(const BlockSeqlenInfo& sequence, const Lane& lane, int key) {
         if (!kHasAlibi) return 0;
         return keep_in_register(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key -
                                 KeysLayout::first_key(lane));
     }
 
-    // Computes P^T and dS^T of a step. `row`: its first query; rows from row_end on see no key. `stats`: the lane's row statistics.
-    // `masked`: the step needs the mask. `packed`: where the lane stores P^T in shared memory. keys_left: keys that exist, from the
-    // lane's first on; P^T of others is not stored. `distance`: first_distance().
+    // Computes P^T and dS^T of a step from S^T (s) and dP^T - delta (dp; with dropout dP^T). `head`: the query head. `row`: the
+    // step's first query; queries from row_end on see no key of the block. `stats`: the lane's row statistics of the step.
+    // `masked`: the step needs the causal, window or length mask. `packed`: shared address of the lane's P^T. keys_left: keys that
+    // exist, from the lane's first on; P^T of others is not stored. `distance`: first_distance().
     static __device__ __forceinline__ void run(Scores& s, Scores& dp, const BwdParams& p, int head, int row, int row_end,
                                                const float* stats, bool masked, u32 packed, int keys_left, int distance) {
         static_assert(!(kHasBias && kHasScoreFunction), "a score function takes -lse before the bias is loaded");
@@ -60,10 +64,10 @@ struct JointScores {
         for (int tile = 0; tile < 4; tile++) {
             const int m = tile / 2, n = tile % 2;
             Accumulator &x = s[0][0], &dx = dp[0][0];
-            // With a bias -lse comes last, because the loaded biases leave no registers for it.
+            // -lse, loaded here; with a bias below, because the loaded biases leave no registers for it.
             ExponentAddends<KeysLayout, 1> addends;
             if (!kHasBias) load_rows(addends.of_row, stats + RowStats::kNegLseAt + 16 * n * RowStats::kRowFloats);
-            // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
+            // The score function maps a product to a state, from which score and derivative follow (score_function.cuh).
             if (uses_score_function(options)) {
                 const ScoreFunction function = ScoreFunction::rematerialized(p.problem, options);
                 addends.scale(p.problem.scale_log2, function.constant() + kExponentShift);
@@ -102,7 +106,8 @@ struct JointScores {
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(kHasBias ? x[v] + addends.of(0, v) : x[v]);
             PackedTile probabilities = pack_probability_tile(x);
-            // Word i of dropped.signs() has two halves, as word i of the packed tile. A set sign bit marks a dropped probability.
+            // DroppedKeys (packed_tile.cuh) draws which probabilities are dropped. signs(i) has their sign bits in word i of a
+            // packed tile: 0x8000 of its first element (even v), 0x80000000 of the second. sign_masks() widens each to all 16 bits.
             if (uses_dropout(options)) {
                 const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), remat_coord(p, row, m, n));
                 float neg_delta[1][KeysLayout::kRows];
@@ -133,12 +138,12 @@ struct JointScores {
     }
 
 private:
-    // Returns minus the head's ALiBi slope, in log2 units.
+    // Returns minus the head's ALiBi slope, in log2 units. run() flips the sign back, since Alibi::of() subtracts slope * distance.
     static __device__ __forceinline__ float load_neg_slope(const ScoreOptions& o, int head) {
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
     }
-    // Adds the bias, in log2 units, to the scores x of a tile. Unlike add_bias of backward/modifiers.cuh it has one branch on the
-    // dtype around all of it, and takes four registers fewer for fp32. FP32: the bias is fp32, else fp16.
+    // Adds the bias, in log2 units, to the scores x of a tile. Unlike add_bias() of backward/modifiers.cuh it takes the dtype as a
+    // template argument (FP32, else fp16), and four registers fewer for fp32.
     template <bool FP32>
     static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Coord& coord) {
         ScoreOptions options = p.score_options;
@@ -148,7 +153,7 @@ private:
         constexpr int kRows = KeysLayout::kRows, kAtOnce = FP32 ? 1 : kRows;
 #pragma unroll
         for (int first = 0; first < kRows; first += kAtOnce) {
-            // Queries from row_end on read the bias of the last query.
+            // Queries from row_end on read the bias of query row_end - 1: min(query, row_end - 1). A load brings four keys.
             uint4 loaded[kAtOnce];
 #pragma unroll
             for (int r = 0; r < kAtOnce; r++)

@@ -1,36 +1,37 @@
-// Tile sizes and shared-memory layout of the volta backward kernels: main kernels (single_role, warp_specialized) and dq.cuh.
+// Sizes of the tiles in shared memory, and their offsets, of the volta backward kernels: Shape, as S a template argument of the
+// main kernels (single_role.cuh, warp_specialized.cuh), of the dq kernel (dq.cuh) and of what they call.
 //
-// A block of a main kernel owns keys and visits the queries that see them, a step at a time (FlashAttention-2's backward,
+// A thread block of a main kernel owns keys and visits the queries that see them, a step at a time (FlashAttention-2's backward,
 // transposed; lse is softmax_lse, delta is rowsum(dO * O)):
 //
 //   S^T  = K Q^T                 P = exp(scale * S - lse)     dV += P^T dO
 //   dP^T = V dO^T - delta        dS = P * dP                  dK += dS^T Q        dQ += dS K
 //
-// dK and dQ are multiplied by scale at the end. K and V stay in shared memory, dK and dV in registers. The transposed scores leave
-// the first two products as accumulators, and go to shared memory as fp16. They are read back as operand A: row-major for dV and
-// dK, column-major for dQ.
+// dK and dQ are multiplied by scale at the end. K and V stay in shared memory, dK and dV in registers. P^T and dS^T come from
+// accumulators, and go to shared memory as fp16. They are read back as operand A: row-major for dV and dK, column-major for dQ.
 //
 // dQ is added up by atomics, or stored by a block that has all keys, or left to dq.cuh, whose blocks own queries and visit keys.
-// There own rows are Q and dO, and each step brings K and V. "Own" and "step" below are these two sides; S and Dp name the product
-// that an operand belongs to.
+// There own rows are Q and dO, and each step brings K and V. "Own" and "Step" in names below are these two sides. S and Dp at the
+// end of names are the products S and dP that an operand belongs to.
 #pragma once
 
 #include "tile.cuh"
 
 namespace volta {
 
-// Tiles of P^T and dS^T: rows are keys, of four chunks (16 bytes) of eight queries. Steps of 16 queries use two of the four.
-// In dq.cuh tiles are of dS: rows are queries, of chunks of keys.
+// Tiles of P^T and dS^T: rows are keys, of four chunks (16 bytes, kChunkBytes) of eight queries. Steps of 16 queries use two of the
+// four. In dq.cuh tiles are of dS: rows are queries, of four chunks of eight keys.
 constexpr int kScoreChunks = 4, kScoreRowBytes = kScoreChunks * kChunkBytes;
 
 // A block owns kRows rows (keys, or queries in dq.cuh), and visits the other rows in steps of kStep. ScoreTiles: how many tiles of
-// P^T and dS^T shared memory has (in dq.cuh of dS). Headdim, Rows, Step and Threads come from the kernel's row in src/kernels.
+// P^T and dS^T shared memory has (in dq.cuh of dS). The others come from the kernel's entry in the tables of src/kernels.
 template <int Headdim, int Rows, int Step, int Threads, int ScoreTiles>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kWarps = kThreads / 32;
     static constexpr int kChunks = kHeaddim / kChunk, kRowBytes = kChunks * kChunkBytes;  // of a row of Q, K, V, dO
 
-    // Offsets in shared memory, bytes. Tiles are multiples of 512 bytes, so a swizzle's XOR never leaves a row. kOwnS and kStepS
+    // Sizes of tiles and offsets in shared memory, bytes. Chunks of a row are permuted by XOR of address bits (chunk_after,
+    // tile.cuh). Tiles are multiples of 512 bytes, the longest row (headdim 256), so the XOR never leaves a row. kOwnS and kStepS
     // have the operands of S (K and Q, in dq.cuh Q and K), kOwnDp and kStepDp those of dP (V and dO, or dO and V).
     static constexpr int kOwnTile = kRows * kRowBytes, kStepTile = kStep * kRowBytes, kScoreTile = kRows * kScoreRowBytes;
     static constexpr int kOwnS = 0, kOwnDp = kOwnTile, kStepS = 2 * kOwnTile, kStepDp = kStepS + kStepTile;

@@ -1,15 +1,17 @@
-// Main kernel of the volta backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. Computes dK and dV, and
-// adds dQ, unscaled, to an fp32 accumulator by atomics, or leaves it to dq.cuh. shape.cuh has the products.
+// Main kernel of the volta backward pass for headdim up to 64. A thread block (4 warps with one role, two blocks an SM) owns 128
+// keys and visits the queries that see them, 32 a step: S^T = K Q^T, P = exp(scale * S - lse), dV += P^T dO, dP^T = V dO^T - delta,
+// dS = P * dP, dK += dS^T Q, dQ += dS K. It adds dQ, unscaled, to an fp32 accumulator by atomics, or leaves it to dq.cuh, whose
+// blocks own queries (Mode, gradient_output.cuh). csrc/entry.cu calls run().
 //
 // A warp has dV and dK of its own 32 keys. It computes both S^T and dP^T of its keys, so P and dS meet in registers, and use
 // one tile of shared memory one after the other. Kernels with score features (softcap, ALiBi, bias, dropout) require exactly one of
-// them (joint_scores.cuh): registers leave no room for generic ones, which test parameters for each.
+// them (joint_scores.cuh). Registers leave no room for generic kernels, which have code for all and test parameters for each.
 //
-// A step, whose tiles of Q and dO are in shared memory:
+// A step, whose tiles of Q and dO are in shared memory (K and V stay there):
 //   1. S^T, dP^T; P^T to shared memory, dS^T packed in registers
-//   2. loads of the next tiles begin; dV
-//   3. dS^T to P^T's place; dK; barrier
-//   4. stores the next tiles; dQ; barrier
+//   2. loads of the next tiles from global memory to registers begin; dV
+//   3. dS^T to P^T's place; dK; block barrier
+//   4. stores the next tiles to shared memory; dQ, by all warps together; block barrier
 //
 //   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO),
@@ -21,7 +23,7 @@
 //                     rows that loads may read (backward/iteration_range.cuh)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
 //   remat_*()         computes a value again at its use; keep_in_register(x) computes x once (ptx.cuh)
-//   kHas..., kGeneric score features that this kernel is compiled for; kGeneric: parameters choose among them (features.cuh)
+//   kHas..., kGeneric score features that this kernel is compiled for; whether parameters choose among them (features.cuh)
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
@@ -40,8 +42,9 @@
 
 namespace volta {
 
-// The kernel. BlockRows: keys of a block. Step: queries of a step. Mode: what becomes of dQ (gradient_output.cuh). Grid: which keys
-// and steps a block has, KeyBlock or StreamKKeyBlock.
+// The kernel. BlockRows: keys of a block. Step: queries of a step. Mode: what becomes of dQ. Grid: which keys (number()), KV head
+// and batch entry a block has. KeyBlock: all steps of its keys. StreamKKeyBlock: a split, some of these steps (clip()); the last
+// block of the same keys adds up all splits (combine_splits()).
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, class Grid = KeyBlock>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;  // one tile of scores: P^T, then dS^T
@@ -50,7 +53,7 @@ struct BackwardSingleRole {
     static_assert(Mode != DqMode::kStore, "storing dQ needs more registers than a thread has");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
-    static constexpr int kBlocks = S::kHeaddim / 32;  // of 32 columns
+    static constexpr int kPanels = S::kHeaddim / 32;  // panels of 32 columns of dK, dV; a warp has all
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
     using Joint = JointScores<S>;
@@ -72,6 +75,9 @@ struct BackwardSingleRole {
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
 
+        // Shared addresses of the lane. Pairs: operands of S^T, own and step rows (those of dP^T are a tile further); operand A of
+        // dV and dK, and where the lane packs P^T and dS^T; operands of dQ; operand B of dK (that of dV is a tile further), and
+        // where the thread stores the next tiles of Q and dO.
         const AddressPair score_operands(own_operand<S>(shared + S::kOwnS, lane, warp_key),
                                          step_operand<S>(shared + S::kStepS, lane, 0));
         const AddressPair packed_addresses(score_operand(shared + S::kScores, lane, warp_key),
@@ -83,39 +89,39 @@ struct BackwardSingleRole {
         const int stats_lane = lane_stats_offset(lane), dq_lane = Dq::output_offset(lane, warp);
         // ALiBi's distance of the lane's first score in a step at query 0
         const int distance = Joint::first_distance(sequence, lane, first_key + warp_key);
-        Gradient<2, kBlocks> dk = {}, dv = {};
+        Gradient<2, kPanels> dk = {}, dv = {};
 
-        // Query heads that share this block's KV head. Kernels with a score feature have no register for it across the loop:
-        // nheads is hidden at each call, so each divides again.
-        const auto group = [&] {
+        // Query heads of a KV head. Kernels with a score feature have no register for it across the loop: nheads is hidden from the
+        // compiler at each call, so each divides again.
+        const auto query_heads = [&] {
             return (kHasScoreFeatures ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k;
         };
 #pragma unroll 1
-        for (int head = grid.head(p) * group(); head < (grid.head(p) + 1) * group(); head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
-            int first = Queries::first(mask_of(p.problem, sequence), grid.number(p));
+        for (int head = grid.head(p) * query_heads(); head < (grid.head(p) + 1) * query_heads(); head++) {
+            const BlockSeqlenInfo head_sequence(p.problem, p.lengths, blockIdx.z);  // `sequence` again: holds none of its registers
+            int first = Queries::first(mask_of(p.problem, head_sequence), grid.number(p));
             if (first >= range.end) break;
             int end;  // of the queries that this block takes of a stream-K split
             if constexpr (kStreamK) {
                 end = grid.template clip<S::kStep>(p, head, first, range.end);
                 if (first >= end) continue;
             }
-            const long long head_row = rounded_row(p, sequence, grid.batch(p), head);
+            const long long head_row = rounded_row(p, head_sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
-            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first, grid);
+            StepTiles<S> tiles(p, p.q, p.dout, head, head_sequence.q_offset() + first, grid);
             Accumulator s[2][2], dp[2][2];
             tiles.load(p.q, p.dout, range.rows(p) - first);
             Joint::begin(s, dp, stats + first * RowStats::kRowFloats);
-            __syncthreads();  // the last head's tile is free
+            __syncthreads();  // no warp reads the tiles of the head before
             tiles.store(query_addresses.second());
             __syncthreads();
 
 #pragma unroll 1
             for (int row = first; row < (kStreamK ? end : range.end); row += S::kStep) {
                 // S^T and dP^T (begin() has set -delta), one chunk of headdim after the other. Rolled, for the instruction cache.
-                // multiply_low takes columns 0 to 3 of each chunk of eight, multiply_high 4 to 7.
+                // multiply_low() takes columns 0 to 3 of each chunk of eight, multiply_high() 4 to 7.
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
 #pragma unroll 1
@@ -155,16 +161,16 @@ struct BackwardSingleRole {
                         ds[m][n] = pack_tile(dp[m][n]);
                     });
                 }
-                __syncwarp();
+                __syncwarp();  // P^T of the warp's keys is stored
 
                 // Loads of the next tile are in flight from here on. Past the last row nothing is loaded.
                 tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
                 accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
-                __syncwarp();
+                __syncwarp();  // P^T is read
                 unrolled<2, 2>([&](int m, int n) { store_packed(packed, m, n, ds[m][n], keys_left); });
-                __syncwarp();
+                __syncwarp();  // dS^T is stored
                 accumulate<S, 1>(dk, packed_addresses.first(), query_addresses.first());
-                __syncthreads();  // dS is complete, Q and dO are free
+                __syncthreads();  // dS^T of all warps is stored, Q and dO are read
 
                 tiles.store(query_addresses.second());
                 Dq product;
@@ -172,7 +178,7 @@ struct BackwardSingleRole {
                 const int next = range.next_step(p, row);
                 Joint::begin(s, dp, stats + next * RowStats::kRowFloats);
                 if (kWithDq) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
-                __syncthreads();  // the next tile is stored, dS is free
+                __syncthreads();  // the next tiles are stored, dS^T is read
             }
         }
 
@@ -180,16 +186,16 @@ struct BackwardSingleRole {
         // Keys that no query sees get 0. first_key and warp_key are computed again, because they held no registers.
         const int end_key = grid.number(p) * S::kRows, end_warp_key = remat_thread_index() / 32 * 32;
         // Q's signs are as given (load_own flips K's under a negative softmax_scale), so dK's factor is signed. P^T has the factor
-        // kProbabilityUnit, 2^12, with which small P fit fp16. A warp has all column blocks: every one (<1>), from block 0 on.
+        // kProbabilityUnit, 2^12, with which small P fit fp16. A warp has all panels: every one (<1>) from number 0 on.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         if (gradients_are_fp32(p)) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-            to_fp32_output<1>(dk, p.signed_scale, end_warp_key, 0, p, p.dk, grid.head(p), sequence.k_offset(), end_key,
-                              sequence.seqlen_k_allocated(), p.problem.headdim, grid);
+            const BlockSeqlenInfo end_sequence(p.problem, p.lengths, remat_block_batch());
+            to_fp32_output<1>(dk, p.signed_scale, end_warp_key, 0, p, p.dk, grid.head(p), end_sequence.k_offset(), end_key,
+                              end_sequence.seqlen_k_allocated(), p.problem.headdim, grid);
             __syncwarp();
-            to_fp32_output<1>(dv, dv_factor, end_warp_key, 0, p, p.dv, grid.head(p), sequence.k_offset(), end_key,
-                              sequence.seqlen_k_allocated(), p.problem.headdim_v, grid);
+            to_fp32_output<1>(dv, dv_factor, end_warp_key, 0, p, p.dv, grid.head(p), end_sequence.k_offset(), end_key,
+                              end_sequence.seqlen_k_allocated(), p.problem.headdim_v, grid);
             return;
         }
         // K and V are no longer needed: their tiles stage dK and dV for the store.

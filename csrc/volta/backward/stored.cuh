@@ -1,13 +1,16 @@
-// The volta Family, a template argument of the backward kernels that pass P and dS through memory: backward/store_scores.cuh and
-// backward/stored_gradients.cuh, for headdims above 192 and for fp32 tensors. They say what each member is. A warp has 64 by 64
-// elements of a product: 4 by 4 tiles of 16 by 16. c: its accumulators; a and b: shared addresses of the lane's operands.
+// The volta Family, a template argument of the backward kernels that pass P and dS through scratch memory, for headdims above 192
+// and for fp32 tensors (a number is two fp16 parts there). backward/store_scores.cuh computes P and dS (keys are rows),
+// backward/stored_gradients.cuh dV, dK and dQ from them. They load operands to shared memory a step (32 terms) at a time, and call
+// these functions between two barriers. A warp computes 64 by 64 elements of a product: 4 by 4 tiles of 16 by 16.
 //
-// *_operand(), *_a() and *_b() return the byte offset of a lane's operand in its tile. `row`, `column`: the warp's first there.
+// *_operand(), *_a() and *_b() return the byte offset of a lane's operand in its tile of shared memory. `row`, `column`: the warp's
+// first in the tile. c: a lane's accumulators; a and b, a_address and b_address: shared addresses of its operands.
 // for_each_pair() calls f(row, column, x, y) for sums x, y of neighboring columns. Row and column count from the warp's first.
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh). Here
-// quad is lane % 4, and half is lane / 16. chunk_after() steps along a row of a swizzled tile, row_swizzle(4) is what four rows
-// further change in the swizzle (tile.cuh). kStagedTerms: 32, the terms of a step. kScoreRowBytes: bytes of a row of them, 64.
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair: quad is lane % 4, half is lane / 16. The quad-pair is in row qm
+// (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh). v: a lane's element (0 to 7) of its 8x8 product.
+// A chunk is 16 bytes, eight elements of a row; a panel is 32 columns, four chunks. chunk_after(x, n) is the address n chunks after
+// x in a swizzled row, row_swizzle(4) how many chunks the swizzle moves one in the row 4 further (tile.cuh).
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -16,15 +19,17 @@
 
 namespace volta {
 
-// multiply_* add a step's products to c. add_* sum them apart first, because tensor cores truncate long sums, whose bits the
-// two-part numbers of fp32 tensors need. They multiply sums by `factor`, the power of two by which dS was divided, and compute part
-// number `part` of kLoadParts. Terms are a step's 32 values of the summed index k: columns of TermColumns tiles, rows of TermRows
-// (operand A) and OtherTermRows (B) tiles (backward/staged_tiles.cuh).
+// Terms are a step's 32 (kStagedTerms) values of the summed index k: columns of TermColumns tiles (128 rows of 32), rows of
+// TermRows (operand A, 128 columns) and OtherTermRows (B, 128 or 64 columns) tiles (backward/staged_tiles.cuh).
+//
+// multiply_* add a step's products to c. add_*, for fp32 tensors, sum a step apart first: tensor cores truncate long sums, whose
+// last bits fp32 needs. add_keys and add_queries multiply these sums by `factor`, the power of two by which dS was divided, and
+// compute one of kLoadParts equal parts of c, number `part`: loads of the next step come between the parts.
 struct StoredFamily {
     // ---- S^T = K Q^T and dP^T = V dO^T ------------------------------------------------------------
     using Layout = KeysLayout;
-    // Floats of statistics for each query: those of the lane begin first_query() * kLaneStatistics floats after the tile's. A
-    // lane's four queries are a group (RowStats).
+    // Floats of row statistics (-lse/scale and -delta, RowStats) for each query: those of the lane's four queries begin
+    // first_query() * kLaneStatistics floats after the tile's.
     static constexpr int kLaneStatistics = RowStats::kRowFloats;
     static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
         volta::load_rows(x, stats);
@@ -50,7 +55,7 @@ struct StoredFamily {
         for (int m = 0; m < 4; m += 2)
 #pragma unroll
             for (int n = 0; n < 4; n += 2) {
-                __syncwarp();  // no operand is loaded before: registers hold those of one quarter
+                __syncwarp();  // no operand is loaded before: registers hold those of one quarter of c
                 Accumulator sums[2][2] = {};
 #pragma unroll 2  // all of the loop over steps is then below the 12 KB of the L0 instruction cache
                 for (int chunk = 0; chunk < TermColumns::kChunks; chunk++) {
@@ -71,15 +76,15 @@ struct StoredFamily {
     }
 
     // ---- dK and dV --------------------------------------------------------------------------------
-    static constexpr int kLoadParts = 2;  // parts in which add_keys and add_queries take a step's loads: what spills least
-    using KeySums = Gradient<4, 2>;  // [m: 16 keys][j: block of 32 columns][i: half of a chunk of operand B][v: element]
+    static constexpr int kLoadParts = 2;  // parts in which the loads of a step come with add_keys and add_queries: spills least
+    using KeySums = Gradient<4, 2>;  // [m: 16 keys][j: panel][i: columns 0 to 3 or 4 to 7 of each chunk of operand B][v]
     static __device__ __forceinline__ u32 key_a(const Lane& lane, int row) { return score_operand(0, lane, row); }
     static __device__ __forceinline__ u32 key_b(const Lane& lane, int column) {
         return column_operand<OtherTermRows>(0, lane, column / 32);
     }
     static __device__ __forceinline__ void multiply_keys(KeySums& c, u32 a, u32 b) { accumulate<OtherTermRows, 1>(c, a, b); }
     static __device__ __forceinline__ void add_keys(KeySums& c, u32 a, u32 b, float factor, int part) {
-        constexpr int kTiles = 4 / kLoadParts;
+        constexpr int kTiles = 4 / kLoadParts;  // of 16 keys, of a part
 #pragma unroll
         for (int m = part * kTiles; m < (part + 1) * kTiles; m++) {
             __syncwarp();  // no operand is loaded before
@@ -97,14 +102,14 @@ struct StoredFamily {
         unrolled<4, 2, 2>([&](int m, int j, int i) {
 #pragma unroll
             for (int v = 0; v < 8; v += 2)
-                f(score_own(lane, m, v), 32 * j + column_in_block(lane, i, v), c[m][j][i][v], c[m][j][i][v + 1]);
+                f(score_own(lane, m, v), 32 * j + column_in_panel(lane, i, v), c[m][j][i][v], c[m][j][i][v + 1]);
         });
     }
 
     // ---- dQ ---------------------------------------------------------------------------------------
-    // Rows of both operands are keys. A lane loads a chunk of eight queries and a chunk of eight columns of one key: half i of the
-    // first is a column-major operand A, half h of the second is a row-major operand B.
-    using QuerySums = Accumulator[2][2][2][2];  // [m: block of 32 queries][i][j: block of 32 columns][h]
+    // Rows of both operands are keys. A lane loads a chunk of eight queries (dS) and a chunk of eight columns (K) of one key. Half
+    // i (4 queries) of the first is a column-major operand A, half h (4 columns) of the second is a row-major operand B.
+    using QuerySums = Accumulator[2][2][2][2];  // [m: 32 queries, a panel of dS][i][j: panel of K][h]
     static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
         return swizzled<TermRows::kChunks>(lane.quad, row / 8 + 2 * lane.qm + lane.half);
     }
@@ -127,9 +132,9 @@ struct StoredFamily {
         }
     }
     static __device__ __forceinline__ void add_queries(QuerySums& c, u32 a_address, u32 b_address, float factor, int part) {
-        constexpr int kChunks = TermRows::kChunks, kOtherChunks = OtherTermRows::kChunks, kBlocks = 2 / kLoadParts;
+        constexpr int kChunks = TermRows::kChunks, kOtherChunks = OtherTermRows::kChunks, kPanels = 2 / kLoadParts;
 #pragma unroll
-        for (int m = part * kBlocks; m < (part + 1) * kBlocks; m++)
+        for (int m = part * kPanels; m < (part + 1) * kPanels; m++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 __syncwarp();
@@ -159,7 +164,7 @@ struct StoredFamily {
 #pragma unroll
             for (int v = 0; v < 8; v += 2) {
                 const int row = 32 * m + 16 * lane.qm + 8 * (lane.t >> 2) + 4 * i + (lane.t & 1) + (v & 2);
-                f(row, 32 * j + column_in_block(lane, h, v), c[m][i][j][h][v], c[m][i][j][h][v + 1]);
+                f(row, 32 * j + column_in_panel(lane, h, v), c[m][i][j][h][v], c[m][i][j][h][v + 1]);
             }
         });
     }

@@ -1,19 +1,24 @@
-// Main kernel of the volta backward pass for headdim above 64, and at 64 for small grids, block masks and generic kernels (score
-// features chosen by parameters): 8 warps in two roles of four (warp specialization). Warps 0 to 3 compute S^T, P and dV, warps 4
-// to 7 dP^T, dS and dK: dV and dK together do not fit one warp's registers. P goes to the second role through shared memory. All
-// warps compute dQ, which is added up by atomics (fp32, unscaled), left to dq.cuh, or stored (Mode, gradient_output.cuh). shape.cuh
-// has the products. csrc/entry.cu calls run().
+// Main kernel of the volta backward pass for headdim above 64, and at 64 for small grids, block-sparse masks and generic kernels
+// (score features chosen by parameters). A thread block owns keys and visits the queries that see them, 16 or 32 a step:
+//
+//   S^T  = K Q^T                 P = exp(scale * S - lse)     dV += P^T dO
+//   dP^T = V dO^T - delta        dS = P * dP                  dK += dS^T Q        dQ += dS K
+//
+// 8 warps have two roles (warp specialization). Warps 0 to 3 (first role) compute S^T, P and dV, warps 4 to 7 (second) dP^T, dS and
+// dK: dV and dK together do not fit one warp's registers. P goes to the second role through shared memory. All warps compute dQ,
+// which is added up by atomics (fp32, unscaled), left to dq.cuh, or stored by the fused kernel, whose block has all keys of a head
+// (Mode, gradient_output.cuh). csrc/entry.cu calls run().
 //
 // With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of its gradient. With 64 keys (headdim
-// above 128, and small grids) two warps share 32 keys. Of the scores each has half the queries (or half the keys, in steps of
-// 16 queries), of the gradient every second block of 32 columns.
+// above 128, and small grids) two warps of a role share 32 keys, a key group. Of the scores each has half the queries (or half the
+// keys, in steps of 16 queries), of the gradient every second panel: 32 columns.
 //
-// A step, whose tiles of Q and dO are in shared memory:
-//   first role                              second role
-//   1. S^T, P^T to shared memory            1. dP^T
-//   2. barrier: P^T is written              2. the same; dS^T = P^T * dP^T to shared memory
-//   3. loads of the next tiles begin; dV    3. the same; dK
-//   4. block barrier; stores the next tiles; dQ; block barrier
+// A step, whose tiles of Q and dO are in shared memory (K and V stay there):
+//   first role                               second role
+//   1. S^T; P^T to shared memory             1. dP^T
+//   2. barrier of the key group: P^T stored  2. the same barrier; dS^T = P^T * dP^T to shared memory
+//   3. begins loads of the next tiles; dV    3. begins loads of the next tiles; dK
+//   4. block barrier; next tiles to shared memory; dQ; block barrier
 //
 //   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO),
@@ -23,9 +28,12 @@
 //                     kRowFloats a query (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
+//   queries           with a block-sparse mask: iterator over listed steps; first(): a step's first query; after(n): n steps later
+//   bits              with a block-sparse mask: which single scores of the warp exist in this step; else calls compile to nothing
+//   named_sync(i, n)  barrier number i, of n threads (ptx.cuh)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
 //   remat_*()         computes a value again at its use; keep_in_register(x) computes x once (ptx.cuh)
-//   kHas..., kGeneric score features that this kernel is compiled for; kGeneric: parameters choose among them (features.cuh)
+//   kHas...           score features (softcap, ALiBi, bias, dropout) that this kernel is compiled for (features.cuh)
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 //   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS in words of two elements, whose sign bits are 0x8000 and 0x80000000
@@ -48,8 +56,8 @@
 namespace volta {
 
 // BlockRows: keys of a block. Step: queries of a step. HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles
-// have. Grid: which keys and steps a block has, KeyBlock or StreamKKeyBlock. Blocks: which queries a block of keys visits.
-// DenseBlocks: all that a causal mask or window leaves; ListedBlocks (kListed): those in the lists of a block-sparse mask.
+// have. Grid: which keys a block has: KeyBlock (all of their steps), or StreamKKeyBlock (a split, some of them). Blocks: which
+// queries a block visits. DenseBlocks: all that a causal mask or window leaves; ListedBlocks (kListed): those in a mask's lists.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim, class Blocks = DenseBlocks,
           class Grid = KeyBlock>
 struct BackwardWarpSpecialized {
@@ -64,36 +72,39 @@ struct BackwardWarpSpecialized {
     using Coord = ScoreCoord<KeysLayout>;
     static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
     static_assert(S::kThreads == 256, "two roles of four warps");
-    static constexpr int kGroupWarps = 128 / S::kRows;  // warps of a role that share 32 keys
+    static constexpr int kGroupWarps = 128 / S::kRows;  // warps of a role that share a key group: 32 keys
     static_assert(kGroupWarps == 1 || kGroupWarps == 2, "64 or 128 keys");
 
     static constexpr int kScoreKeyTiles = kGroupWarps == 2 && S::kStep == 16 ? 1 : 2;  // a warp's scores, in tiles of 16
     static constexpr int kScoreQueryTiles = S::kStep / 16 / (kGroupWarps == 2 && S::kStep == 32 ? 2 : 1);
-    static constexpr int kBlocks = S::kHeaddim / 32 / kGroupWarps;  // a warp's blocks of 32 columns of dV or dK
+    static constexpr int kPanels = S::kHeaddim / 32 / kGroupWarps;  // a warp's panels (32 columns) of dV or dK
 
     static constexpr bool kSameHeaddims = HeaddimV == Headdim;
-    static constexpr int kChunksV = HeaddimV / kChunk, kBlocksV = HeaddimV / 32 / kGroupWarps;
+    static constexpr int kChunksV = HeaddimV / kChunk, kPanelsV = HeaddimV / 32 / kGroupWarps;  // of V, dO; of dV
     static_assert(HeaddimV <= Headdim && HeaddimV % (32 * kGroupWarps) == 0, "whole blocks of columns");
 
     // Chunks of headdim in one iteration of the first two products: two where the instruction cache has room.
     static constexpr int kScoreUnroll = kGroupWarps == 2 ? 2 : 1;
 
-    // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is written. Writers of P need
-    // not wait for readers, but bar.arrive gains under 3% in simulation, and compute-sanitizer's racecheck does not know it.
+    // Named barriers, one set for each key group (at most 4): P is stored (both roles); with kGroupWarps = 2 the role's own P or dS
+    // is stored (its two warps). The first role need not wait for the second, but with bar.arrive, which does not wait, kernels
+    // gain under 3% in simulation, and compute-sanitizer's racecheck does not know it.
     enum Barrier { kProbabilitiesReady = 1, kRoleReady = kProbabilitiesReady + 4 };
 
-    // The first role passes on two tiles: P for its product, and where the second role will store dS, a copy of P whose sign bits
-    // say which way it was rounded (residual_signs.cuh).
+    // Shared memory has a P^T tile, at kScores, and a dS^T tile, kScoreTile bytes further. The first role stores P to the P^T tile,
+    // for dV, and to the dS^T tile a copy of P whose sign bits say which way it was rounded (residual_signs.cuh). The second role
+    // replaces this copy by dS.
     //
     // In kernels with score features, generic_probabilities() is the first role's work and generic_score_gradients() the second's.
-    // With dropout, signs of the second tile mark dropped probabilities instead. With a score function (never both), the second
-    // tile is the function's derivative, at least 0, with P's signs.
+    // With dropout, signs of the copy mark dropped probabilities instead. With a score function (softcap; never both), the dS^T
+    // tile has the function's derivative, at least 0, instead of P, with the same signs.
     using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
     using Bits = typename Blocks::template Bits<KeysLayout, 16 * kScoreKeyTiles>;
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
 
-    // Computes P from S, and stores both tiles. `key`, `row`: first of the warp. Rows from row_end on see no key. `stats`: the
-    // lane's of this step. `masked`: it needs the mask. `packed`: the lane's shared address of P, from which keys_left keys exist.
+    // Computes P from S, and stores both tiles. `key`, `row`: the warp's first key and query. Queries from row_end on see no key.
+    // `stats`: -lse/scale of the lane's queries in this step. `masked`: the step needs the causal, window or length mask. `packed`:
+    // the lane's shared address in the P^T tile. keys_left: keys that exist, from the lane's first on; others are not stored.
     static __device__ __forceinline__ void generic_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row,
                                                                  int row_end, const float* stats, bool masked, const Bits& bits,
                                                                  u32 packed, int keys_left) {
@@ -109,7 +120,7 @@ struct BackwardWarpSpecialized {
             PackedTile packed_slopes;
             ExponentAddends<KeysLayout, 1> addends;
             load_rows(addends.of_row, stats + 16 * n * RowStats::kRowFloats);
-            addends.scale(p.problem.scale_log2, 0.f);
+            addends.scale(p.problem.scale_log2, 0.f);  // from -lse/scale to -lse in log2 units
             if (uses_score_function(options)) {
                 Accumulator slopes;
                 const ScoreFunction function(p.problem, options);
@@ -120,7 +131,7 @@ struct BackwardWarpSpecialized {
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, addends.of(0, v));
             }
-            add_position_terms(x, p, head, row_end, coord);
+            add_position_terms(x, p, head, row_end, coord);  // ALiBi and bias
             if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
             if (bits.any()) bits.hide(x, m, n);
 #pragma unroll
@@ -141,7 +152,8 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // Computes dS from dP - delta, with the two tiles that the first role has stored, and stores it over the second.
+    // Computes dS from dP - delta (in dp) and from the two tiles that the first role has stored, and stores it to the dS^T tile.
+    // Arguments: as above, but `stats` is -delta.
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& dp, const BwdParams& p, int head, int key, int row,
                                                                    const float* stats, u32 packed, int keys_left) {
         const ScoreOptions& options = p.score_options;
@@ -150,10 +162,10 @@ struct BackwardWarpSpecialized {
         for (int tile = 0; tile < kWarpScoreTiles; tile++) {
             const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
             Accumulator& x = dp[0][0];
-            PackedTile second = load_packed(packed + S::kScoreTile, m, n), probabilities = second;
+            PackedTile copy = load_packed(packed + S::kScoreTile, m, n), probabilities = copy;
             if (uses_score_function(options)) {
-                probabilities = with_signs_of(load_packed(packed, m, n), second);
-                second = without_signs(second);
+                probabilities = with_signs_of(load_packed(packed, m, n), copy);
+                copy = without_signs(copy);  // the function's derivative
             }
             if (uses_dropout(options)) {
                 Accumulator neg_delta[1][1];
@@ -175,16 +187,16 @@ struct BackwardWarpSpecialized {
                 else
                     add_bias_gradient(x, p, head, coord);
             }
-            if (uses_score_function(options)) multiply(x, second);
+            if (uses_score_function(options)) multiply(x, copy);
             // Only keys that exist: for others the first role stored 0, which the next step reads.
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);
         }
     }
 
-    // Begins a step: the second role's products with -delta, the first's with 0; loads -lse/scale for the first role's exponents.
-    // `stats`: the lane's of the step and role. Generic kernels load -lse/scale tile by tile. load_stats<true>: this kernel wrote
-    // the statistics, so no load takes the read-only path.
+    // Begins a step: sets the accumulators, of the second role to -delta, of the first to 0, and loads -lse/scale for the first
+    // role's exponents. `stats`: the lane's statistic of the step and role. Kernels with score features load -lse/scale for one
+    // tile at a time instead. load_stats<true>: this kernel wrote the statistics, so no load takes the read-only path.
     static __device__ __forceinline__ void begin(WarpScores& s, ExponentAddends<KeysLayout, kScoreQueryTiles>& addends, int role,
                                                  const float* stats) {
         if (role) {
@@ -195,7 +207,7 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // Returns the first row of a listed step. Past the matrix, the last one with statistics: ScoreBits hides its scores.
+    // Returns the first row of a listed step; past the last query, that of the last step with statistics: bits hides its scores.
     static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) {
         return min(row, p.seqlen_q_rounded - S::kStep);
     }
@@ -205,7 +217,7 @@ struct BackwardWarpSpecialized {
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32, role = warp / 4;
-        // number of the warp's 32 keys in the block, and of the warp among the kGroupWarps of its role that share them
+        // number of the warp's key group in the block; number of the warp among the kGroupWarps of its role that share the group
         const int key_group = warp % 4 / kGroupWarps, group_warp = warp % kGroupWarps;
         const int first_key = blocks.template key_block<S::kRows>(p, grid) * S::kRows;
         // first key of the warp's gradient, and first key and query of its scores, in the block and the step
@@ -220,9 +232,9 @@ struct BackwardWarpSpecialized {
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<2 * S::kScoreTile, S::kThreads>(shared + S::kScores);
 
-        // Addresses that depend on the role: K Q^T or V dO^T, then P^T dO or dS^T Q. Pairs: own and step rows of the first product;
-        // operand A of the second, and where the lane packs P^T and dS^T; operands of dQ; operand B of the second, and where the
-        // thread stores the next tiles of Q and dO.
+        // The lane's shared addresses, which depend on the role: its first product is K Q^T or V dO^T, its second P^T dO or dS^T Q.
+        // Pairs: own and step rows of the first; operand A of the second, and where the lane packs P^T and dS^T; operands of dQ;
+        // operand B of the second, from panel group_warp on, and where the thread stores the next tiles of Q and dO.
         const u32 scores = shared + S::kScores, own_scores = scores + role * S::kScoreTile;
         const AddressPair score_operands(own_operand<S>(shared + (role ? S::kOwnDp : S::kOwnS), lane, score_key0),
                                          step_operand<S>(shared + (role ? S::kStepDp : S::kStepS), lane, score_query0));
@@ -234,19 +246,19 @@ struct BackwardWarpSpecialized {
         const int stats_lane = lane_stats_offset(lane) + score_query0 * RowStats::kRowFloats;
         const int dq_lane = Dq::output_offset(lane, warp);
 
-        Gradient<2, kBlocks> gradient = {};  // dV or dK
+        Gradient<2, kPanels> gradient = {};  // dV or dK
 
-        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        const int query_heads = p.problem.nheads / p.problem.nheads_k;  // of a KV head
 #pragma unroll 1
-        for (int head = grid.head(p) * group; head < (grid.head(p) + 1) * group; head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
+        for (int head = grid.head(p) * query_heads; head < (grid.head(p) + 1) * query_heads; head++) {
+            const BlockSeqlenInfo head_sequence(p.problem, p.lengths, blockIdx.z);  // `sequence` again: holds none of its registers
             auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
             int first, end;  // `end`: of the queries that this block takes of a stream-K split
             if constexpr (Blocks::kListed) {
                 if (!queries.exists()) continue;
                 first = existing_row(p, queries.first());
             } else {
-                first = kFused ? 0 : Queries::first(mask_of(p.problem, sequence), grid.number(p));
+                first = kFused ? 0 : Queries::first(mask_of(p.problem, head_sequence), grid.number(p));
                 if (first >= range.end) break;
                 if constexpr (kStreamK) {
                     end = grid.template clip<S::kStep>(p, head, first, range.end);
@@ -258,23 +270,23 @@ struct BackwardWarpSpecialized {
                 queries.advance(blocks);
                 return existing_row(p, queries.first());
             };
-            // Returns the rows of Q and dO that loads may touch.
+            // Returns the number of rows of Q and dO that loads may touch.
             const auto rows = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
-            const long long head_row = rounded_row(p, sequence, grid.batch(p), head);
+            const long long head_row = rounded_row(p, head_sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats +
                                             (role ? RowStats::kNegDeltaAt : RowStats::kNegLseAt) + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
-            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + (Blocks::kListed ? queries.first() : first), grid);
+            StepTiles<S> tiles(p, p.q, p.dout, head, head_sequence.q_offset() + (Blocks::kListed ? queries.first() : first), grid);
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
             tiles.load(p.q, p.dout, rows() - (Blocks::kListed ? queries.first() : first));
             if (kFused) {
-                write_row_statistics<S::kHeaddim, S::kThreads>(p, sequence, head);
+                write_row_statistics<S::kHeaddim, S::kThreads>(p, head_sequence, head);
                 __syncthreads();
             }
             ExponentAddends<KeysLayout, kScoreQueryTiles> addends;
             begin(s, addends, role, stats + first * RowStats::kRowFloats);
-            __syncthreads();  // the last head's tile is free
+            __syncthreads();  // no warp reads the tiles of the head before
             tiles.store(query_addresses.second());
             __syncthreads();
 
@@ -349,8 +361,8 @@ struct BackwardWarpSpecialized {
                     tiles.load(p.q, p.dout, rows() - S::kStep - row);
                 }
                 accumulate<S, kGroupWarps, kCompact>(gradient, packed_addresses.first(), query_addresses.first(),
-                                                     kSameHeaddims || role ? kBlocks : kBlocksV);
-                __syncthreads();  // dS is complete, Q and dO are free
+                                                     kSameHeaddims || role ? kPanels : kPanelsV);
+                __syncthreads();  // dS^T of all warps is stored, Q and dO are read
 
                 tiles.store(query_addresses.second());
                 const int next = Blocks::kListed ? existing_row(p, queries.after(1)) : range.next_step(p, row);
@@ -363,7 +375,7 @@ struct BackwardWarpSpecialized {
                     else
                         product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
                 }
-                __syncthreads();  // the next tile is stored, P and dS are free
+                __syncthreads();  // the next tiles are stored, P^T and dS^T are read
             }
         }
 
