@@ -32,7 +32,7 @@ struct StepStats {
             x[i] = load_float(from);
         }
     }
-    // Converts them for P, which kernels keep times kProbabilityUnit (2^kProbabilityBits = 4096): -lse / scale becomes -lse in log2
+    // Converts x for P, which kernels keep times kProbabilityUnit (2^kProbabilityBits = 4096): -lse / scale becomes -lse in log2
     // units plus `shift` (warp_specialized.cuh: kExponentShift, 12 - 112, because it packs P * 2^-100 by pack_shifted), and -delta
     // is divided by kProbabilityUnit, as callers do with dP. So P * (dP - delta) is dS itself.
     __device__ __forceinline__ void scale(float scale_log2, float shift = kProbabilityBits) {
@@ -45,7 +45,7 @@ struct StepStats {
     __device__ __forceinline__ float2 neg_delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kNegDeltaAt); }
 
 private:
-    // kGroups is 1 or 2: two column tiles each. `from`: the lane that has the first query's value.
+    // kGroups is 1 or 2: two column tiles each. `at`: first lane with the statistic. `from`: lane with the first query's.
     __device__ __forceinline__ float2 of(int n, const Lane& lane, int at) const {
         const float mine = kGroups == 1 || n < 2 ? x[0] : x[kGroups - 1];
         const int from = at + 8 * (n % 2) + KeysLayout<2>::first_query(lane);
@@ -70,8 +70,8 @@ public:
     // A thread's part of one of the two tiles. Kernels that lack registers for both call load() and store() for each in turn.
     using Part = uint4[kLoads];
 
-    // Loads rows from `row` of the tensor on. rows_left of them exist (may be negative or more than a step). Predicates do it: a
-    // branch would separate the products before and after it. `batch`: blockIdx.z, or remat_block_batch() to keep no addresses.
+    // Loads rows from `row` of the tensor on. rows_left of them exist (may be negative or more than a step). Loads have
+    // predicates: a branch would separate the products around it. `batch`: blockIdx.z, or remat_block_batch() to keep no addresses.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim,
                                                 int batch = blockIdx.z) {
         const u32 thread = remat_thread(), column = thread % kLanes * kChunk;
