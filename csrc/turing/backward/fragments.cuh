@@ -1,28 +1,29 @@
-// Lane layouts of the turing backward pass (m16n8k8): which scores and gradient elements a lane holds, and where operands lie in
-// shared memory. Included by all kernels of this folder, and by nothing outside it.
+// Lane layouts of the turing backward kernels (mma.m16n8k8, turing/mma.cuh): which scores and gradient elements a lane holds
+// (KeysLayout, QueriesLayout), where operands lie in shared memory (by_rows() and others), and stores of gradients. Included by all
+// kernels of this folder, directly or by shape.cuh, and by nothing outside it.
 //
 // "Own rows" are the rows that a thread block owns: keys in the main kernels (which compute dK and dV), queries in the dq kernels.
 // "Step rows" are the other kind. A block visits kStep of them in each step. The products of the main kernels, for 16 own rows:
 //
-//   S^T  = K Q^T     A: own rows, from registers              B: step rows, from shared memory as they lie
+//   S^T  = K Q^T     A: own rows, registers or shared memory  B: step rows, from shared memory as they lie
 //   dP^T = V dO^T    the same
 //   dV += P^T dO     A: packed scores of the same lane        B: step rows, transposed by ldmatrix
 //   dK += dS^T Q     the same
 //   dQ += dS K       A: dS^T from shared memory, transposed   B: the block's K from shared memory, transposed
 //
-// The dq kernels have S = Q K^T and dP = dO V^T with the same sources, and dQ += dS K like dV: A is the lane's own packed dS.
+// The dq kernels have S = Q K^T and dP = dO V^T (A: registers), and dQ += dS K like dV: A is the lane's own packed dS.
 //
-// Four neighboring keys share a call of dropout's generator (Philox) and a load of the bias. So rows and columns of the products
-// are permutations of the keys (KeysLayout, QueriesLayout): with 32 keys a tile, a lane has all four keys of a group. With 16 keys,
-// or in the dq kernels' S, it has the first and third, or the second and fourth. Shared tiles whose rows are the block's keys are
-// stored in the products' order. So the eight rows of a matrix are neighbors, which the swizzle puts into different banks.
+// Four neighboring keys, from a multiple of four on, share a call of dropout's generator (Philox) and a load of the bias. So rows
+// and columns of the products are permutations of the keys: with 32 keys a tile, a lane has all four. With 16 keys, or in the dq
+// kernels' S, it has the first and third, or the second and fourth. Shared tiles whose rows are the block's keys are stored in the
+// products' order. So the eight rows of a matrix are neighbors, which the swizzle (tile.cuh) puts into different banks.
 //
 // In names of layouts, "row" means query (kRows, row_of, row_slot); query_of_row and row_of_key have rows of a shared tile.
 // Elsewhere it is an own row or a step row.
 //
-// Names of a Shape S (shape.cuh): kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Of a lane,
-// group is lane / 4, and quad is lane % 4 (turing/mma.cuh). kRequiresDropout: all problems of the kernel use dropout, and no other
-// score feature (features.cuh).
+//   S (Shape)         sizes (shape.cuh): kChunks chunks of eight columns (16 bytes of fp16), kRowBytes bytes of a row
+//   Lane              of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh)
+//   kRequiresDropout  all problems of the kernel use dropout, and no other score feature: softcap, ALiBi, bias (features.cuh)
 #pragma once
 
 #include "backward/gradient_output.cuh"
@@ -35,18 +36,19 @@
 
 namespace turing {
 
-// remat_thread_index() as unsigned: divisions by powers of two are then one instruction.
+// threadIdx.x, read again to hold no register (ptx.cuh), as unsigned: divisions by powers of two are then one instruction.
 __device__ __forceinline__ u32 remat_thread() { return remat_thread_index(); }
 __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32); }
 
 // ---- scores ---------------------------------------------------------------------------------------
 
 // True if dropout is the one score feature. A lane then draws random numbers for itself alone (one_feature.cuh): with 32 keys it
-// has all eight scores of a Philox call, two queries 4 apart by four keys. Else lanes draw for each other (draw_kept_tile).
+// has all eight scores of a Philox call, two queries 4 apart by four keys. Else lanes draw for each other (modifiers.cuh).
 constexpr bool kOneCallPerLane = kRequiresDropout;
 
-// S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. Element v of a lane is query
-// first_query + query_slot(v) and key first_key + key_slot(v) of the tile (score_layout.cuh).
+// S^T and dP^T in the main kernels: a tile of 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. Element v of a
+// lane (kElements) is query first_query + query_slot(v) and key first_key + key_slot(v) of the tile (score_layout.cuh). query() and
+// key() take `first`, the coordinate of element 0.
 template <int KeyTiles>
 struct KeysLayout {
     static_assert(KeyTiles == 1 || KeyTiles == 2, "a warp has one or two tiles of keys");
@@ -77,9 +79,10 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int row_slot(int r) { return r * kQueryStride; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
 
-    static constexpr int kKeyPartnerMask = 4;  // with two keys a lane: XOR mask to the lane with the group's other two
-    static constexpr int kQueryPartnerMask = 2;  // to the lane whose queries are 4 before or after
-    // The key of row h (of two) of the lane, in operand A number m of the tile.
+    // XOR mask to the lane that shares calls of the generator. Two keys a lane: it has the other two of four keys; four keys a
+    // lane: it has the queries 4 before or after.
+    static constexpr int kKeyPartnerMask = 4, kQueryPartnerMask = 2;
+    // The key of row h (of two) of the lane, in operand A of 16 keys number m of the tile.
     __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) {
         return key(first_key(l), 4 * m + 2 * h);
     }
@@ -91,7 +94,7 @@ struct KeysLayout {
     }
 };
 
-// S and dP in the dq kernels: 16 queries by 8 keys. Members are those of KeysLayout.
+// S and dP in the dq kernels: a tile of 16 queries by 8 keys, an accumulator. Members are those of KeysLayout.
 struct QueriesLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
@@ -116,14 +119,15 @@ struct QueriesLayout {
 static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && covers_tile<QueriesLayout>(),
               "each score of a tile has one place (score_layout.cuh)");
 static_assert(has_rows_and_keys<KeysLayout<1>>() && has_rows_and_keys<KeysLayout<2>>() && has_rows_and_keys<QueriesLayout>(),
-              "backward/score_coord.cuh");
+              "backward/score_coord.cuh");  // which says what kRows and the members after it promise
 
 // ---- operands -------------------------------------------------------------------------------------
 
-// Operand A of a tile of 16 rows, for eight k.
+// A lane's part of operand A: 16 rows by eight k. Word h has two neighboring fp16 of row group + 8 * h.
 using OperandA = u32[2];
 
-// Moves all packed tiles of a warp down by one, and puts `tile` last: rolled loops cannot index registers.
+// Moves all packed tiles of a warp down by one, and puts `tile` last: rolled loops cannot index registers. The dq kernels
+// with score features call it for each tile of P or dS.
 template <int M, int N>
 __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA& tile) {
 #pragma unroll
@@ -132,9 +136,10 @@ __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA&
         for (int h = 0; h < 2; h++) x[i / N][i % N][h] = i + 1 < M * N ? x[(i + 1) / N][(i + 1) % N][h] : tile[h];
 }
 
-// Loads the warp's own rows, from `row` on, as operands from global memory; zeros for rows and columns that do not
-// exist. row_of_lane(lane, m, h): the lane's row h (of two) in tile m, from the warp's first row. sign_flip: XORed into each pair
-// of fp16; 0x80008000 negates both, for a negative softmax_scale; else 0.
+// Loads the warp's own rows, from `row` of the sequence on, as operands a[m][c] from global memory, before the steps: tiles m of 16
+// rows, chunks c. Zeros where a row is not among the `rows` of the sequence, or a column not below headdim. `base`: row 0. h: one
+// of the lane's two rows in a tile; row_of_lane(lane, m, h): its number in the warp. sign_flip: XORed into each pair of fp16;
+// 0x80008000 negates both, for a negative softmax_scale; else 0.
 template <int M, int Chunks, class RowOfLane>
 __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], const Operand& from, const unsigned short* base,
                                                    int row, int rows, int headdim, u32 sign_flip, RowOfLane row_of_lane) {
@@ -153,16 +158,18 @@ __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], con
             }
         }
 }
+// row_of_lane of the dq kernels.
 __device__ __forceinline__ constexpr int query_of_lane(const Lane& lane, int m, int h) { return 16 * m + lane.group + 8 * h; }
 
-// swizzled() (tile.cuh, which explains it) on unsigned numbers.
+// Byte offset of a chunk in a tile of swizzled rows: swizzled() (tile.cuh, which explains it) on unsigned numbers.
 template <int Chunks>
 __device__ __forceinline__ u32 remat_swizzled(u32 row, u32 chunk) {
     const u32 parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
     return (row * Chunks + (chunk ^ (row >> 1 & 3) ^ parity)) * kChunkBytes;
 }
-// Lane addresses for load_matrices: 16 rows by two chunks, as four 8x8 matrices. by_chunks orders them along the chunks first, so
-// matrices 0 and 1 are rows 0 to 7. by_rows orders them down the rows first, so matrices 0 and 1 are the first chunk.
+// Address of a lane's row for ldmatrix (load_matrices): 16 rows by two chunks of a shared `tile`, as four 8x8 matrices; lane i has
+// row i % 8 of matrix i / 8. by_chunks orders them along the chunks first, so matrices 0 and 1 are rows 0 to 7. by_rows orders them
+// down the rows first, so matrices 0 and 1 are the first chunk.
 template <class S>
 __device__ __forceinline__ u32 by_chunks(u32 tile, u32 lane) {
     return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -171,7 +178,7 @@ template <class S>
 __device__ __forceinline__ u32 by_rows(u32 tile, u32 lane, u32 chunk = 0) {
     return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
 }
-// by_chunks and by_rows where rows are keys that become columns of QueriesLayout.
+// by_chunks and by_rows in dq kernels, whose tiles of K and V lie in the keys' own order: in the order of QueriesLayout's columns.
 template <class S>
 __device__ __forceinline__ u32 keys_by_chunks(u32 tile, u32 lane) {
     return tile + remat_swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 16 * 8, lane / 8 % 2);
@@ -180,13 +187,13 @@ template <class S>
 __device__ __forceinline__ u32 keys_by_rows(u32 tile, u32 lane) {
     return tile + remat_swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 8 % 2 * 8, lane / 16);
 }
-// Moves an address 2 * pair chunks further in its rows.
+// Address `pair` pairs of chunks (16 columns each) further in its row.
 template <class S>
 __device__ __forceinline__ u32 pair_after(u32 address, int pair) {
     return chunk_after<S::kChunks>(address, 2 * pair);
 }
 
-// Offset of a chunk in a tile of dS^T: rows are the block's keys, ordered by row_of_key, Chunks (2 or 4) chunks of eight queries.
+// Byte offset of a chunk in a tile of dS^T, whose rows are the block's keys in row_of_key's order: Chunks chunks of eight queries.
 template <int Chunks>
 __device__ __forceinline__ u32 score_offset(u32 row, u32 chunk) {
     static_assert(Chunks == 2 || Chunks == 4, "steps of 16 or 32 queries");
@@ -195,14 +202,14 @@ __device__ __forceinline__ u32 score_offset(u32 row, u32 chunk) {
     if (Chunks == 2) return (row * 2 + (chunk ^ (row >> 2 & 1))) * kChunkBytes;
     return remat_swizzled<4>(row, chunk);
 }
-// Address of another chunk of dS^T, from that of chunk 0.
+// Address of another chunk of the same row of dS^T, from that of chunk 0.
 __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return address ^ chunk * kChunkBytes; }
 
 // ---- output ---------------------------------------------------------------------------------------
 
 // Stores a warp's rows of a gradient, c[m][j]: M tiles of 16 rows by Tiles tiles of 8 columns, times `factor`. Its rows are `row` +
 // row_of_lane(lane, m, h), of `rows` that exist. Of the pairs of column tiles the warp has every PairStep-th, from first_pair on.
-// `base`: row 0, of the output's dtype.
+// `base`: row 0 of the sequence in `out`, of the output's dtype (Element).
 template <int PairStep, int M, int Tiles, class Element, class RowOfLane>
 __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, Element* base, float factor,
                                                   int row, int rows, int headdim, RowOfLane row_of_lane, int first_pair) {

@@ -1,9 +1,13 @@
-// Loads of each step in the turing backward kernels: statistics of the queries that a main kernel visits (StepStats), and the tiles
-// of Q and dO, or in dq kernels of K and V (StepTileLoader). A Shape S (shape.cuh) gives sizes: kStep rows of a step, kChunks
-// chunks of a row, kRowBytes bytes, kStepTile bytes of a tile, kThreads threads of a block. A chunk is 8 columns of a row, 16
-// bytes. remat_* functions compute a value again at each use, so it holds no register. RowStats is the layout of the statistics:
-// groups of 16 queries, first their -lse/scale (kNegLseAt), then their -delta (kNegDeltaAt), kRowFloats a query
-// (backward/scratch.cuh). HeadRows says where the rows of a query head lie in scratch memory (shape.cuh).
+// Loads of each step in the turing backward kernels. StepTileLoader loads the step's tiles: Q and dO in main kernels (blocks own
+// keys and visit queries), K and V in dq kernels (blocks own queries and visit keys). StepStats loads, in main kernels alone, the
+// queries' statistics -lse/scale and -delta: lse is softmax_lse, scale |softmax_scale|, delta rowsum(dO * O). Kernels call load()
+// one or two steps ahead, and store() once a block barrier has freed the slot; the next barrier shows the tiles to all warps.
+//   S (Shape)         sizes: kStep rows of a step; kStepTile bytes of a tile; a row is kRowBytes, kChunks chunks (16 bytes, 8 fp16)
+//   RowStats          layout of the statistics in global memory (backward/scratch.cuh): groups of 16 queries (kGroupRows), first
+//                     their -lse/scale (at kNegLseAt), then their -delta (at kNegDeltaAt), so kRowFloats = 2 a query
+//   HeadRows          where the rows of a query head lie in scratch memory (shape.cuh)
+//   KeysLayout        which scores a lane has (fragments.cuh); its argument, tiles of 16 keys, does not change the queries
+//   remat_*()         computes a value again at each use, so it holds no register (ptx.cuh)
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -12,12 +16,12 @@
 
 namespace turing {
 
-// The lane's part of a step's statistics: -lse/scale of a query in lanes 0 to 15, -delta (delta = rowsum(dO * O)) in the others.
+// The lane's part of a step's statistics: -lse/scale of a query in lanes 0 to 15, -delta of the same query in lanes 16 to 31.
 template <class S>
 struct StepStats {
     static constexpr int kGroups = S::kStep / RowStats::kGroupRows;
     static_assert(RowStats::kGroupRows == 16 && RowStats::kGroupFloats == 32, "a warp loads a group");
-    float x[kGroups];
+    float x[kGroups];  // the lane's number of each group
 
     // `row`: the step's first, a multiple of kGroupRows (16).
     __device__ __forceinline__ void load(const BwdParams& p, const HeadRows& rows, int row) {
@@ -28,21 +32,20 @@ struct StepStats {
             x[i] = load_float(from);
         }
     }
-    // Converts them for P, which kernels keep times kProbabilityUnit (2^kProbabilityBits = 4096): -lse / scale becomes -lse in log2
-    // units plus `shift` (kExponentShift for pack_shifted), and -delta is divided by kProbabilityUnit, as callers do with dP. So
-    // P * (dP - delta) is dS itself.
+    // Converts x for P, which kernels keep times kProbabilityUnit (2^kProbabilityBits = 4096): -lse / scale becomes -lse in log2
+    // units plus `shift` (warp_specialized.cuh: kExponentShift, 12 - 112, because it packs P * 2^-100 by pack_shifted), and -delta
+    // is divided by kProbabilityUnit, as callers do with dP. So P * (dP - delta) is dS itself.
     __device__ __forceinline__ void scale(float scale_log2, float shift = kProbabilityBits) {
         const bool is_lse = remat_thread() % 32 < RowStats::kNegDeltaAt;
 #pragma unroll
         for (int i = 0; i < kGroups; i++) x[i] = is_lse ? fmaf(x[i], scale_log2, shift) : x[i] * (1.f / kProbabilityUnit);
     }
-    // Values of the lane's two queries in column tile n (8 queries) of S^T, as KeysLayout<2> has them. Its argument, the number of
-    // tiles of 16 keys, does not change the lane's queries.
+    // Values of the lane's two queries in column tile n (8 queries) of S^T.
     __device__ __forceinline__ float2 neg_lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kNegLseAt); }
     __device__ __forceinline__ float2 neg_delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kNegDeltaAt); }
 
 private:
-    // kGroups is 1 or 2, of 16 queries: two column tiles each.
+    // kGroups is 1 or 2: two column tiles each. `at`: first lane with the statistic. `from`: lane with the first query's.
     __device__ __forceinline__ float2 of(int n, const Lane& lane, int at) const {
         const float mine = kGroups == 1 || n < 2 ? x[0] : x[kGroups - 1];
         const int from = at + 8 * (n % 2) + KeysLayout<2>::first_query(lane);
@@ -55,20 +58,20 @@ private:
 // and dP, and produce only gradient columns that are not stored. So a thread there reads the last existing chunk again.
 template <class S>
 class StepTileLoader {
-    // lanes that share a row
+    // lanes that share a row: kChunks rounded up to a power of two; those without a chunk do not store
     static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;
     static constexpr int kRowsAtOnce = S::kThreads / kLanes;
-    static constexpr int kLoads = S::kStep / kRowsAtOnce;
+    static constexpr int kLoads = S::kStep / kRowsAtOnce;  // chunks of a thread in a tile
     static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
 
     static __device__ __forceinline__ bool has_chunk() { return S::kChunks == kLanes || remat_thread() % kLanes < S::kChunks; }
 
 public:
-    // A thread's part of one of the two tiles.
+    // A thread's part of one of the two tiles. Kernels that lack registers for both call load() and store() for each in turn.
     using Part = uint4[kLoads];
 
-    // Loads rows from `row` of the tensor on. rows_left of them exist (may be negative or more than a step). Without a branch,
-    // which would separate the products before and after it. `batch`: blockIdx.z, or remat_block_batch() to keep no addresses.
+    // Loads rows from `row` of the tensor on. rows_left of them exist (may be negative or more than a step). Loads have
+    // predicates: a branch would separate the products around it. `batch`: blockIdx.z, or remat_block_batch() to keep no addresses.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim,
                                                 int batch = blockIdx.z) {
         const u32 thread = remat_thread(), column = thread % kLanes * kChunk;
@@ -93,19 +96,19 @@ public:
             if (has_chunk()) store_shared(tile + i * kRowsAtOnce * S::kRowBytes, x[i]);
     }
 
-    // Both tiles: s makes S, dp makes dP. `to`: address of the first tile.
-    __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row, int rows_left,
-                                         int batch = blockIdx.z) {
-        load(s_, s, head, row, rows_left, p.problem.headdim, batch);
-        load(dp_, dp, head, row, rows_left, p.problem.headdim_v, batch);
+    // Loads and stores both tiles: Q or K, an operand of S, then dO or V, one of dP. `to`: shared address of the first.
+    __device__ __forceinline__ void load(const BwdParams& p, const Operand& q_or_k, const Operand& dout_or_v, int head, int row,
+                                         int rows_left, int batch = blockIdx.z) {
+        load(q_or_k_, q_or_k, head, row, rows_left, p.problem.headdim, batch);
+        load(dout_or_v_, dout_or_v, head, row, rows_left, p.problem.headdim_v, batch);
     }
     __device__ __forceinline__ void store(u32 to) const {
-        store(s_, to);
-        store(dp_, to + S::kStepTile);
+        store(q_or_k_, to);
+        store(dout_or_v_, to + S::kStepTile);
     }
 
 private:
-    Part s_, dp_;
+    Part q_or_k_, dout_or_v_;
 };
 
 }  // namespace turing
