@@ -196,7 +196,7 @@ struct BackwardSingleRole {
                                 probabilities[n][m][h] = pack_units(x, y);
                                 float &x_dp = dp[n][m][2 * h], &y_dp = dp[n][m][2 * h + 1];
                                 if (kHasDropout) {
-                                    const u32 halves = kept.kept[2 * m + h];
+                                    const u32 halves = kept.of_key[2 * m + h];
                                     probabilities[n][m][h] &= halves;
                                     x_dp = halves & 0xffff ? x_dp * p.score_options.dropout_scale : 0.f;
                                     y_dp = halves >> 16 ? y_dp * p.score_options.dropout_scale : 0.f;

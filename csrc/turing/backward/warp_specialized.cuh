@@ -215,7 +215,7 @@ struct BackwardWarpSpecialized {
                 TileDropoutMask kept;
                 kept.draw(Layout(), p, philox, row + 8 * n, key);
                 unrolled<kKeyTiles, 2>([&](int m, int h) {
-                    const u32 halves = kept.kept[2 * m + h];
+                    const u32 halves = kept.of_key[2 * m + h];
                     sent[n][m][h] = x[n][m][h] | ~halves & 0x80008000;
                     x[n][m][h] &= halves;
                 });
