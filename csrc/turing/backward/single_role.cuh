@@ -60,7 +60,7 @@ struct BackwardSingleRole {
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
     static_assert(!kGeneric, "registers leave room for one feature of scores");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;  // numbers of c and n
-    using Layout = KeysLayout<2>;
+    using Layout = KeysLayout<2>;  // which scores a lane has, of 32 keys by 8 queries (fragments.cuh)
     using Dq = DqProduct<S>;
     static_assert(Dq::kPairs == 1, "compute_dq has one pair of tiles");
 
