@@ -1,7 +1,6 @@
 // Main kernel of the turing backward pass for headdim 64 without score features: dK and dV of a block of 128 keys, fp16 or fp32,
 // and dQ by fp32 atomics, from fp16 inputs. The algorithm is that of single_role.cuh, with steps of 32 queries, not 16. The grid
-// has blocks of keys (x), KV heads (y) and batch entries (z). A block visits the queries of all heads of its KV head that see its
-// keys.
+// has blocks of keys (x), KV heads (y) and batch entries (z). A block visits the queries of its KV head's heads that see its keys.
 //
 // A warp has 32 keys: S^T = K Q^T, P^T = exp(scale * S^T - lse), dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dV += P^T dO, dK +=
 // dS^T Q, where delta is rowsum(dO * O). All warps compute dQ += dS K of the step before. A fragment of K serves 32 queries of S,
@@ -20,9 +19,8 @@
 //   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
 //   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
-//   DqProduct         dQ += dS K of a step: a warp has 16 queries by kPairs (2) pairs of column tiles; add(): atomics
-//   (dq_product.cuh) VisitedQueries    first() to `end`: query rows that see the block's keys; `unmasked`: steps that need no mask;
-//   rows(): rows
+//   DqProduct         dQ += dS K of a step: a warp has 16 queries by Dq::kPairs (2) pairs of column tiles; add(): by atomics
+//   VisitedQueries    first() to `end`: query rows that see the block's keys; `unmasked`: steps that need no mask; rows(): rows
 //                     that loads may read; next_step(): the next step's row, at the end one that has statistics
 //   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
 //                     the head's rows in scratch memory (row statistics, accumulator of dQ)

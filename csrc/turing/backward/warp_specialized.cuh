@@ -28,13 +28,12 @@
 //   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
 //   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
-//   DqProduct         dQ += dS K of a step. A warp computes 16 queries by Dq::kPairs pairs of column tiles (16 columns each);
-//   add(): to
+//   DqProduct         dQ += dS K of a step. A warp has 16 queries by Dq::kPairs pairs of column tiles (16 columns each); add(): to
 //                     the accumulator, by atomics; store(): as dq (dq_product.cuh)
 //   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
 //                     rows(): rows that loads may read; next_step(): the next step's row, at the end one that has statistics
-//   queries           under a block mask, iterator over listed steps: first() is the step's first query, after(n) that n steps
-//   later bits              under a block mask: which single scores of the warp exist in this step; else calls compile to nothing
+//   queries           under a block mask, iterator over listed steps: first() is the step's first query, after(n) that n later
+//   bits              under a block mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
 //                     the head's rows in scratch memory (row statistics, accumulator of dQ)
 //   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
@@ -216,8 +215,7 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // Applies dropout to P^T: x, for dV, is 0 where it drops; `sent`, for the partner, gets all of P, with sign bits on what is
-    // dropped.
+    // Applies dropout to P^T: x, for dV, is 0 where it drops; `sent`, for the partner, has all of P, signs on what it drops.
     static __device__ __forceinline__ void drop(PackedScores& x, PackedScores& sent, const BwdParams& p, int head, int key,
                                                 int row) {
         const Lane lane = remat_lane();
