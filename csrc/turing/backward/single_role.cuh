@@ -20,6 +20,7 @@
 //                     each, dO kStepTile after Q), kScores (slots of dS^T); kStepTile, kScoreTile: bytes of one; slot(row): 0 or 1
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
 //   x, y              numbers of a lane's two queries in tile n, for the same key
+//   Accumulator, OperandA  a lane's part of C, 16 rows by 8 columns, as fp32; and of A, 16 rows by 8, as fp16 (turing/mma.cuh)
 //   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
 //   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
@@ -170,7 +171,7 @@ struct BackwardSingleRole {
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     const Lane layout_lane(lane);
-                    // the lane's address in dS^T
+                    // the lane's address in dS^T: row lane / 4 of a tile of keys, word lane % 4 (of two queries) of a chunk
                     const u32 to = shared + S::kScores + slot * S::kScoreTile +
                                    score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
                     stats.scale(p.problem.scale_log2);

@@ -16,6 +16,7 @@
 //                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (Q, and dO kStepTile after it),
 //                     kScores (dS^T); kStepTile, kScoreTile: bytes of a tile
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
+//   Accumulator, OperandA  a lane's part of C, 16 rows by 8 columns, as fp32; and of A, 16 rows by 8, as fp16 (turing/mma.cuh)
 //   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
 //   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
@@ -147,7 +148,7 @@ struct BackwardSingleRoleHalves {
                     OperandA probabilities[kHalfTiles][2], ds[kHalfTiles][2];
                     {
                         const u32 thread = remat_thread(), lane = thread % 32;
-                        // the lane's address in dS^T
+                        // the lane's address in dS^T: row lane / 4 of a tile of keys, word lane % 4 (of two queries) of a chunk
                         const u32 to =
                             shared + S::kScores + score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
 #pragma unroll

@@ -25,11 +25,12 @@
 //                     each, dO kStepTile after Q), kScores (slots of dS^T, kScoreTile each), kPartner (P^T between warps)
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
 //   v                 a lane's element of a column tile (all m), of its first query (x) if v is even, else of its second (y)
+//   Accumulator, OperandA  a lane's part of C, 16 rows by 8 columns, as fp32; and of A, 16 rows by 8, as fp16 (turing/mma.cuh)
 //   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
 //   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
-//   DqProduct         dQ += dS K of a step. A warp has 16 queries by Dq::kPairs pairs of column tiles (16 columns each); add(): to
-//                     the accumulator, by atomics; store(): as dq (dq_product.cuh)
+//   DqProduct         dQ += dS K of a step. A warp has 16 queries by Dq::kPairs pairs of column tiles (16 columns each), or
+//                     none: has_pair(). add(): to the accumulator, by atomics; store(): as dq (dq_product.cuh)
 //   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
 //                     rows(): rows that loads may read; next_step(): the next step's row, at the end one that has statistics
 //   queries           under a block mask, iterator over listed steps: first() is the step's first query, after(n) that n later
@@ -66,7 +67,7 @@ struct BackwardWarpSpecialized {
     // tensor cores have products while a role computes P or dS, and the second one hardly waits for P. Else both compute dQ
     // together: its code exists once, so that loops with score features fit the instruction cache, and fused kernels do not spill.
     static constexpr bool kStaggered = kWithDq && !kFused && !kHasScoreFeatures;
-    // One tile of P^T between the roles. dS has as many as the ring has slots, in staggered kernels two.
+    // One tile of P^T between the roles. dS has as many slots as Q and dO, in staggered kernels two.
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
     // Pairs of chunks, the last of a row of K or V, whose operands lie in shared memory because registers do not hold all. All of K
     // lies there; of V only these chunks do, from offset kValues on.
@@ -296,7 +297,7 @@ struct BackwardWarpSpecialized {
             [&](int n, int m, int h) { x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]); });
     }
 
-    // Loads the shared chunks of V (kSharedPairs), in the order of KeysLayout, padded with zeros.
+    // Loads V's shared chunks, in KeysLayout's order, padded with zeros. `keys`: of the sequence, from row `origin` of v on.
     static __device__ __forceinline__ void load_values(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
         const unsigned short* base = rows_of(p.v, blockIdx.z, blockIdx.y, origin + first_key);
         for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {
@@ -494,6 +495,7 @@ struct BackwardWarpSpecialized {
                     receive(exchange, packed);
                     score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(exchange, score_slot));
                     if (kWithDq) {
+                        // the lane's row in dS^T, and its address there: word lane % 4 (of two queries) of a chunk
                         const u32 own_row = remat_warp_row() + remat_thread() % 32 / 4;
                         const u32 to = shared + S::kScores + score_slot * S::kScoreTile +
                                        score_offset<S::kScoreChunks>(own_row, 0) + remat_thread() % 4 * 4;
