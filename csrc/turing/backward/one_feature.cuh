@@ -1,13 +1,16 @@
-// ALiBi, bias and dropout in main kernels of the backward pass that are compiled for exactly one feature. ALiBi and an fp16 bias
-// are the initial accumulators of S^T = K Q^T, divided by the softmax scale, so no instruction adds them later. The forward kernels
-// (turing/forward/one_feature.cuh) do the same, so scores round alike; -lse must not be there, because scores would round at its
-// size (probabilities.cuh). An fp32 bias is added after the product. Used by single_role.cuh and warp_specialized.cuh.
+// ALiBi, bias and dropout in the main kernels of the turing backward pass (blocks own keys, and compute dK and dV) that are
+// compiled for exactly one score feature: single_role.cuh and warp_specialized.cuh. (The fourth, softcap, needs nothing here.)
+// ALiBi and an fp16 bias are the initial accumulators of S^T = K Q^T, so no instruction adds them later. That product is not scaled
+// yet, so they are divided by |softmax_scale| (Problem::scale). The forward kernels (turing/forward/one_feature.cuh) do the same,
+// so scores round alike. -lse must not be there: scores would round at the size of lse (backward/probabilities.cuh). An fp32 bias,
+// which is rare, is added after the product. Dropout masks packed P^T, and dP^T.
 //
-//   N, n              column tiles of a step, eight queries each; one of them
-//   Layout            KeysLayout (fragments.cuh): of a column tile a lane has kRows (2) queries r, each with kKeys (4) neighboring
-//                     keys j; element(r, j) is theirs among its kElements (8)
+//   s[n][m]           the warp's scores: N column tiles of eight queries, by 16 keys; tile_of(s, n): all keys of a column tile
+//   row, key, row_end the step's first query; the warp's first key; queries from here on do not exist, or see no key of the block
+//   Layout            KeysLayout (fragments.cuh): of a column tile a lane has kRows (2) queries r, row_slot(r) after its first,
+//                     each with kKeys (4) neighboring keys j; element(r, j) is theirs among its kElements (8)
 //   ScoreCoord        query and key of a lane's elements: query(0) and key(0) are the first
-//   remat_*()         reads a special register again (ptx.cuh)
+//   remat_*()         reads a special register (threadIdx, blockIdx) again at its use, to hold no register in between (ptx.cuh)
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -15,23 +18,24 @@
 
 namespace turing {
 
-// Initial accumulators of S^T of a step: s[n][m], of 8 queries and 16 keys each.
+// What S^T of a step begins with. A kernel for ALiBi calls alibi() before the product. A kernel for a bias calls load_bias() one
+// step ahead, bias() before the product and, if the bias is fp32, add_fp32_bias() after it.
 template <class Layout, int N>
 struct InitialScores {
     using Scores = Accumulator[N][Layout::kTileKeys / 16];
     using Tile = typename Layout::Tile;
+    // kRequiredFeatures (features.cuh): 0 in plain kernels and in those of several features, which do not call this
     static_assert(!kRequiredFeatures || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four adjacent keys of two queries");
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Sets s to ALiBi's terms, -slope / scale * |i + o - j|, where o = seqlen_k - seqlen_q. `row`: the step's first query; `key`:
-    // the warp's first key; also below.
+    // Sets s to ALiBi's terms of query i and key j, -slope / scale * |i + seqlen_k - seqlen_q - j|.
     static __device__ __forceinline__ void alibi(Scores& s, const BwdParams& p, int head, int row, int key) {
         const ScoreOptions& o = p.score_options;
         const int batch = remat_block_batch();
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        // volatile: it holds no register between the steps
+        // a volatile load, which each step repeats: the slope holds no register between steps
         const float slope = load_float_constant(o.alibi_slopes + batch * o.alibi_batch_stride + head);
-        const float neg_slope = __fdividef(-slope, p.problem.scale);  // in units of the product
+        const float neg_slope = __fdividef(-slope, p.problem.scale);  // a product times `scale` is a score
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
         const float first = static_cast<float>(coord.query(0) + sequence.seqlen_k() - sequence.seqlen_q() - coord.key(0));
         unrolled<N, Layout::kElements>([&](int n, int v) {
@@ -39,24 +43,23 @@ struct InitialScores {
         });
     }
 
-    // fp16 bias of a step, loaded one step ahead: of each column tile and query of the lane, four keys
+    // fp16 bias of a step, loaded one step ahead: of each column tile and query r of the lane, four keys
     uint2 loaded[N][2];
 
-    // Address of the bias of a query. Queries from query_end on do not exist, or see none of the keys.
-    static __device__ __forceinline__ const char* bias_at(const BwdParams& p, const char* base, int query, int query_end,
-                                                          int bytes) {
-        const unsigned row = min(query, query_end - 1);
+    // Address of a query's bias, from `base`, that of query 0. Queries from row_end on read that of row_end - 1: their P is 0.
+    static __device__ __forceinline__ const char* bias_at(const BwdParams& p, const char* base, int query, int row_end, int bytes) {
+        const unsigned row = min(query, row_end - 1);
         return base + static_cast<unsigned long long>(row) * (static_cast<unsigned>(p.score_options.bias_row_stride) * bytes);
     }
-    // Address of the bias of query 0 and of four keys from `key` on; past the last key, of the last four. The host pads rows of a
-    // bias to a multiple of 4 keys, and aligns them to 16 bytes (src/ops/blocks.rs). `bytes`: of an element.
+    // Address of the bias of query 0 and of four keys from `key` on; past the last key, of the last four. `bytes`: of an element.
+    // The host pads rows of a bias to a multiple of 4 keys, and aligns them to 16 bytes (src/ops/blocks.rs).
     static __device__ __forceinline__ const char* bias_base(const BwdParams& p, int head, int key, int bytes) {
         const ScoreOptions& o = p.score_options;
         return reinterpret_cast<const char*>(o.bias) +
                (remat_block_batch() * o.bias_batch_stride + head * o.bias_head_stride + min(key, p.problem.seqlen_k - 1 & ~3)) *
                    bytes;
     }
-    // Loads the step's fp16 bias; an fp32 one counts as 0 here. Rows from row_end on see no key.
+    // Loads the fp16 bias of the step at `row`; an fp32 one counts as 0 here.
     __device__ __forceinline__ void load_bias(const BwdParams& p, int head, int row, int row_end, int key) {
         if (uses_fp32_bias(p.score_options)) {
 #pragma unroll
@@ -97,22 +100,23 @@ struct InitialScores {
     }
 };
 
-// Dropout mask of a tile: a lane's two queries and four keys.
+// Dropout mask of a column tile: which probabilities dropout keeps, of the lane's two queries and four keys.
 struct TileDropoutMask {
-    u32 kept[4];  // [key]; low half: first query, high half: second; 0xffff if the probability is kept, else 0
+    u32 of_key[4];  // lower half: first query, upper half: second; 0xffff if the probability is kept, else 0
 
-    // Draws the numbers. `row` and `key`: first of the tile. A call has 16-bit numbers of two queries 4 apart and four keys: those
-    // of query r and keys c (lower half) and c + 2 (upper half) are in philox_word(drawn, r, c).
+    // Draws random numbers. `row`: the tile's first query. A Philox call has 16-bit numbers of two queries 4 apart and four keys:
+    // those of query r and keys c (lower half) and c + 2 (upper half) are in philox_word(drawn, r, c). kept_halves() turns each
+    // number into 0xffff or 0 (philox.cuh).
     template <class Layout>
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
         static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "one call draws for all keys of a lane");
         const DropoutRule rule(p.score_options);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
         const uint4 drawn = philox.numbers(coord.query(0), coord.key(0));
-        kept[0] = rule.kept_halves(lower_halves(philox_word(drawn, 0, 0), philox_word(drawn, 1, 0)));
-        kept[1] = rule.kept_halves(lower_halves(philox_word(drawn, 0, 1), philox_word(drawn, 1, 1)));
-        kept[2] = rule.kept_halves(upper_halves(philox_word(drawn, 0, 0), philox_word(drawn, 1, 0)));
-        kept[3] = rule.kept_halves(upper_halves(philox_word(drawn, 0, 1), philox_word(drawn, 1, 1)));
+        of_key[0] = rule.kept_halves(lower_halves(philox_word(drawn, 0, 0), philox_word(drawn, 1, 0)));
+        of_key[1] = rule.kept_halves(lower_halves(philox_word(drawn, 0, 1), philox_word(drawn, 1, 1)));
+        of_key[2] = rule.kept_halves(upper_halves(philox_word(drawn, 0, 0), philox_word(drawn, 1, 0)));
+        of_key[3] = rule.kept_halves(upper_halves(philox_word(drawn, 0, 1), philox_word(drawn, 1, 1)));
     }
 };
 

@@ -1,11 +1,13 @@
-// Main kernel of the turing backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. A warp has dV and dK of
-// its own 32 keys, and computes both S^T = K Q^T and dP^T = V dO^T, with V in registers and K from shared memory. Then P^T =
-// exp(scale * S^T - lse), dS^T = P^T * (dP^T - delta), dV += P^T dO and dK += dS^T Q. Inputs are fp16, gradients fp16 or fp32.
+// Main kernel of the turing backward pass for headdim up to 64: dK and dV of a block of 128 keys, fp16 or fp32, from fp16 inputs. 4
+// warps with one role, two thread blocks an SM. The grid has blocks of keys (x), KV heads (y) and batch entries (z). A thread block
+// visits, for each query head of its KV head, the queries that see its keys, in steps of 16 (headdim 64) or 32 (headdim 32).
 //
-// DqMode says what becomes of dQ += dS K: another kernel computes it (kSeparate, "dkdv kernels"), atomics add it, or the block
-// stores it, which has all keys (kStore, "fused"). Kernels with score features are compiled for exactly one (one_feature.cuh), for
-// want of registers. Plain and varlen kernels of headdim 64 with atomics are in single_role_halves.cuh, because they would spill
-// here.
+// A warp has dV and dK of its own 32 keys, and computes both S^T = K Q^T and dP^T = V dO^T, with V in registers and K from shared
+// memory. Then P^T = exp(scale * S^T - lse), dS^T = P^T * (dP^T - delta), dV += P^T dO and dK += dS^T Q; delta is rowsum(dO * O).
+//
+// DqMode says what becomes of dQ += dS K: another kernel computes it (kSeparate), atomics add it, or the block, which then has all
+// keys, stores it (kStore, "fused"). Registers leave room for one score feature at most (one_feature.cuh). Plain and varlen kernels
+// of headdim 64 with atomics would spill here: they are in single_role_halves.cuh.
 //
 // A step, after the barrier at which its tiles of Q and dO and the previous step's dS are in shared memory:
 //   1. stores the next step's tiles; dQ of the previous step
@@ -15,19 +17,24 @@
 //
 //   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
 //                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes
-//                     each, dO kStepTile after Q), kScores (slots of dS^T); kStepTile, kScoreTile: bytes of a tile
+//                     each, dO kStepTile after Q), kScores (slots of dS^T); kStepTile, kScoreTile: bytes of one; slot(row): 0 or 1
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
+//   x, y              numbers of a lane's two queries in tile n, for the same key
+//   Accumulator, OperandA  a lane's part of C, 16 rows by 8 columns, as fp32; and of A, 16 rows by 8, as fp16 (turing/mma.cuh)
 //   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
 //   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
+//   DqProduct         dQ += dS K of a step. Each warp computes 16 queries by a pair of column tiles (16 columns), over all keys of
+//                     the block; add(): to the accumulator, by atomics; store(): as dq (dq_product.cuh)
 //   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
-//                     rows(): rows that loads may read
+//                     rows(): rows that loads may read; next_step(): the next step's row, at the end one that has statistics
 //   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
-//                     the head's rows in scratch memory
-//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
-//                     -delta / 2^12 (step_loads.cuh)
+//                     the head's rows in scratch memory (row statistics, accumulator of dQ)
+//   StepStats         -lse/scale and -delta of a step's queries; scale(): -lse in log2 units plus 12, and -delta / 2^12. So P has
+//                     the factor 2^12 (kProbabilityUnit), with which small P fit fp16, and dS has none (step_loads.cuh)
+//   apply_mask()      sets scores that the mask or the sequence's lengths hide to -inf (backward/score_coord.cuh)
 //   InitialScores     what S^T begins with, terms of ALiBi or of a bias (one_feature.cuh)
-//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
+//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) computes x once (ptx.cuh)
 //   kVarlen, kHas..., kGeneric  what this kernel is compiled for (features.cuh); kGeneric: parameters choose the score features
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
@@ -53,8 +60,8 @@ struct BackwardSingleRole {
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
     static_assert(!kGeneric, "registers leave room for one feature of scores");
-    static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
-    using Layout = KeysLayout<2>;
+    static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;  // numbers of c and n
+    using Layout = KeysLayout<2>;  // which scores a lane has, of 32 keys by 8 queries (fragments.cuh)
     using Dq = DqProduct<S>;
     static_assert(Dq::kPairs == 1, "compute_dq has one pair of tiles");
 
@@ -64,7 +71,7 @@ struct BackwardSingleRole {
         const int warp = threadIdx.x / 32;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
-        // seqlen_k_allocated(): rows of K in the tensor. Those that the sequence does not use get gradients of 0.
+        // In k and v the sequence has seqlen_k_allocated() rows, from k_offset() on. Those past seqlen_k() get gradients of 0.
         if (kVarlen && !kFused && first_key >= sequence.seqlen_k_allocated()) return;
         const VisitedQueries<S> range(mask_of(p.problem, sequence), first_key, kFused);
 
@@ -85,7 +92,7 @@ struct BackwardSingleRole {
             const int first = kFused ? 0 : VisitedQueries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            // Computes a pair of column tiles (16 columns) of dQ of rows from `row` on, from the slot's dS. A warp has only pair 0.
+            // Computes the warp's part of dQ of the step at `row`, from the dS in this slot. `pair`: 0, its one pair.
             const auto compute_dq = [&](int row, u32 slot, int pair) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
@@ -149,7 +156,7 @@ struct BackwardSingleRole {
                         multiply_pair<S>(dp, values, pair_after<S>(step, c) + S::kStepTile);
                     }
                 }
-                // Loads of the tile after the next are in flight from here on. Past the last row nothing is loaded.
+                // Begins the loads of the tiles after the next. Past the last row nothing is loaded.
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
                 if (uses_fp32_bias(p.score_options))
                     initial.add_fp32_bias(s, p, rows.head, row, range.end, remat_block_x() * S::kRows + remat_thread() / 32 * 32);
@@ -164,7 +171,7 @@ struct BackwardSingleRole {
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     const Lane layout_lane(lane);
-                    // the lane's address in dS^T; P is kept times kProbabilityUnit, 2^12 (pack_units, score_gradient)
+                    // the lane's address in dS^T: row lane / 4 of a tile of keys, word lane % 4 (of two queries) of a chunk
                     const u32 to = shared + S::kScores + slot * S::kScoreTile +
                                    score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
                     stats.scale(p.problem.scale_log2);
@@ -196,7 +203,7 @@ struct BackwardSingleRole {
                                 probabilities[n][m][h] = pack_units(x, y);
                                 float &x_dp = dp[n][m][2 * h], &y_dp = dp[n][m][2 * h + 1];
                                 if (kHasDropout) {
-                                    const u32 halves = kept.kept[2 * m + h];
+                                    const u32 halves = kept.of_key[2 * m + h];
                                     probabilities[n][m][h] &= halves;
                                     x_dp = halves & 0xffff ? x_dp * p.score_options.dropout_scale : 0.f;
                                     y_dp = halves >> 16 ? y_dp * p.score_options.dropout_scale : 0.f;
@@ -227,7 +234,7 @@ struct BackwardSingleRole {
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
-                        // Not before the loop, where too many registers are in use.
+                        // the next step's; not before this loop, where too many registers are in use
                         if (c == 1) load_bias(range.next_step(p, row));
                         accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
                         accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);

@@ -1,26 +1,33 @@
-// Main kernel of the turing backward pass for headdim 64, plain and varlen: dK and dV of a block of keys, fp16 or fp32, and dq by
-// atomics, from fp16 inputs. The algorithm is that of single_role.cuh, with steps of 32 queries instead of 16.
+// Main kernel of the turing backward pass for headdim 64 without score features: dK and dV of a block of 128 keys, fp16 or fp32,
+// and dQ by fp32 atomics, from fp16 inputs. The algorithm is that of single_role.cuh, with steps of 32 queries, not 16. The grid
+// has blocks of keys (x), KV heads (y) and batch entries (z). A block visits the queries of its KV head's heads that see its keys.
 //
 // A warp has 32 keys: S^T = K Q^T, P^T = exp(scale * S^T - lse), dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dV += P^T dO, dK +=
-// dS^T Q. All warps compute dQ += dS K of the step before. A fragment of K serves 32 queries of S, and a fragment of dS two pairs
-// of column tiles (8 columns each) of dQ: a fifth fewer loads from shared memory, which bound the kernel with 16 queries. P, dP and
-// dS of 32 queries would take too many registers. So each half of a step, 16 queries, goes from dP through dV and dK alone. Shared
-// memory has K, and one tile of Q, dO and dS: 32 KB, so two blocks fit an SM. One tile of each costs a second barrier per step.
+// dS^T Q, where delta is rowsum(dO * O). All warps compute dQ += dS K of the step before. A fragment of K serves 32 queries of S,
+// and a fragment of dS two pairs of column tiles (8 columns each) of dQ: a fifth fewer loads from shared memory, which bound the
+// kernel with 16 queries. P, dP and dS of 32 queries would take too many registers. So each half of a step, 16 queries, goes from
+// dP through dV and dK alone. Shared memory has K, and one tile of Q, dO and dS: 32 KB, so two blocks fit an SM. V is in registers.
+//
+// A step has two barriers, because there is one tile of each:
+//   1. barrier; stores its Q and dO; dQ of the step before, from that step's dS; barrier; S^T
+//   2. each half: dP^T; P^T, dS^T in registers, dS^T to shared memory too; dV, dK. The second half begins the next step's loads
 //
 //   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
 //                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (Q, and dO kStepTile after it),
 //                     kScores (dS^T); kStepTile, kScoreTile: bytes of a tile
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
+//   Accumulator, OperandA  a lane's part of C, 16 rows by 8 columns, as fp32; and of A, 16 rows by 8, as fp16 (turing/mma.cuh)
 //   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
 //   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
-//   VisitedQueries    first() to `end`: query rows that see the block's keys; `unmasked`: steps that need no mask; rows():
-//                     rows that loads may read
+//   DqProduct         dQ += dS K of a step: a warp has 16 queries by Dq::kPairs (2) pairs of column tiles; add(): by atomics
+//   VisitedQueries    first() to `end`: query rows that see the block's keys; `unmasked`: steps that need no mask; rows(): rows
+//                     that loads may read; next_step(): the next step's row, at the end one that has statistics
 //   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
-//                     the head's rows in scratch memory
-//   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
-//                     -delta / 2^12 (step_loads.cuh)
-//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
+//                     the head's rows in scratch memory (row statistics, accumulator of dQ)
+//   StepStats         -lse/scale and -delta of a step's queries; scale(): -lse in log2 units plus 12, and -delta / 2^12. So P has
+//                     the factor 2^12 (kProbabilityUnit), with which small P fit fp16, and dS has none (step_loads.cuh)
+//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) computes x once (ptx.cuh)
 //   kVarlen           this kernel reads sequence lengths from memory (features.cuh)
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
@@ -45,7 +52,7 @@ struct BackwardSingleRoleHalves {
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys, a half 16 queries");
     static_assert(!kHasScoreFeatures, "registers leave no room for features of scores");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8, kHalfTiles = kColumnTiles / 2;
-    using Layout = KeysLayout<2>;
+    using Layout = KeysLayout<2>;  // which scores a lane has, of 32 keys by 8 queries (fragments.cuh)
     using Dq = DqProduct<S>;
     static_assert(Dq::kAllPairs % Dq::kColumnWarps == 0, "each warp has Dq::kPairs pairs");
 
@@ -55,6 +62,7 @@ struct BackwardSingleRoleHalves {
         const int warp = threadIdx.x / 32;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        // In k and v the sequence has seqlen_k_allocated() rows, from k_offset() on. Those past seqlen_k() get gradients of 0.
         if (kVarlen && first_key >= sequence.seqlen_k_allocated()) return;
         const VisitedQueries<S> range(mask_of(p.problem, sequence), first_key);
 
@@ -114,13 +122,11 @@ struct BackwardSingleRoleHalves {
                     }
                 }
                 if (!range.unmasked.contains(row)) {
-                    // Rare: everything is computed again, so that none of it holds a register in the loop.
+                    // Rare: hidden scores become -inf. All is computed again, so that none of it holds a register in the loop.
                     const u32 thread = remat_thread();
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
                                        remat_block_x() * S::kRows + thread / 32 * 32);
                 }
-                // -lse / scale becomes -lse in log2 units plus 12, so P has the factor 2^12 (kProbabilityUnit), with which small P
-                // fit fp16, and -delta 2^-12.
                 stats.scale(p.problem.scale_log2);
 
 #pragma unroll
@@ -142,7 +148,7 @@ struct BackwardSingleRoleHalves {
                     OperandA probabilities[kHalfTiles][2], ds[kHalfTiles][2];
                     {
                         const u32 thread = remat_thread(), lane = thread % 32;
-                        // the lane's address in dS^T
+                        // the lane's address in dS^T: row lane / 4 of a tile of keys, word lane % 4 (of two queries) of a chunk
                         const u32 to =
                             shared + S::kScores + score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
 #pragma unroll
@@ -152,8 +158,8 @@ struct BackwardSingleRoleHalves {
 #pragma unroll
                             for (int m = 0; m < 2; m++)  // tile of 16 keys
 #pragma unroll
-                                for (int h = 0; h < 2; h++) {  // row of the lane in it
-                                    // x, y: P times kProbabilityUnit. dS lacks that factor.
+                                for (int h = 0; h < 2; h++) {  // key of the lane in it
+                                    // x, y: P times kProbabilityUnit, of the lane's two queries in column tile n
                                     const float x = exp2_approx(fmaf(s[n][m][2 * h], p.problem.scale_log2, neg_lse.x));
                                     const float y = exp2_approx(fmaf(s[n][m][2 * h + 1], p.problem.scale_log2, neg_lse.y));
                                     probabilities[j][m][h] = pack_units(x, y);
@@ -164,14 +170,14 @@ struct BackwardSingleRoleHalves {
                         }
                     }
                     if (half == 1) {
-                        // Issues the next step's loads here, where S is dead and registers are free. Past the last row nothing is
+                        // Begins the next step's loads here, where S is dead and registers are free. Past the last row nothing is
                         // loaded. Reading the batch entry again stops ptxas from keeping addresses, which it would spill.
                         tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row,
                                    remat_block_batch());
                         stats.load(p, rows, range.next_step(p, row));
                     }
                     const u32 step = by_rows<S>(tile, remat_thread() % 32);
-                    // Varlen kernels compute dV before dK: in turns they spill a register.
+                    // The varlen kernel computes all of dV, then all of dK: with both in one loop it spills a register.
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
                         accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);

@@ -1,8 +1,15 @@
-// The turing Family, a template argument, of the backward kernels that store P and dS in memory: for large headdims and fp32
-// tensors. backward/store_scores.cuh computes P and dS, backward/stored_gradients.cuh dV, dK and dQ from them. Here are a warp's
-// products, 64 by 64 elements, and the lane layout. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh). by_rows()
-// and by_chunks() give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks (16 elements) after x.
-// remat_swizzled() is the offset of a chunk in a swizzled tile (tile.cuh). kChunks, kRowBytes: of a row of a tile.
+// The turing Family of the backward kernels that pass P and dS through memory, for headdims above 256 and for fp32 tensors (an fp32
+// number is two fp16): a warp's products, 64 by 64 elements, and the lane layout. Template argument of backward/store_scores.cuh,
+// which computes P and dS, and of backward/stored_gradients.cuh, which computes dV, dK and dQ from them.
+//
+//   terms             values of k, the index that a product sums: columns of the headdim in scores, queries or keys in gradients.
+//                     A step has kStagedTerms (32), a pair of chunks 16
+//   TermColumns       shared tiles whose columns are terms: 128 rows by 32; kChunks, kRowBytes: 16-byte chunks and bytes of a row
+//   TermRows, OtherTermRows  shared tiles whose rows are terms: 32 by 128 (A of dQ), 32 by the block's columns (B of gradients)
+//   c, a_address, b_address  the warp's accumulators; shared addresses of the lane's operands, a tile's plus the offset that
+//                     *_operand(), *_a() or *_b() returns for `row` or `column`, the warp's first there
+//   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
+//   group, quad       of a lane: lane / 4, lane % 4 (turing/mma.cuh)
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -10,13 +17,11 @@
 
 namespace turing {
 
-// multiply_* add a step's products to c. add_* sum them apart first: fp32 tensors need that, because tensor cores truncate long
-// sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, kStagedTerms (32) in a
-// step: columns of TermColumns, rows of TermRows and OtherTermRows, shapes of tiles in shared memory (backward/staged_tiles.cuh).
+// multiply_* add a step's products to c. add_* sum them apart first: tensor cores truncate long sums, whose bits fp32 tensors need.
 struct StoredFamily {
     // ---- scores -----------------------------------------------------------------------------------
-    // A tile is two accumulators, one after the other. Rows are keys and columns are queries, both in the order of KeysLayout<1>:
-    // column 2 * quad + i of accumulator j is query 4 * quad + 2 * j + i. tile_row() gives shared memory's rows that order.
+    // A tile, 16 keys by 16 queries, is two accumulators j. Rows are keys and columns are queries, both in the order of
+    // KeysLayout<1>: column 2 * quad + i of accumulator j is query 4 * quad + 2 * j + i. tile_row() gives shared rows that order.
     struct Layout {
         using Lane = turing::Lane;
         using Tile = float[8];
@@ -37,16 +42,16 @@ struct StoredFamily {
         __device__ __forceinline__ static constexpr int row_slot(int r) { return r; }
         __device__ __forceinline__ static constexpr int element(int r, int j) { return r % 2 + 4 * (r / 2) + 2 * j; }
     };
-    // Floats of a query in the row statistics (-lse / scale or -delta). A lane's begin first_query() * kLaneStatistics floats after
-    // the tile's. load_rows() loads those of its four queries from there.
+    // Floats of a query in a row statistic (-lse / scale, or -delta). The lane's four queries begin first_query() * kLaneStatistics
+    // floats after the tile's. load_rows() loads their numbers from there. x[0][r]: of the lane's query r.
     static constexpr int kLaneStatistics = 1;
     static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
         const float4 four = load_global4(stats);
         x[0][0] = four.x, x[0][1] = four.y, x[0][2] = four.z, x[0][3] = four.w;
     }
-    // Where row `row` of keys or queries goes in shared memory.
+    // Row of shared memory where row `row` of K, Q, V or dO goes.
     static __device__ __forceinline__ int tile_row(int row) { return KeysLayout<1>::row_of_key(row); }
-    // Shared offsets of the lane's operands: A, keys, and B, queries, of the warp's rows from `row` on. An ldmatrix loads 16 rows
+    // Offsets of the lane's operands: A, keys (K or V), and B, queries (Q or dO), from `row` on. An ldmatrix loads 16 rows
     // by 16 columns as four 8x8 matrices. by_rows orders these down the rows first, by_chunks along the columns.
     static __device__ __forceinline__ u32 own_operand(const Lane& lane, int row) {
         return by_rows<TermColumns>(0, lane.lane) + row * TermColumns::kRowBytes;
@@ -54,7 +59,7 @@ struct StoredFamily {
     static __device__ __forceinline__ u32 other_operand(const Lane& lane, int row) {
         return by_chunks<TermColumns>(0, lane.lane) + row * TermColumns::kRowBytes;
     }
-    // c[m][n]: tile m of 16 keys, n of 16 queries. Accumulator j has eight of a tile's queries; k is eight of a pair's 16 terms.
+    // c[m][n]: tile m of 16 keys, n of 16 queries. Accumulator j has eight of a tile's queries; k: first or last 8 of 16 terms.
     static __device__ __forceinline__ void multiply_scores(float (&c)[4][4][8], u32 a_address, u32 b_address) {
 #pragma unroll
         for (int pair = 0; pair < TermColumns::kChunks / 2; pair++) {
@@ -85,7 +90,7 @@ struct StoredFamily {
                         load_matrices(a[i], pair_after<TermColumns>(a_address, pair) + (m + i) * 16 * TermColumns::kRowBytes);
                         load_matrices(b[i], pair_after<TermColumns>(b_address, pair) + (n + i) * 16 * TermColumns::kRowBytes);
                     }
-                    unrolled<2, 8>([&](int k, int i) {
+                    unrolled<2, 8>([&](int k, int i) {  // i % 2: m; i / 4: n; i / 2 % 2: j
                         const OperandA keys = {a[i % 2][2 * k], a[i % 2][2 * k + 1]};
                         mma(sums[i % 2][i / 4][i / 2 % 2], keys, b[i / 4][2 * (i / 2 % 2) + k]);
                     });
@@ -101,9 +106,9 @@ struct StoredFamily {
 
     // ---- gradients --------------------------------------------------------------------------------
     static constexpr int kLoadParts = 1;  // a step's loads come in one part: add_keys and add_queries compute all sums for part 0
-    using KeySums = Accumulator[4][8];  // dK or dV: [tile of 16 rows][tile of 8 columns]
-    using QuerySums = KeySums;  // dQ
-    // c += A B for 16 terms. a: operand A of each tile of 16 rows. b_address: shared address of the 16 rows of B, for the lane.
+    using KeySums = Accumulator[4][8];  // the lane's part of the warp's dK or dV: [m, tile of 16 rows][n, tile of 8 columns]
+    using QuerySums = KeySums;  // of dQ
+    // c += A B for 16 terms. a: operand A of each tile of 16 rows. b_address: of the 16 rows of B. k: first or last 8 terms.
     template <int M>
     static __device__ __forceinline__ void multiply(Accumulator (&c)[M][8], const u32 (&a)[M][4], u32 b_address) {
 #pragma unroll
@@ -116,7 +121,7 @@ struct StoredFamily {
             });
         }
     }
-    // dV and dK: shared offsets of the lane's operands A, P^T or dS^T from a row on, and B, dO or Q from a column on.
+    // dV and dK: offsets of the lane's operands A, P^T or dS^T from a row on, and B, dO or Q from a column on.
     static __device__ __forceinline__ u32 key_a(const Lane& lane, int row) { return own_operand(lane, row); }
     static __device__ __forceinline__ u32 key_b(const Lane& lane, int column) {
         return by_rows<OtherTermRows>(0, lane.lane, column / kChunk);
@@ -154,8 +159,8 @@ struct StoredFamily {
             load_matrices(a, pair_after<TermColumns>(a_address, terms / 16) + m * 16 * TermColumns::kRowBytes);
         });
     }
-    // dQ: shared offsets of the lane's operands A, dS from a row on, and B, K from a column on. A's rows in memory are keys, and
-    // the load transposes them: matrices 0 and 1 have the first eight keys, matrices 2 and 3 the next.
+    // dQ: offsets of the lane's operands A, dS from a row on, and B, K from a column on. A's rows in memory are keys, and
+    // the load transposes them: matrices 0 and 1 have the first eight keys, 2 and 3 the next. remat_swizzled(): offset of a chunk.
     static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
         return remat_swizzled<TermRows::kChunks>(lane.lane % 8 + lane.lane / 16 * 8, row / kChunk + lane.lane / 8 % 2);
     }
@@ -175,7 +180,7 @@ struct StoredFamily {
             load_matrices_transposed(a, pair_after<TermRows>(a_address, m) + terms * TermRows::kRowBytes);
         });
     }
-    // Calls f(row, column, x, y) for each two neighbors of a row of the warp's sums.
+    // Calls f(row, column, x, y) for the sums x and y of each two neighboring columns. Row and column count from the warp's first.
     template <class F>
     static __device__ __forceinline__ void for_each_pair(const KeySums& c, F f) {
         const Lane lane(threadIdx.x % 32);

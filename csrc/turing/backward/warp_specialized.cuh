@@ -1,9 +1,13 @@
-// Main kernel of the turing backward pass for headdim above 64, and at 64 for generic kernels and block masks: 8 warps in two roles
-// of four (warp specialization). Inputs are fp16, gradients fp16 or fp32. Warps 0 to 3 compute S^T, P = exp(scale * S - lse) and
-// dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's registers. A warp has its operands of K or of V in
-// registers, except the last chunks where headdim is above 192. P goes to the partner warp of the other role, lane by lane, through
-// shared memory. All warps compute dQ, at different times in staggered kernels (kStaggered). DqMode says what becomes of it:
-// another kernel computes it (kSeparate), atomics add it, or the block, if it has all keys, stores it (kStore, "fused").
+// Main kernel of the turing backward pass for headdim above 64, and at 64 for generic kernels (parameters choose score features)
+// and block masks: dK and dV of a block of 64 or 128 keys, fp16 or fp32, from fp16 inputs. The grid has blocks of keys (x), KV
+// heads (y) and batch entries (z). A thread block visits, for each query head of its KV head, the queries that see its keys, in
+// steps of 16 or 32. DqMode says what becomes of dQ: another kernel computes it (kSeparate), atomics add it to an fp32 accumulator,
+// or the block, if it has all keys, stores it (kStore, "fused").
+//
+// 8 warps have two roles (warp specialization). Warps 0 to 3 compute S^T, P = exp(scale * S - lse) and dV, warps 4 to 7 dP^T, dS
+// and dK: dV and dK together do not fit one warp's registers. Partners are the two warps of the same keys, one of each role. P goes
+// from partner to partner, lane by lane, through shared memory. A warp has its operands of K or of V in registers, except the last
+// chunks where headdim is above 192. All warps compute dQ, at different times in staggered kernels (kStaggered).
 //
 // A step, after the barrier at which its tiles of Q and dO are in shared memory:
 //   first role                              second role
@@ -13,22 +17,29 @@
 //                                              also to shared memory
 //   4. dV += P^T dO; dQ of the previous     4. dK += dS^T Q
 //      step (staggered)
-// With one slot of tiles, and without staggering, dQ += dS K of the step itself follows, with a second barrier.
+// With two slots of tiles a step first stores the next step's. With one slot it stores them after a second barrier, at its end;
+// kernels that are not staggered compute dQ of the step itself there.
 //
 //   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
 //                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes
 //                     each, dO kStepTile after Q), kScores (slots of dS^T, kScoreTile each), kPartner (P^T between warps)
-//   m, n, h, v, c     16 keys of the warp; 8 queries; one of a lane's two keys in tile m; its element of all m; a pair of chunks
+//   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
+//   v                 a lane's element of a column tile (all m), of its first query (x) if v is even, else of its second (y)
+//   Accumulator, OperandA  a lane's part of C, 16 rows by 8 columns, as fp32; and of A, 16 rows by 8, as fp16 (turing/mma.cuh)
 //   by_rows(), by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x (fragments.cuh)
 //   score_offset(), score_chunk()  place dS^T: rows are keys, in chunks of eight queries
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dV or dK (products.cuh)
+//   DqProduct         dQ += dS K of a step. A warp has 16 queries by Dq::kPairs pairs of column tiles (16 columns each), or
+//                     none: has_pair(). add(): to the accumulator, by atomics; store(): as dq (dq_product.cuh)
 //   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
-//                     rows(): rows that loads may read
+//                     rows(): rows that loads may read; next_step(): the next step's row, at the end one that has statistics
+//   queries           under a block mask, iterator over listed steps: first() is the step's first query, after(n) that n later
+//   bits              under a block mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
-//                     the head's rows in scratch memory
+//                     the head's rows in scratch memory (row statistics, accumulator of dQ)
 //   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
 //                     -delta / 2^12 (step_loads.cuh)
-//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) stops that for x (ptx.cuh)
+//   remat_*()         reads special registers again, to hold no register; keep_in_register(x) computes x once (ptx.cuh)
 //   kVarlen, kHas..., kRequires...  what this kernel is compiled for (features.cuh); without kRequires..., parameters choose
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
@@ -56,42 +67,42 @@ struct BackwardWarpSpecialized {
     // tensor cores have products while a role computes P or dS, and the second one hardly waits for P. Else both compute dQ
     // together: its code exists once, so that loops with score features fit the instruction cache, and fused kernels do not spill.
     static constexpr bool kStaggered = kWithDq && !kFused && !kHasScoreFeatures;
-    // One tile of P^T between the roles. dS has as many as the ring has slots, in staggered kernels two.
+    // One tile of P^T between the roles. dS has as many slots as Q and dO, in staggered kernels two.
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
-    // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
-    // lies there; of V only these chunks do.
+    // Pairs of chunks, the last of a row of K or V, whose operands lie in shared memory because registers do not hold all. All of K
+    // lies there; of V only these chunks do, from offset kValues on.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
-    static constexpr int kPartners = S::kWarps / 2;  // warps of a role; each has a partner in the other
+    static constexpr int kPartners = S::kWarps / 2;  // warps of a role
     static constexpr int kKeys = S::kRows / kPartners;  // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
     static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
-    static constexpr int kPairs = S::kChunks / 2;
-    static constexpr int kPairsAtOnce =
-        kStaggered && kVarlen && Headdim == 128 ? 1 : 2;  // staggered varlen kernels of headdim 128 spill with 2
-    static constexpr int kOwnPairs = kPairs - kSharedPairs;  // pairs in registers
+    static constexpr int kPairs = S::kChunks / 2, kOwnPairs = kPairs - kSharedPairs;  // of chunks: all, and those in registers
+    // Pairs of column tiles of dV or dK whose operands are loaded at once. Staggered varlen kernels of headdim 128 spill with 2.
+    static constexpr int kPairsAtOnce = kStaggered && kVarlen && Headdim == 128 ? 1 : 2;
     // The shared chunks of K begin at a multiple of eight chunks. So their offset can be added to a swizzled address, and the same
     // steps lead from chunk to chunk as in V (shared_fragments).
     static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
                   "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
-    // Staggered kernels have registers for all pairs of dQ at once. With one tile of Q and dO, loads of both tiles fit registers,
-    // but the end of the loop over heads does not.
-    static constexpr bool kOneSlotStaggered = kStaggered && Slots == 1;
+    // Pairs of column tiles of dQ that a warp computes at once: staggered kernels have registers for all of its pairs.
     static constexpr int kDqPairs = kStaggered ? Dq::kPairs : 1;
-    using Layout = KeysLayout<kKeyTiles>;
-    using Scores = Accumulator[kColumnTiles][kKeyTiles];
-    using PackedScores = OperandA[kColumnTiles][kKeyTiles];
+    // Staggered, with one slot of Q and dO. Registers hold the loads of both tiles at once, but not also the end of the loop over
+    // heads, so that is computed again for each head (remat_heads_end).
+    static constexpr bool kOneSlotStaggered = kStaggered && Slots == 1;
+    using Layout = KeysLayout<kKeyTiles>;  // which scores a lane has (fragments.cuh)
+    using Scores = Accumulator[kColumnTiles][kKeyTiles];  // fp32, [n][m]
+    using PackedScores = OperandA[kColumnTiles][kKeyTiles];  // fp16, [n][m][h]: words of the lane's two queries
     using Bits = typename Blocks::template Bits<Layout, kKeys>;
     // Whether the accumulators of the scores start with ALiBi's term or an fp16 bias, instead of 0 (InitialScores,
     // one_feature.cuh): in the kernels that require one of these features.
     static constexpr bool kInitial = kRequiresAlibi || kRequiresBias;
     static __device__ __forceinline__ bool has_bias_gradient(const BwdParams& p) { return kHasBias && p.dbias; }
 
-    // Waits at the named barrier of two partners, until P is stored.
+    // Waits at the named barrier of two partners, 64 threads, until P is stored. (Barrier 0 is __syncthreads().)
     static __device__ __forceinline__ void wait_partner() { named_sync(1 + remat_thread() / 32 % kPartners, 64); }
     // Signals that P is stored. The first role need not wait: the block's barrier keeps P until the partner has read it. Kernels
     // that are not staggered wait nevertheless: not to wait gained them less than 1%.
@@ -103,7 +114,7 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
     static __device__ __forceinline__ int remat_warp_key() { return remat_block_x() * S::kRows + remat_warp_row(); }
     // Whether the step of this row needs no mask. Kernels with score features, short of registers, compute the range in each step.
-    static __device__ __forceinline__ bool contains(const VisitedQueries<S>& range, const BwdParams& p, int row) {
+    static __device__ __forceinline__ bool needs_no_mask(const VisitedQueries<S>& range, const BwdParams& p, int row) {
         if (!kHasScoreFeatures) return range.unmasked.contains(row);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
         return VisitedQueries<S>(mask_of(p.problem, sequence), remat_block_x() * S::kRows).unmasked.contains(row);
@@ -116,26 +127,27 @@ struct BackwardWarpSpecialized {
         else
             return S::score_slot(row);
     }
-    // Address of the score function's derivatives: where dS of the same keys is stored later. `exchanged`: address of the exchange.
-    static __device__ __forceinline__ u32 slopes_of(u32 exchanged, u32 slot) {
-        return exchanged - (S::kPartner - S::kScores) + slot * S::kScoreTile;
+    // Address of the score function's derivatives: where dS of the same keys is stored later. `exchange`: the lane's address of P.
+    static __device__ __forceinline__ u32 slopes_of(u32 exchange, u32 slot) {
+        return exchange - (S::kPartner - S::kScores) + slot * S::kScoreTile;
     }
 
-    // Exchange of packed scores between a lane and the lane with the same scores in the other role, 16 bytes at a time.
+    // Exchange of packed scores between a lane and the lane with the same scores in the other role, 16 bytes at a time. kWords: a
+    // lane's words of two fp16. kExchangeBytes: what a warp stores at a time.
     static constexpr int kWords = kKeyTiles * kColumnTiles * 2, kExchangeBytes = 32 * 16;
     using Words = u32[kWords];
     static __device__ __forceinline__ void send(u32 address, PackedScores& x) {
-        Words& w = reinterpret_cast<Words&>(x);
+        Words& words = reinterpret_cast<Words&>(x);
 #pragma unroll
         for (int i = 0; i < kWords; i += 4)
-            store_shared(address + i / 4 * kExchangeBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
+            store_shared(address + i / 4 * kExchangeBytes, make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]));
     }
     static __device__ __forceinline__ void receive(u32 address, PackedScores& x) {
-        Words& w = reinterpret_cast<Words&>(x);
+        Words& words = reinterpret_cast<Words&>(x);
 #pragma unroll
         for (int i = 0; i < kWords; i += 4) {
-            const uint4 r = load_shared(address + i / 4 * kExchangeBytes);
-            w[i] = r.x, w[i + 1] = r.y, w[i + 2] = r.z, w[i + 3] = r.w;
+            const uint4 four = load_shared(address + i / 4 * kExchangeBytes);
+            words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
         }
     }
 
@@ -145,7 +157,7 @@ struct BackwardWarpSpecialized {
     // Turns K Q^T into the base-2 exponents of P * 2^kExponentShift, as pack_shifted takes it (softmax.cuh). kExponentShift is 12 -
     // 112: P is kept times 2^12, and packing shifts numbers scaled by 2^-112. Exponents are scores in log2 units plus neg_lse_of(),
     // which is -lse + kExponentShift (StepStats::scale). The score function's derivative goes to the partner at `slopes`, where the
-    // partner then stores dS. `key` and `row`: first of the warp and of the step. Rows from row_end on see no key.
+    // partner then stores dS. `key`: the warp's first; `row`: the step's first query. Queries from row_end on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
                                                      int row, int row_end, bool masked, const Bits& bits, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -167,7 +179,7 @@ struct BackwardWarpSpecialized {
             }
             send(slopes, derivatives);
         } else if (kHasScoreFeatures && !kInitial) {
-            // Scales first: ALiBi and the bias below are in log2 units. Other kernels' addends have K Q^T's unit: they scale last.
+            // Scales first: ALiBi and the bias below are in log2 units. With kInitial they have K Q^T's unit: scaling is last.
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 neg_lse = stats.neg_lse_of(n, lane);
@@ -204,7 +216,7 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // Applies dropout to P^T: x keeps what dV takes. `sent` gets all of P, with sign bits on what is dropped, for the partner.
+    // Applies dropout to P^T: x, for dV, is 0 where it drops; `sent`, for the partner, has all of P, signs on what it drops.
     static __device__ __forceinline__ void drop(PackedScores& x, PackedScores& sent, const BwdParams& p, int head, int key,
                                                 int row) {
         const Lane lane = remat_lane();
@@ -215,14 +227,14 @@ struct BackwardWarpSpecialized {
                 TileDropoutMask kept;
                 kept.draw(Layout(), p, philox, row + 8 * n, key);
                 unrolled<kKeyTiles, 2>([&](int m, int h) {
-                    const u32 halves = kept.kept[2 * m + h];
+                    const u32 halves = kept.of_key[2 * m + h];
                     sent[n][m][h] = x[n][m][h] | ~halves & 0x80008000;
                     x[n][m][h] &= halves;
                 });
             }
             return;
         }
-        u32 kept = 0;  // four bits for each column tile, by which the lane keeps scores of it (draw_kept_tile)
+        u32 kept = 0;  // bits 4 * n to 4 * n + 3 of both halves say which scores the lane keeps of column tile n (draw_kept_tile)
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
             kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))
@@ -285,7 +297,7 @@ struct BackwardWarpSpecialized {
             [&](int n, int m, int h) { x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]); });
     }
 
-    // Loads the shared chunks of V (kSharedPairs), in the order of KeysLayout, padded with zeros.
+    // Loads V's shared chunks, in KeysLayout's order, padded with zeros. `keys`: of the sequence, from row `origin` of v on.
     static __device__ __forceinline__ void load_values(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
         const unsigned short* base = rows_of(p.v, blockIdx.z, blockIdx.y, origin + first_key);
         for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {
@@ -303,7 +315,8 @@ struct BackwardWarpSpecialized {
         return is_first_role() ? keys : values;
     }
 
-    // Row of a listed step, or, where the step does not exist, one with statistics: its scores are hidden.
+    // Row of a listed step; of one past the sequence or the list's end, the last row where a step has statistics and dQ. The scores
+    // of a step past the sequence are hidden, so it adds nothing.
     static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) {
         return min(row, p.seqlen_q_rounded - S::kStep);
     }
@@ -311,11 +324,11 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
-        // pair: number of the warp in its role, where partners have the same number and the same keys. (Elsewhere a pair is two
-        // chunks, or two column tiles of dQ.)
-        const int warp = threadIdx.x / 32, role = warp / kPartners, pair = warp % kPartners;
+        // partners have the same number in their roles, and the same keys
+        const int warp = threadIdx.x / 32, role = warp / kPartners, number = warp % kPartners;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        // In k and v the sequence has seqlen_k_allocated() rows, from k_offset() on. Those past seqlen_k() get gradients of 0.
         if (kVarlen && !kFused && first_key >= sequence.seqlen_k_allocated()) return;
         const VisitedQueries<S> range(mask_of(p.problem, sequence), first_key, kFused);
 
@@ -325,7 +338,7 @@ struct BackwardWarpSpecialized {
         {
             const Operand& from = role ? p.v : p.k;
             // a negative softmax_scale flips the signs of K
-            load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + kKeys * pair,
+            load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + kKeys * number,
                                sequence.seqlen_k(), role ? p.problem.headdim_v : p.problem.headdim, role ? 0 : p.problem.sign_flip,
                                Layout::key_of_lane);
         }
@@ -333,7 +346,7 @@ struct BackwardWarpSpecialized {
         Accumulator gradient[kKeyTiles][S::kChunks] = {};  // dV or dK
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
-        const auto remat_heads_end = [&] {
+        const auto remat_heads_end = [&] {  // one past the last of them
             return (remat_block_y() + 1u) * (keep_in_register(p.problem.nheads) / p.problem.nheads_k);
         };
         if (kFused) write_all_statistics<S>(p, sequence);
@@ -351,9 +364,9 @@ struct BackwardWarpSpecialized {
                 if (first >= range.end) break;
             }
             const HeadRows rows(p, sequence, head);
-            // Rows that loads may touch.
+            // Query rows that loads may read.
             const auto rows_end = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
-            // Computes kDqPairs pairs of dQ of the rows from `row` on, from the dS in this slot. `pair`: the first of them.
+            // Computes kDqPairs of the warp's pairs of dQ of the step at `row`, from number `pair` on, from the dS in this slot.
             const auto compute_dq = [&](int row, u32 slot, int pair) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
@@ -377,7 +390,7 @@ struct BackwardWarpSpecialized {
             if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, remat_warp_key());
             __syncthreads();  // the previous head's tiles are free
             tiles.store(shared + S::kStepTiles + (Blocks::kListed ? 0 : S::slot(first)) * S::kSlotBytes);
-            // Loads the tiles `steps` after the step at `row`, which is the iterator's if the queries are listed.
+            // Begins to load the tiles of the step that comes `steps` after that at `row` (if queries are listed, the iterator's).
             const auto load_step = [&](int row, int steps) {
                 if constexpr (Blocks::kListed)
                     tiles.load(p, p.q, p.dout, rows.head, queries.after(steps), rows_end() - queries.after(steps));
@@ -431,11 +444,11 @@ struct BackwardWarpSpecialized {
                             for (int i = 0; i < 4; i++) a[m][i / 2][i % 2] = own[m][2 * c + i / 2][i % 2];
                         multiply_pair<S>(s, a, pair_after<S>(step, c));
                     }
-                    const u32 others = shared_fragments(shared);
+                    const u32 fragments = shared_fragments(shared);
 #pragma unroll
                     for (int c = 0; c < kSharedPairs; c++) {
                         u32 x[4];
-                        load_matrices(x, chunk_after<8>(others, 2 * c));
+                        load_matrices(x, chunk_after<8>(fragments, 2 * c));
                         const OperandA a[1][2] = {{{x[0], x[1]}, {x[2], x[3]}}};
                         multiply_pair<S>(reinterpret_cast<Accumulator(&)[kColumnTiles][1]>(s), a,
                                          pair_after<S>(step, kOwnPairs + c));
@@ -444,14 +457,14 @@ struct BackwardWarpSpecialized {
                 PackedScores packed;
                 const u32 exchange = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
                 // Loads of the tile after the next are in flight from the middle of the step on, between parts that need many
-                // registers. With score features computing P and dS is such a part, so the loads follow it. Past the last row
-                // nothing is loaded.
-                const auto load_next = [&](bool here) {
+                // registers. With score features computing P and dS is such a part, so the loads follow it. So there are two places
+                // for them; `here`: whether this is this kernel's. Past the last row nothing is loaded.
+                const auto load_ahead_if = [&](bool here) {
                     if (S::kSlots == 2 && here) load_step(row, 2);
                 };
                 // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
-                    bool masked = !contains(range, p, row);
+                    bool masked = !needs_no_mask(range, p, row);
                     if constexpr (Blocks::kListed) {
                         masked |= queries.has_bits();
                         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
@@ -472,19 +485,20 @@ struct BackwardWarpSpecialized {
                             }
                     if (uses_dropout(p.score_options)) drop(packed, sent, p, head, remat_warp_key(), row);
                     send(exchange, sent);
-                    load_next(!kHasScoreFeatures);
+                    load_ahead_if(!kHasScoreFeatures);
                     arrive_partner();
                 } else {
-                    load_next(!kHasScoreFeatures);
+                    load_ahead_if(!kHasScoreFeatures);
                     wait_partner();
                     // divides -delta by 2^12, as score_gradients() does dP: P has that factor, so dS has none
                     stats.scale(p.problem.scale_log2);
                     receive(exchange, packed);
                     score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(exchange, score_slot));
                     if (kWithDq) {
-                        const u32 own = remat_warp_row() + remat_thread() % 32 / 4;
-                        const u32 to = shared + S::kScores + score_slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
-                                       remat_thread() % 4 * 4;
+                        // the lane's row in dS^T, and its address there: word lane % 4 (of two queries) of a chunk
+                        const u32 own_row = remat_warp_row() + remat_thread() % 32 / 4;
+                        const u32 to = shared + S::kScores + score_slot * S::kScoreTile +
+                                       score_offset<S::kScoreChunks>(own_row, 0) + remat_thread() % 4 * 4;
 #pragma unroll
                         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -502,7 +516,7 @@ struct BackwardWarpSpecialized {
                 }
                 if (kInitial && kHasBias && is_first_role())
                     initial.load_bias(p, head, range.next_step(p, row), range.end, remat_warp_key());
-                load_next(kHasScoreFeatures);
+                load_ahead_if(kHasScoreFeatures);
                 if (kOneSlotStaggered) load_step(row, 1);  // while dV and dK are computed
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
@@ -540,6 +554,7 @@ struct BackwardWarpSpecialized {
             if (kWithDq && S::kScoreSlots == 2) {
                 __syncthreads();
                 const int last = Blocks::kListed ? 0 : keep_in_register(range.end) - 1;
+                // Listed: the iterator `queries` is one step past the last, so the last step's slot is the other one (^ 1).
 #pragma unroll 1
                 for (int j = 0; j < Dq::kPairs; j += kDqPairs)
                     compute_dq(Blocks::kListed ? previous : last & -S::kStep,
