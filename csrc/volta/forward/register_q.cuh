@@ -334,10 +334,11 @@ struct ForwardRegisterQ {
                     k_ahead[i - kLoads + kAhead] = load_shared(k_after_next + (i - kLoads + kAhead) * kChunkBytes);
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++)
-                    mma_row_row(o[mt][2 * j], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].x, v[i].y);
+                    mma_row_row(o[mt][2 * j], probabilities.pairs[mt][w][u].lo, probabilities.pairs[mt][w][u].hi, v[i].x, v[i].y);
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++)
-                    mma_row_row(o[mt][2 * j + 1], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].z, v[i].w);
+                    mma_row_row(o[mt][2 * j + 1], probabilities.pairs[mt][w][u].lo, probabilities.pairs[mt][w][u].hi, v[i].z,
+                                v[i].w);
                 // Tested without the mask, which is applied when the step begins: at worst a row maximum moves early.
                 if (i == kLoads / 2 - 1) exceeds = s.needs_rescale(softmax);
             }

@@ -109,13 +109,13 @@ struct ForwardSharedQ {
         if (!kColumnsRolled) {
             p.exchange();
             accumulate_columns<2>(
-                o, [&](int mt, int w, int u) { return p.part[mt][w][u]; }, [&](int w) { return w ? v_other : v_own; });
+                o, [&](int mt, int w, int u) { return p.pairs[mt][w][u]; }, [&](int w) { return w ? v_other : v_own; });
             return;
         }
         u32 v = v_own;
 #pragma unroll 1
         for (int w = 0; w < 2; w++, v = v_other) {
-            accumulate_columns<1>(o, [&](int mt, int, int u) { return p.part[mt][0][u]; }, [&](int) { return v; });
+            accumulate_columns<1>(o, [&](int mt, int, int u) { return p.pairs[mt][0][u]; }, [&](int) { return v; });
             if (!kListed || w == 0) p.exchange(0);  // in place of its own; the second has no reader: kernels with lists skip it
         }
     }
