@@ -7,8 +7,8 @@
 //   split::Forward           multiply(), softmax, split(), add_output() |
 //   split::WideForward       multiply_high() | multiply_low() | sum over warps, softmax, split(), add_high() | add_low() |
 //
-// Forward (headdim up to 128) has both parts of a step's K and V in shared memory. WideForward (larger headdims) has one part at a
-// time, and each warp has 128 columns: of Q and K in the first product, of V and the output in the second.
+// Forward (headdim up to 128) has both parts of a step's K and V in shared memory. WideForward (larger headdims) has one part of K
+// or V at a time, and gives each warp 128 columns.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in
 // row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh). ForwardLane's q_row(), k_row() and v_row()
@@ -63,8 +63,7 @@ struct Split {
             __syncwarp();
         }
         // S = Q K^T. `tile`: shared address of K of the step; rows are `pitch` bytes apart. `small` sums the products with a low
-        // part. Tensor cores truncate sums, so these products would lose digits in one accumulator with the large ones (high times
-        // high).
+        // part. Tensor cores truncate sums, so these would lose digits in one accumulator with the large ones, high times high.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[1], u32 tile, int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
             Accumulator small = {}, large = {};
@@ -157,8 +156,7 @@ struct Split {
         }
     }
 
-    // The two halves of add_output(): add the products with V's high parts, and those with its low parts. `tile`: shared address of
-    // these parts, at the first of the warp's columns.
+    // The two halves of add_output(): add the products with V's high parts, and those with its low parts (`tile`, as above).
     template <int Headdim>
     __device__ __forceinline__ static void add_high(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         add_part<Headdim, 4>(o, tile, pitch, [&](Accumulator(&sums)[4], int w, int u, const uint4& v) {
