@@ -7,7 +7,7 @@
 //   split::Forward           multiply(), softmax, split(), add_output() |
 //   split::WideForward       multiply_high() | multiply_low() | sum over warps, softmax, split(), add_high() | add_low() |
 //
-// Forward (headdim up to 128) has both parts of a step's K and V in shared memory. WideForward (larger headdims) has one part of K
+// Forward (headdims 64, 128) has both parts of a step's K and V in shared memory. WideForward (larger headdims) has one part of K
 // or V at a time, and gives each warp 128 columns.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in

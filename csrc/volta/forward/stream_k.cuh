@@ -5,8 +5,8 @@
 // TileSplit (forward/tile_split.cuh) is a block's work: a row tile (row_block), and a range of its steps of Step keys (first to
 // end). It is split number `index` of `splits`; 1 means all keys, without an end. stream_k_tile numbers the split tiles.
 //
-// Paged kernels read lengths from GPU memory, so the planner cannot count steps. There first and end count in kPagedParts (2^15)
-// equal parts of the row tile's own steps. Row tiles begin with the last rows of all heads, which see the most keys.
+// Paged kernels read lengths from GPU memory. So there first and end count in kPagedParts (2^15) equal parts of the row tile's own
+// steps. A launch has one sequence. Its row tiles begin with the last rows of all heads, which see the most keys.
 //
 // Each split's partial result goes to scratch memory. The last block to finish a row tile combines its splits in key order. No
 // block waits, and the output is deterministic.
