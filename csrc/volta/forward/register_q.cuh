@@ -12,9 +12,8 @@
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in
 // row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh).
 //
-//   mt, c, j          one of the warp's two row tiles of 16; a chunk (eight columns, 16 bytes) of Q and K; a panel (four chunks) of
-//   V.
-//                     Output tile 2j has the first half of each of the panel's chunks, tile 2j + 1 the second half
+//   mt, c, j          one of the warp's two row tiles of 16; a chunk (eight columns, 16 bytes) of Q and K; a panel, four chunks of
+//                     V: output tile 2j has the first half of each of the panel's chunks, tile 2j + 1 the second half
 //   v, u              a lane's element (0 to 7) of a tile of scores; elements 4u to 4u + 3, and their keys in O += P V: u is 0 for
 //                     the even four of eight keys, 1 for the odd
 //   w                 in O += P V: 0 for the eight keys of the lane's quad-pair column, 1 for the other eight
