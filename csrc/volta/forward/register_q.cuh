@@ -1,5 +1,6 @@
-// Forward kernel of the volta family with Q in registers: headdim 32 and 64, plain or with required score features.
-// csrc/entry.cu calls run(). shared_q.cuh has the kernel for larger headdims and for generic score features.
+// Forward kernel of the volta family with Q in registers, for headdims 32 and 64: from fp16 q, k and v to out (fp16 or fp32) and
+// softmax_lse. It is plain, or requires score features (softcap, ALiBi, bias, dropout), which it then always applies. csrc/entry.cu
+// calls run(). shared_q.cuh is for larger headdims, and for generic kernels, which test parameters for each feature.
 //
 // A step is 16 keys. K and V of a step lie in one of four slots of shared memory (a ring). Iteration i of the main loop:
 //
@@ -21,7 +22,7 @@
 //   bits              under a block mask, which single scores exist; else calls compile to nothing
 //   features.*()      what the kernel's required score features need at that point (score_feature.cuh)
 //   remat_*()         reads a special register again, to hold none in between; keep_in_register() stops that (ptx.cuh)
-//   kVarlen, kPaged, kRequiresBias, kBatchInvariant  what this kernel is compiled for (features.cuh, batch_invariant.cuh)
+//   kVarlen, kPaged, kRequiresBias  what this kernel is compiled for (features.cuh); kBatchInvariant: bits independent of the batch
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   BLOCK_ROWS, STEP, SHARED_BYTES  query rows, keys of a step and shared memory of a block: the kernel's row in src/kernels
 #pragma once
@@ -66,7 +67,7 @@ struct ForwardRegisterQ {
     struct KeyChunks {
         uint4 k[1][1] = {}, v[1][1] = {};  // columns past the matrix are never loaded and stay zero
     };
-    // Loads K and V of a step and stores them to the ring.
+    // Loads K and V of a step and stores them to the ring. first_row: the sequence's in k and v. Its keys: `key` to key_end - 1.
     struct KeyLoader {
         using Stream = typename Grid::template Stream<kChunks, kStep, kThreadsK>;
         static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "a thread loads one chunk of a row");
@@ -332,7 +333,7 @@ struct ForwardRegisterQ {
             __syncthreads();
             unrolled<kRowTiles, 8>([&](int mt, int v) { s.tile[mt][0][v] = even.tile[mt][0][v] + odd.tile[mt][0][v]; });
             features.add_to(p, s);
-            probabilities.exchange();  // a lane gets the other eight keys' probabilities (w = 1) from its neighbor
+            probabilities.exchange();  // a lane gets the other eight keys' probabilities (w = 1) from lane ^ 8
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
                 const int w = i / (2 * kPanels), u = i / kPanels % 2, j = i % kPanels;
@@ -352,7 +353,7 @@ struct ForwardRegisterQ {
             }
         }
         features.finish(softmax, scale);
-        if (!grid.template combine_splits<kThreads>(softmax, o)) return;
+        if (!grid.template combine_splits<kThreads>(softmax, o)) return;  // another block writes out
         write_output<kRowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };

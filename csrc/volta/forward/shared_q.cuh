@@ -1,8 +1,8 @@
-// Forward kernel of the volta family with Q in shared memory: headdims above 64, whose Q and output do not both fit registers, up
-// to 256; and headdim 64 with small blocks or generic score features (register_q.cuh has the others). csrc/entry.cu calls run() of
-// SharedQ or ForwardSharedQ. Shared memory has the block's rows of Q, then a step's K, then its V. Schedule of a step (as in
-// TurboMind, LMDeploy's engine: a global load is in flight during one product, and its registers are free for the other operand in
-// the next):
+// Forward kernel of the volta family with Q in shared memory: from fp16 q, k and v to out (fp16 or fp32) and softmax_lse. It is for
+// headdims above 64 to 256, whose Q and output do not both fit registers. At 64 it is for generic kernels and blocks of 64 rows,
+// and register_q.cuh for the others. csrc/entry.cu calls run() of SharedQ or ForwardSharedQ. Shared memory has the block's rows of
+// Q, then a step's K, then its V. Schedule of a step (as in TurboMind, LMDeploy's engine: a global load is in flight during one
+// product, and its registers are free for the other operand in the next):
 //
 //   S = Q K^T, mask  |  store V, load next K  |  barrier  |  softmax, O += P V  |  store next K, load next V  |  barrier
 //
@@ -24,7 +24,8 @@
 //   kVarlen, kPaged, kHas..., kRequires...  what this kernel is compiled for (features.cuh); kRequiresTwo: two of the features
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, BLOCKS_PER_SM, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and
-//                     K, and of V; query rows, keys of a tile (of all key groups), threads and shared memory of a block
+//                     K, and of V; a block's query rows (of a head), keys of a step (of all key groups), threads, shared memory;
+//                     and blocks that an SM has room for
 #pragma once
 
 #include "forward/block.cuh"
@@ -315,7 +316,7 @@ struct ForwardSharedQ {
         }
         features.finish(softmax, scale);
         if (KeyGroups > 1 && !combine_key_groups(base, thread, group, softmax, o)) return;
-        if (!grid.template combine_splits<kThreads>(softmax, o)) return;
+        if (!grid.template combine_splits<kThreads>(softmax, o)) return;  // another block writes out
         write_output<RowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };
