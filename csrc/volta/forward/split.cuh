@@ -82,8 +82,7 @@ struct Split {
 #pragma unroll
             for (int v = 0; v < 8; v++) s[0].tile[0][0][v] = large[v] + small[v];
         }
-        // The two halves of multiply(): add the products with K's high parts to both sums, and those with its low parts to `small`.
-        // `tile`: shared address of these parts, at the first of the warp's columns.
+        // The halves of multiply(): products with K's high parts, then its low ones. `tile`: these, at the warp's first column.
         __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[1], Scores<Layout, 1, 1> (&large)[1], u32 tile,
                                                       int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
@@ -114,7 +113,6 @@ struct Split {
     struct Probabilities {
         volta::Probabilities<1> high, low;
 
-        // Splits and packs s, which has probabilities here. exchange() gets those of w = 1 from lane ^ 8.
         __device__ __forceinline__ void split(const Scores<Layout, 1, 1> (&s)[1]) {
             const ForwardLane lane(remat_thread_index() & 31);
             const Accumulator& p = s[0].tile[0][0];
@@ -125,13 +123,13 @@ struct Split {
                 high.pairs[0][0][u] = to_operand_rows(lane, x.high, y.high);
                 low.pairs[0][0][u] = to_operand_rows(lane, x.low, y.low);
             }
-            high.exchange();
+            high.exchange();  // gets those of w = 1 from lane ^ 8
             low.exchange();
         }
     };
 
-    // O += P V. `tile`: shared address of V of the step, whose rows are `pitch` bytes apart. i is one of a panel's two output
-    // tiles: 0 has the first four columns of each chunk, 1 the last four.
+    // O += P V. `tile`: shared address of V of the step. i is a panel's output tile: 0 has the first half of each chunk, 1 the
+    // last.
     template <int Headdim>
     __device__ __forceinline__ static void add_output(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         const ForwardLane lane(remat_thread_index() & 31);
@@ -156,7 +154,7 @@ struct Split {
         }
     }
 
-    // The two halves of add_output(): add the products with V's high parts, and those with its low parts (`tile`, as above).
+    // The halves of add_output(): products with V's high parts, then its low ones. `tile`: these, at the warp's first column.
     template <int Headdim>
     __device__ __forceinline__ static void add_high(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         add_part<Headdim, 4>(o, tile, pitch, [&](Accumulator(&sums)[4], int w, int u, const uint4& v) {
