@@ -128,8 +128,7 @@ struct Split {
         }
     };
 
-    // O += P V. `tile`: shared address of V of the step. i is a panel's output tile: 0 has the first half of each chunk, 1 the
-    // last.
+    // O += P V. `tile`: shared address of V. i is a panel's output tile: 0 has the first half of each chunk, 1 the second half.
     template <int Headdim>
     __device__ __forceinline__ static void add_output(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         const ForwardLane lane(remat_thread_index() & 31);
