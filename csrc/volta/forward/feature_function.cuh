@@ -1,6 +1,7 @@
-// A score function (softcap) in volta forward kernels of one feature: overrides functions of ScoreFeature. The main loops
-// (register_q.cuh, shared_q.cuh) call them; score_feature.cuh has their order and what each is for. RowTiles, KeyTiles: the warp's
-// tiles of 16 query rows, and of 16 keys a step. Grid: the kernel's grid policy.
+// Softcap, the one score function, in volta forward kernels that require it and no other score feature: a specialization of
+// ScoreFeature. The main loops of register_q.cuh and shared_q.cuh use scale() as the softmax's scale, and call in each step, after
+// S = Q K^T and the mask: update_row_max() if a product exceeds its row's limit, set_masked(), and score() of each product. They
+// call finish() after the last step. The base class, of plain kernels, has the other functions (score_feature.cuh).
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
@@ -10,12 +11,14 @@ namespace volta {
 // A score function maps a product q . k to a state, and score = factor * state + constant in log2 units (score_function.cuh).
 // Softcap is cap tanh x = cap (1 - 2 / (e^2x + 1)) with x = softmax_scale * product / cap: its state is 1 / (e^2x + 1), its factor
 // -2 cap and its constant cap, both times log2(e). The softmax takes states with factor as their scale, so scores are never
-// computed. Row maxima lack the constant until finish().
+// computed. Row maxima lack the constant until finish(). RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys
+// a step. r is one of a lane's two rows of a tile. Tile: a lane's products of a step. Base alone has Grid, Unmasked, LaneScratch.
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, ScoreFunction::kFeature, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
     ScoreFunction function_;
-    ScoreFunction::TileKind kind_ = ScoreFunction::kPlain;  // of this tile: kMaskable if it has masked products (set_masked())
+    // How score() computes states of this step's tile: kPlain 1 / (e^2x + 1), or 1 / e^2x after set_masked() (kMaskable).
+    ScoreFunction::TileKind kind_ = ScoreFunction::kPlain;
 
 public:
     using typename Base::Tile;
@@ -25,29 +28,28 @@ public:
                                             const LaneScratch& memory, int row, int key)
         : Base(p, grid, mask, unmasked, memory, row, key), function_(p.problem, p.score_options) {}
     __device__ __forceinline__ float scale(const FwdParams&) const { return function_.factor(); }
-    __device__ __forceinline__ float score(float x) const { return function_.state(x, kind_); }
+    __device__ __forceinline__ float score(float product) const { return function_.state(product, kind_); }
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {
-        // m: a row's largest product. SoftmaxRow gets its scaled state, so with scales of 1, and returns as limit the scaled state
-        // above which a maximum moves. The test compares limits with products, so the limit becomes the product of that state.
-        // kAll: all rows move; kMovedRows is for batch-invariant kernels, and none has required features.
-        s.update_row_max(softmax, rescale, [&](SoftmaxRow& row, float m) {
-            const float factor = row.template update_row_max<RescaledRows::kAll>(scale * function_.state(m), 1.f, 1.f);
+        // `scale` is factor(). SoftmaxRow takes the scaled state of the row's largest product, so its own scales are 1. It sets
+        // row.limit to the scaled state above which row_max moves next. But the main loops compare products with limits, so the
+        // limit becomes the product of that state. kAll: all rows move (only batch-invariant kernels, without features, differ).
+        s.update_row_max(softmax, rescale, [&](SoftmaxRow& row, float largest) {
+            const float factor = row.template update_row_max<RescaledRows::kAll>(scale * function_.state(largest), 1.f, 1.f);
             row.limit = function_.product(row.limit * inverse_scale);
-            return factor;
+            return factor;  // by which rescale() multiplies the row's output
         });
     }
-    // Masked products are -inf. Their scores must be -inf, so their states infinite (factor() is negative). A plain tile's state,
-    // 1 / (e^2x + 1), would be 1. So in tiles with masked products (kMaskable) states are 1 / e^2y, infinite for y = -inf.
-    // maskable_product() turns other products into those of y with e^2y = e^2x + 1: their states stay. `unit`: from log2(e^2y) to
-    // that product.
+    // Masked products are -inf. Their scores must be -inf, so their states infinite (factor() is negative), but 1 / (e^2x + 1)
+    // would be 1. So a tile with masked products takes 1 / e^2x, infinite for x = -inf. maskable_product() first turns each other
+    // product, of x, into that of y with e^2y = e^2x + 1, which keeps its state. `unit` converts log2(e^2y) to that product.
     __device__ __forceinline__ void set_masked(bool masked, Tile& s) {
         kind_ = ScoreFunction::kPlain;
         if (!masked) return;
         const float unit = function_.maskable_unit();
-        s.each([&](float& x, int, int, int) {
-            if (x != negative_infinity()) x = function_.maskable_product(x, unit);
+        s.each([&](float& product, int, int, int) {
+            if (product != negative_infinity()) product = function_.maskable_product(product, unit);
         });
         kind_ = ScoreFunction::kMaskable;
     }

@@ -1,24 +1,27 @@
-// Lane layout of all volta forward kernels (register_q.cuh, shared_q.cuh, column_groups.cuh, split.cuh): which lane holds which
-// score, operand and output; the epilogue; partial results; the default grid policy. Grid, a template argument of the kernels,
-// tells a block its rows, its steps of keys and how it loads them.
+// What the volta forward kernels share (register_q.cuh, shared_q.cuh, column_groups.cuh; split.cuh: layout and P alone): which
+// lane holds which score, operand and output; P as an operand; write_output(), called last; partial results, where several blocks
+// or warps have the same rows; the default grid policy. Grid, a template argument of the kernels, tells a block its rows, its
+// steps of keys and how it loads them.
 //
 // A warp owns 16 * RowTiles query rows and takes keys in tiles of 16. An mma.m8n8k4 is four 8x8x4 products, one for each quad-pair
-// of the warp. A lane has number t, 0 to 7, in its quad-pair; quad is t % 4, half is t / 4. The four quad-pairs form a 2x2 over a
-// tile of 16 by 16; the lane's is in row qm and column qn of it (Lane, volta/mma.cuh). m, n and k are coordinates of its product.
+// of the warp. A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. The
+// four quad-pairs form a 2x2 over a tile of 16 by 16. A lane's quad-pair is in row qm (bit 2 of the lane) and column qn (bit 3) of
+// it (Lane, volta/mma.cuh). m and n are row and column of the quad-pair's 8x8x4 product, k the index that it sums over.
 //
 // Rows and keys of a 16x16 tile of scores are assigned so that shared loads have immediate offsets and no bank conflicts:
 //
 //   row of operand Q         qm + 2 * quad + 8 * half            (m = t)
 //   key of operand K         half + 2 * quad + 8 * qn            (n = t)
-//   key of operand V         u + 2 * quad + 8 * qn               (k = quad, u: number of the product)
+//   key of operand V         u + 2 * quad + 8 * qn               (k = quad; eight keys take two products, u = 0 and 1)
 //
 // Eight consecutive lanes read rows of Q that differ in bits 0 to 2, and keys that differ in bits 1 and 2: these select the
 // 16-byte bank group in a swizzled tile (tile.cuh). Bit 0 of a row of V is u, known at compile time.
 //
-// Names: mt is a row tile (16 rows), j an output tile (16 columns), v a lane's element (0 to 7) of an Accumulator. A chunk is eight
-// fp16 columns, 16 bytes. remat_*() read a special register again, so that the value holds no register in between (ptx.cuh).
-// BlockSeqlenInfo has the lengths and the first row of a batch entry's sequence (seqlen_info.cuh). kHasFp32Output: this kernel has
-// code for an fp32 out (features.cuh).
+// Names: mt is a row tile (16 rows), r one of a lane's two rows in it, v a lane's element (0 to 7) of an Accumulator. A chunk is
+// eight fp16 columns, 16 bytes; a panel is four chunks. j is an output tile, 16 columns: tile 2 * panel has the first four columns
+// of each of the panel's chunks, the next tile the last four. remat_*() read a special register again, so that the value holds no
+// register in between (ptx.cuh). BlockSeqlenInfo has the lengths and the first row of a batch entry's sequence (seqlen_info.cuh).
+// kHasFp32Output: this kernel has code for an fp32 out (features.cuh).
 #pragma once
 
 #include "dense_steps.cuh"
@@ -29,19 +32,19 @@
 
 namespace volta {
 
-// A lane's rows of the operands.
+// A lane's rows of the operands, in a tile of 16; the table above has them.
 struct ForwardLane : Lane {
     using Lane::Lane;
     __device__ __forceinline__ int q_row() const { return qm + 2 * quad + 8 * half; }
     __device__ __forceinline__ int k_row() const { return half + 2 * quad + 8 * qn; }
     __device__ __forceinline__ int v_row() const { return 2 * quad + 8 * qn; }
-    // A lane reads chunk v_chunk() (8 columns) of each four chunks of V. The first four columns are its operand of one product (n
-    // from 4 * half on), the last four that of the next.
+    // Chunk of each panel of V that the lane reads. Its first four columns are the lane's operand (n from 4 * half on) of a product
+    // for one output tile, its last four that for the next.
     __device__ __forceinline__ int v_chunk() const { return 2 * qn + half; }
 };
 
-// Layout of the scores, as score_layout.cuh describes it: which query and key a lane's element v is. A slot is counted from the
-// lane's first query or key. Output tiles have the same rows; output_column() has their columns.
+// Layout of the scores, as score_layout.cuh describes it: a lane's element v of a tile is query first_query() + query_slot(v) and
+// key first_key() + key_slot(v). Output tiles have the same rows; output_column() has their columns.
 struct ForwardLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
@@ -57,19 +60,20 @@ struct ForwardLayout {
     static constexpr int kRows = 2, kKeys = 4;  // kKeys: size of the aligned group of a lane's keys
     __device__ __forceinline__ static constexpr int row_of(int v) { return (v >> 1) & 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 4 * r; }
-    // The other lanes of a row: lane ^ 2 is in the same quad-pair, lane ^ 8 in the next one.
+    // shfl_xor masks that reach the other lanes of a row: lane ^ 2 in the same quad-pair, lane ^ 8 in the other column's.
     static constexpr int kRowLaneMasks[2] = {2, 8};
+    // True for one lane of each row, which writes the row's lse.
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.qn == 0 && (l.t & 2) == 0; }
 };
 static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "each score of a tile has one place (score_layout.cuh)");
 
-// row[mt][r], of the lane's row r of row tile mt: row_max, its lazy maximum in log2 units; limit, the unscaled score above which
-// row_max moves; sum of the lane's probabilities (softmax.cuh).
+// row[mt][r] has row_max, the lazy row maximum in log2 units, which moves only if an unscaled score exceeds `limit`; and `sum`, of
+// the lane's probabilities (softmax.cuh).
 template <int RowTiles>
 using SoftmaxState = SoftmaxRows<ForwardLayout, RowTiles>;
 
-// Four fp16 of one row of operand A. In accumulators lanes t and t ^ 2 have two rows, and two of four columns each. to_operand_rows
-// exchanges them: each lane then has one row, m = t, with all four. x: the lane's pair of row slot 0, y: of slot 1.
+// Four fp16 of one row of operand A, in two registers. In accumulators lanes t and t ^ 2 have two rows, and two of four columns
+// each. to_operand_rows exchanges them: each lane then has one row, m = t, with all four. x, y: the lane's two fp16 of r = 0 and 1.
 struct RowPair {
     u32 lo, hi;
 };
@@ -79,32 +83,32 @@ __device__ __forceinline__ RowPair to_operand_rows(const Lane& lane, u32 x, u32 
     return {upper ? received : x, upper ? y : received};
 }
 
-// Probabilities of 16 keys as operand A of the second product, O += P V. A quad-pair has the scores of eight of the 16 keys, and
-// needs all 16 for its rows. [0] are its own, [1] those of the neighboring quad-pair (lane ^ 8), which it multiplies with that
-// one's rows of V. u is 0 for the even four of the eight keys, 1 for the odd.
+// Probabilities of 16 keys as operand A of the second product, O += P V. The first product leaves the scores of eight keys in each
+// quad-pair column. In the second, a column has its own columns of O, for all 16 keys. pairs[mt][0] has P of the lane's own eight
+// keys, [1] of the other column's, for that column's rows of V. u is 0 for the even four of the eight keys, 1 for the odd.
 template <int RowTiles>
 struct Probabilities {
-    RowPair part[RowTiles][2][2];  // [row tile][own, other][u]
+    RowPair pairs[RowTiles][2][2];  // [row tile][own, other][u]
 
-    // Packs elements 4u to 4u + 3 of the probabilities, times 2^8 to use the upper end of fp16's range (softmax.cuh).
+    // Packs elements 4u to 4u + 3 of p, one tile's probabilities, times 2^8 to use the upper end of fp16's range (softmax.cuh).
     __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p) {
         pack_own(lane, mt, u, p, [](u32&, u32&) {});
     }
-    // drop(x, y) may change the words (two keys of either row) before they go to other lanes.
+    // drop(x, y) may change the words (two keys of either row) before they go to other lanes: dropout.
     template <class Drop>
     __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p, Drop drop) {
         u32 x = pack_probabilities(p[4 * u], p[4 * u + 1]), y = pack_probabilities(p[4 * u + 2], p[4 * u + 3]);
         drop(x, y);
-        part[mt][0][u] = to_operand_rows(lane, x, y);
+        pairs[mt][0][u] = to_operand_rows(lane, x, y);
     }
-    // Gets the neighbor's probabilities, into [to]; 0 replaces the lane's own.
+    // Gets the other column's probabilities, from lane ^ 8, into [to]; 0 replaces the lane's own. All lanes of a warp call it.
     __device__ __forceinline__ void exchange(int to = 1) {
 #pragma unroll
         for (int u = 0; u < 2; u++)
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                part[mt][to][u].lo = __shfl_xor_sync(~0u, part[mt][0][u].lo, 8);
-                part[mt][to][u].hi = __shfl_xor_sync(~0u, part[mt][0][u].hi, 8);
+                pairs[mt][to][u].lo = __shfl_xor_sync(~0u, pairs[mt][0][u].lo, 8);
+                pairs[mt][to][u].hi = __shfl_xor_sync(~0u, pairs[mt][0][u].hi, 8);
             }
     }
 };
@@ -114,11 +118,9 @@ __device__ __forceinline__ int output_column(const Lane& lane, int j, int v) {
     return (4 * (j / 2) + 2 * lane.qn + (v >> 2)) * kChunk + j % 2 * 4 + (lane.t & 2) + (v & 1);
 }
 
-// Writes out and softmax_lse of the warp's rows, from `row` on. finish_row() writes a row's lse and returns its output's factor:
-// 1 / sum, times that of features such as dropout.
-//
-// Accumulators 2j and 2j + 1 of `o` are columns 0 to 3 and 4 to 7 of each of the four chunks 4j to 4j + 3. Quad-pair column qn has
-// chunks 4j + 2 qn (as n < 4 of both) and 4j + 2 qn + 1 (as n >= 4).
+// Writes out and softmax_lse of the warp's rows, from `row` on, after the last step. finish_row() writes a row's lse and returns
+// its output's factor: 1 / sum, times that of features such as dropout. Of a panel's four chunks quad-pair column qn has number
+// 2 qn, as elements 0 to 3 of both output tiles, and 2 qn + 1, as elements 4 to 7.
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLane& lane, int batch, int head, int row,
                                              const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles]) {
@@ -145,17 +147,17 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
         }
         const int i = row + 16 * mt + lane.q_row();  // after the exchange, rows are those of operand A
 #pragma unroll
-        for (int j = 0; j < OutputTiles / 2; j++)
+        for (int panel = 0; panel < OutputTiles / 2; panel++)
 #pragma unroll
-            for (int n = 0; n < 2; n++) {
-                RowPair columns[2];
+            for (int second = 0; second < 2; second++) {
+                RowPair columns[2];  // the first four columns of the chunk, and the last four
 #pragma unroll
-                for (int part = 0; part < 2; part++) {
-                    const Accumulator& c = o[mt][2 * j + part];
-                    columns[part] = to_operand_rows(lane, to_half2(c[4 * n] * scale[0], c[4 * n + 1] * scale[0]),
-                                                    to_half2(c[4 * n + 2] * scale[1], c[4 * n + 3] * scale[1]));
+                for (int tile = 0; tile < 2; tile++) {
+                    const Accumulator& x = o[mt][2 * panel + tile];
+                    columns[tile] = to_operand_rows(lane, to_half2(x[4 * second] * scale[0], x[4 * second + 1] * scale[0]),
+                                                    to_half2(x[4 * second + 2] * scale[1], x[4 * second + 3] * scale[1]));
                 }
-                const int chunk = 4 * j + 2 * lane.qn + n;
+                const int chunk = 4 * panel + 2 * lane.qn + second;
                 if (i < sequence.seqlen_q() && chunk * kChunk < problem.headdim_v)
                     store_global4(out + i * p.out.row_stride + chunk * kChunk,
                                   make_uint4(columns[0].lo, columns[0].hi, columns[1].lo, columns[1].hi));
@@ -163,13 +165,13 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
     }
 }
 
-// A partial result is the softmax state and unscaled output of rows over some of their keys: of a stream-K block, or of a group of
-// warps (shared_q.cuh). It is stored in 16-byte chunks of a lane: for each row tile row_max and sum of the lane's two rows, then
-// the tile's output.
+// A partial result is the softmax state and unscaled output of rows over some of their keys: of a stream-K block (in scratch
+// memory, stream_k.cuh), or of a group of warps (in shared memory, shared_q.cuh). A lane stores its own in 16-byte chunks, here
+// four fp32: for each row tile row_max and sum of the lane's two rows, then the tile's output. kPartialChunks: chunks of a lane.
 template <int RowTiles, int OutputTiles>
 constexpr int kPartialChunks = RowTiles * (1 + 2 * OutputTiles);
 
-// Calls put(number, chunk) for each chunk of the partial result.
+// Calls put(number, chunk) for each chunk of the lane's partial result, which stores it.
 template <int RowTiles, int OutputTiles, class Put>
 __device__ __forceinline__ void store_partial(const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles],
                                               Put put) {
@@ -191,7 +193,7 @@ __device__ __forceinline__ void store_partial(const SoftmaxState<RowTiles>& soft
     }
 }
 
-// Adds the same lane's partial result over other keys; get(number) returns its chunks. merge() moves the row's state to the larger
+// Adds the same lane's partial result over other keys; get(number) loads its chunks. merge() moves the row's state to the larger
 // row_max of both, and returns the factors that bring the outputs there: the lane's own, and the other's.
 template <int RowTiles, int OutputTiles, class Get>
 __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles], Get get) {
@@ -209,9 +211,9 @@ __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax,
                 const uint4 x = get(number++);
                 const u32 other[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-                for (int w = 0; w < 4; w++) {
-                    const int r = ForwardLayout::row_of(v + w);
-                    o[mt][j][v + w] = o[mt][j][v + w] * factor[r] + __uint_as_float(other[w]) * other_factor[r];
+                for (int i = 0; i < 4; i++) {
+                    const int r = ForwardLayout::row_of(v + i);
+                    o[mt][j][v + i] = o[mt][j][v + i] * factor[r] + __uint_as_float(other[i]) * other_factor[r];
                 }
             }
     }
@@ -222,7 +224,8 @@ __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax,
 struct DataParallelGrid {
     // The grid has an axis for heads and one for batch entries, which some code reads directly.
     static constexpr bool kHasHeadAndBatchAxes = true;
-    // Iterator over the steps of Step keys; bits that hide scores (none); loader of tiles of K and V, of Rows keys.
+    // Iterator over the steps of Step keys; bits that hide single scores (none); loader of tiles of K and V: Rows keys by Chunks
+    // chunks, by Threads threads.
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
@@ -241,7 +244,8 @@ struct DataParallelGrid {
     __device__ __forceinline__ static int remat_head(const Problem& p) { return ::remat_head<ForwardLayout::kEitherOrder>(p); }
 };
 
-// One block per row tile of Heads heads (HeadGroupBlock, forward/block.cuh).
+// Grid policy of shared_q.cuh for short windows: a block has BlockRows / Heads rows of each of Heads query heads of one KV head,
+// and one warp for each head (HeadGroupBlock, forward/block.cuh).
 template <int Heads>
 struct HeadGroupGrid : DataParallelGrid {
     template <int BlockRows>
@@ -251,5 +255,5 @@ struct HeadGroupGrid : DataParallelGrid {
 
 }  // namespace volta
 
-template <int Heads>
+template <int Heads>  // query heads that a block computes: 1 with other policies (forward/block.cuh)
 constexpr int kBlockHeads<volta::HeadGroupGrid<Heads>> = Heads;

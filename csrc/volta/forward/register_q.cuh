@@ -1,21 +1,28 @@
-// Forward kernel of the volta family with Q in registers: headdim 32 and 64, plain or with required score features.
-// csrc/entry.cu calls run(). shared_q.cuh has the kernel for larger headdims and for generic score features.
+// Forward kernel of the volta family with Q in registers, for headdims 32 and 64: from fp16 q, k and v to out (fp16 or fp32) and
+// softmax_lse. It is plain, or requires score features (softcap, ALiBi, bias, dropout), which it then always applies. csrc/entry.cu
+// calls run(). shared_q.cuh is for larger headdims, and for generic kernels, which test parameters for each feature.
 //
-// A step is 16 keys. K and V move through a ring of four slots in shared memory, with one barrier a step: while step i
-// multiplies, step i + 2 is stored and step i + 3 is loaded from global memory. The softmax of a step runs beside the first
-// product (S = Q K^T) of the next step: exp2 on the XU pipe, the product on the tensor cores. Row maxima are lazy: they move, and
-// the output is rescaled, only if a score exceeds a limit (softmax.cuh). The test runs beside the second product (O += P V).
+// A step is 16 keys. K and V of a step lie in one of four slots of shared memory (a ring). Iteration i of the main loop:
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+//   store step i + 2, load i + 3 from global memory  |  mask, S of i + 1 beside the softmax of i  |  barrier  |  O += P V of i
 //
-//   mt, c, j          one of the warp's two row tiles of 16; a chunk (eight columns) of Q and K; four chunks of V
-//   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the other eight; u is 0 for the
-//                     even four of these, 1 for the odd. In the softmax, w is a lane's element (0 to 7) of a row tile, u its half
+// Slow warps may still read V of step i - 1 while others store i + 2: hence four slots. The softmax runs exp2 on the XU pipe while
+// tensor cores compute S = Q K^T. Row maxima are lazy: they move, and the output is rescaled, only if a score exceeds a limit
+// (softmax.cuh). The test runs beside O += P V.
+//
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in
+// row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh).
+//
+//   mt, c, j          one of the warp's two row tiles of 16; a chunk (eight columns, 16 bytes) of Q and K; a panel, four chunks of
+//                     V: output tile 2j has the first half of each of the panel's chunks, tile 2j + 1 the second half
+//   v, u              a lane's element (0 to 7) of a tile of scores; elements 4u to 4u + 3, and their keys in O += P V: u is 0 for
+//                     the even four of eight keys, 1 for the odd
+//   w                 in O += P V: 0 for the eight keys of the lane's quad-pair column, 1 for the other eight
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   bits              under a block mask, which single scores exist; else calls compile to nothing
 //   features.*()      what the kernel's required score features need at that point (score_feature.cuh)
 //   remat_*()         reads a special register again, to hold none in between; keep_in_register() stops that (ptx.cuh)
-//   kVarlen, kPaged, kRequiresBias, kBatchInvariant  what this kernel is compiled for (features.cuh, batch_invariant.cuh)
+//   kVarlen, kPaged, kRequiresBias  what this kernel is compiled for (features.cuh); kBatchInvariant: bits independent of the batch
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   BLOCK_ROWS, STEP, SHARED_BYTES  query rows, keys of a step and shared memory of a block: the kernel's row in src/kernels
 #pragma once
@@ -46,21 +53,21 @@ struct ForwardRegisterQ {
     // Three blocks an SM leave varlen kernels no registers for the mask: masked tiles compute it again.
     static constexpr bool kMaskKept = !(kVarlen && Headdim == 32);
 
-    // Operands of K or V, of one chunk each, that are loaded from shared memory ahead of the products that use them.
+    // Chunks of K or V that are loaded from shared memory ahead of the products that use them.
     static constexpr int kAhead = kVarlen && Headdim == 32 ? 1 : 2;
 
-    static constexpr int kThreadsK = kStep * kChunks;
+    static constexpr int kThreadsK = kStep * kChunks;  // threads that load a step's K, one chunk each
     static_assert(kThreadsK == kStep * kChunksV && (kThreadsK == kThreads || 2 * kThreadsK == kThreads),
                   "a thread loads one chunk of K and one of V, or one of either");
     static constexpr bool kSplitLoads = kThreadsK < kThreads;  // half of the threads load K, the others V
 
     using Block = typename Grid::template Block<kBlockRows>;
 
-    // A thread's part of a tile of K and V, in flight from global memory to the ring.
+    // A thread's chunks of K and V of a step, in flight from global memory to the ring; [pass][chunk of a row] of TileStream.
     struct KeyChunks {
         uint4 k[1][1] = {}, v[1][1] = {};  // columns past the matrix are never loaded and stay zero
     };
-    // Loads K and V of a step and stores them to the ring.
+    // Loads K and V of a step and stores them to the ring. first_row: the sequence's in k and v. Its keys: `key` to key_end - 1.
     struct KeyLoader {
         using Stream = typename Grid::template Stream<kChunks, kStep, kThreadsK>;
         static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "a thread loads one chunk of a row");
@@ -80,8 +87,8 @@ struct ForwardRegisterQ {
         // bits 2 and 4 of the number trade places, so that these are four apart. At a pitch of five chunks such rows fall into
         // different bank groups; neighbors do not.
         __device__ __forceinline__ static int thread() {
-            const int t = threadIdx.x % kThreadsK;
-            return kChunks == 4 ? (t & ~20) | (t & 4) << 2 | (t & 16) >> 2 : t;
+            const int i = threadIdx.x % kThreadsK;
+            return kChunks == 4 ? (i & ~20) | (i & 4) << 2 | (i & 16) >> 2 : i;
         }
         // Whether this thread loads V through k. The vote tells ptxas that it is uniform in a warp.
         __device__ __forceinline__ static bool loads_v() { return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK); }
@@ -91,6 +98,7 @@ struct ForwardRegisterQ {
             return Stream(thread(), rows_of(x, block.batch, block.head_k, first_row), x.row_stride,
                           is_v ? p.problem.headdim_v : p.problem.headdim, key, key_end);
         }
+        // Loads the step whose first key is `key`. clear_beyond() clears V past the last key: P = 0 times NaN would be NaN.
         __device__ __forceinline__ void load(KeyChunks& tile, int key) {
             if (kSplitLoads) k.clear_beyond(tile.k, key);
             k.load(tile.k, k_stride, key);
@@ -99,7 +107,7 @@ struct ForwardRegisterQ {
                 v.load(tile.v, v_stride, key);
             }
         }
-        __device__ __forceinline__ void store(const KeyChunks& tile, u32 slot) const {
+        __device__ __forceinline__ void store(const KeyChunks& tile, u32 slot) const {  // slot: number times kSlotBytes
             // false: also chunks past the last column, which are zeros
             k.store(tile.k, k_store + slot, kPitch, false);
             if (!kSplitLoads) v.store(tile.v, v_store + slot, kPitchV, false);
@@ -175,8 +183,8 @@ struct ForwardRegisterQ {
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);  // steps that begin at keys first to first + span need no mask
-        // Shared memory after the ring, where bias and dropout keep what has no register: areas as large as a tile of K, one for
-        // each chunk of a thread, which is where the thread's chunk of K would be.
+        // Shared memory after the ring, for what bias and dropout have no registers for: 16-byte chunks of each thread. The first
+        // chunks of all threads lie as their chunks of K do in slot 0, and so do the second ones, kStep * kPitch bytes later.
         const LaneScratch memory{loader.k_store + kRingBytes, kStep * kPitch};
         KernelFeature features(p, grid, mask, unmasked, memory, row, key);
         unmasked.first = keep_in_register(unmasked.first);
@@ -226,9 +234,9 @@ struct ForwardRegisterQ {
 #pragma unroll
         for (int c = 0; c < kAhead; c++) k_ahead[c] = load_shared(k_lane + kSlotBytes + c * kChunkBytes);
 
-        // Whether a step exists; under BlockMaskGrid also whether a later step has scores to hide, decided a step ahead, beside
-        // products. kHidesAll marks this grid: its bits hide all masked scores, those of lengths, causal masks and windows
-        // included. Votes, although all lanes agree: they tell the compiler that no warp diverges.
+        // is_masked(n): under BlockMaskGrid, whether the step n later has scores to hide. The loop asks a step ahead, beside
+        // products, and keeps it in listed_masked. kHidesAll marks this grid: its bits hide what lengths, causal masks and windows
+        // hide too. Votes, although all lanes agree: they tell the compiler that no warp diverges.
         const auto exists = [&] { return Bits::kHidesAll ? __any_sync(~0u, keys.exists()) : keys.exists(); };
         const auto is_masked = [&](int steps) {
             if constexpr (Bits::kHidesAll)
@@ -286,11 +294,11 @@ struct ForwardRegisterQ {
                 for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(even.tile[mt][0], q[mt][c].x, q[mt][c].y, k[c].x, k[c].y);
 #pragma unroll
                 for (int pair = c * kPairsPerChunk; pair < (c + 1) * kPairsPerChunk; pair++) {
-                    const int u = pair / 4, mt = pair / 2 % 2, v = 4 * u + 2 * (pair % 2);
+                    const int u = pair / 4, mt = pair / 2 % 2, begin = 4 * u + 2 * (pair % 2);
 #pragma unroll
-                    for (int w = v; w < v + 2; w++)
-                        s.tile[mt][0][w] =
-                            softmax.row[mt][ForwardLayout::row_of(w)].probability(features.score(s.tile[mt][0][w]), scale);
+                    for (int v = begin; v < begin + 2; v++)
+                        s.tile[mt][0][v] =
+                            softmax.row[mt][ForwardLayout::row_of(v)].probability(features.score(s.tile[mt][0][v]), scale);
                 }
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(odd.tile[mt][0], q[mt][c].z, q[mt][c].w, k[c].z, k[c].w);
@@ -310,40 +318,42 @@ struct ForwardRegisterQ {
 
             // O += P V
             const u32 v_address = v_lane + slot;
-            constexpr int kGroups = kChunksV / 4, kLoads = 4 * kGroups;
+            constexpr int kPanels = kChunksV / 4, kLoads = 4 * kPanels;  // load number i is (w, u, j), j fastest
             const auto load_v = [&](int i) {
-                const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
+                const int w = i / (2 * kPanels), u = i / kPanels % 2, j = i % kPanels;
                 return load_shared(v_address + (w ? v_other : 0) + u * kPitchV + j * 4 * kChunkBytes);
             };
-            uint4 v[kLoads];
+            uint4 v_chunks[kLoads];
 #pragma unroll
-            for (int i = 0; i < kAhead; i++) v[i] = load_v(i);
+            for (int i = 0; i < kAhead; i++) v_chunks[i] = load_v(i);
             bits.load(grid, keys, 1);
             listed_masked = is_masked(1);
             slot = slot_after(1);
             const u32 k_after_next = k_lane + slot_after(1);
             __syncthreads();
-            unrolled<kRowTiles, 8>([&](int mt, int w) { s.tile[mt][0][w] = even.tile[mt][0][w] + odd.tile[mt][0][w]; });
+            unrolled<kRowTiles, 8>([&](int mt, int v) { s.tile[mt][0][v] = even.tile[mt][0][v] + odd.tile[mt][0][v]; });
             features.add_to(p, s);
-            probabilities.exchange();  // a lane gets the other eight keys' probabilities (w = 1) from its neighbor
+            probabilities.exchange();  // a lane gets the other eight keys' probabilities (w = 1) from lane ^ 8
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
-                const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
-                if (i + kAhead < kLoads) v[i + kAhead] = load_v(i + kAhead);
+                const int w = i / (2 * kPanels), u = i / kPanels % 2, j = i % kPanels;
+                if (i + kAhead < kLoads) v_chunks[i + kAhead] = load_v(i + kAhead);
                 if (i >= kLoads - kAhead)
                     k_ahead[i - kLoads + kAhead] = load_shared(k_after_next + (i - kLoads + kAhead) * kChunkBytes);
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++)
-                    mma_row_row(o[mt][2 * j], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].x, v[i].y);
+                    mma_row_row(o[mt][2 * j], probabilities.pairs[mt][w][u].lo, probabilities.pairs[mt][w][u].hi, v_chunks[i].x,
+                                v_chunks[i].y);
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++)
-                    mma_row_row(o[mt][2 * j + 1], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].z, v[i].w);
+                    mma_row_row(o[mt][2 * j + 1], probabilities.pairs[mt][w][u].lo, probabilities.pairs[mt][w][u].hi, v_chunks[i].z,
+                                v_chunks[i].w);
                 // Tested without the mask, which is applied when the step begins: at worst a row maximum moves early.
                 if (i == kLoads / 2 - 1) exceeds = s.needs_rescale(softmax);
             }
         }
         features.finish(softmax, scale);
-        if (!grid.template combine_splits<kThreads>(softmax, o)) return;
+        if (!grid.template combine_splits<kThreads>(softmax, o)) return;  // another block writes out
         write_output<kRowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };

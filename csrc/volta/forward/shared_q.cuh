@@ -1,19 +1,22 @@
-// Forward kernel of the volta family with Q in shared memory: headdims 64 (small grids, generic) to 256, whose Q and output do not
-// both fit registers. csrc/entry.cu calls SharedQ::run(). Schedule of a step of Step keys (as in TurboMind, LMDeploy's engine: a
-// global load is in flight during one product, and its registers are free for the other operand in the next):
+// Forward kernel of the volta family with Q in shared memory: from fp16 q, k and v to out (fp16 or fp32) and softmax_lse. It is for
+// headdims above 64 to 256, whose Q and output do not both fit registers. At 64 it is for generic kernels and blocks of 64 rows,
+// and register_q.cuh for the others. csrc/entry.cu calls run() of SharedQ or ForwardSharedQ. Shared memory has the block's rows of
+// Q, then a step's K, then its V. Schedule of a step (as in TurboMind, LMDeploy's engine: a global load is in flight during one
+// product, and its registers are free for the other operand in the next):
 //
-//   S = Q K^T, mask  |  store V, load next K  |  barrier  |  softmax, O += P V  |  store K, load next V  |  barrier
+//   S = Q K^T, mask  |  store V, load next K  |  barrier  |  softmax, O += P V  |  store next K, load next V  |  barrier
 //
-// The first product is a rolled loop over chunks (eight columns) of headdim, the second a rolled loop over tiles of 16 keys: the
-// step has to fit the 12 KiB instruction cache.
+// The first product is a rolled loop over chunks (eight fp16 columns, 16 bytes) of headdim, the second a rolled loop over tiles of
+// 16 keys: the step has to fit the 12 KiB instruction cache.
 //
 // Score features are softcap, ALiBi, bias and dropout. A kernel with required features always applies them: features.*() do what
 // they need at that point (score_feature.cuh). A generic kernel (kGeneric) has all (no bias under a block mask), and tests its
 // parameters for each one.
 //
-//   mt, nt            a row tile of 16 of the warp; a tile of 16 keys
-//   w, u              in accumulate(), w is a quad-pair column, 0 for the lane's own and 1 for the other; in the softmax, a lane's
-//                     element (0 to 7). A product O += P V takes four of eight keys: the even ones with u = 0, the odd with 1
+//   mt, nt, v         a row tile of 16 of the warp; a tile of 16 keys; a lane's element (0 to 7) of a 16x16 tile
+//   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column (bit 3 of the lane), 1 for the other
+//                     eight; u is 0 for the even four of these, 1 for the odd: a lane's elements 4u to 4u + 3
+//   key group         warps that share rows with other key groups, but have other keys of each step
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   bits              under a block mask, which single scores exist; else calls compile to nothing
 //   swizzled()        permutes a row's chunks against bank conflicts (tile.cuh)
@@ -21,7 +24,8 @@
 //   kVarlen, kPaged, kHas..., kRequires...  what this kernel is compiled for (features.cuh); kRequiresTwo: two of the features
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, BLOCKS_PER_SM, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and
-//                     K, and of V; query rows, keys of a tile (of all key groups), threads and shared memory of a block
+//                     K, and of V; a block's query rows (of a head), keys of a step (of all key groups), threads, shared memory;
+//                     and blocks that an SM has room for
 #pragma once
 
 #include "forward/block.cuh"
@@ -35,8 +39,8 @@ __device__ constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 
 // Each of Warps warps owns 16 * RowTiles rows. Grid: a block's rows, its steps of keys and how it loads them (layout.cuh).
 //
-// KeyGroups > 1 (split-KV inside a block) is for grids that leave SMs idle. The block's warps form that many groups with the same
-// rows. Each takes its Step keys of a tile of Step * KeyGroups, and their partial results are combined at the end.
+// KeyGroups > 1 (split-KV inside a block) is for grids that leave SMs idle. The block's warps form that many key groups with the
+// same rows. Each takes its Step keys of a step of Step * KeyGroups (kTileKeys). Partial results are combined after the last step.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyGroups, int BlocksPerSm,
           class Grid = DataParallelGrid>
 struct ForwardSharedQ {
@@ -46,7 +50,7 @@ struct ForwardSharedQ {
     static constexpr int kChunks = Headdim / kChunk, kChunksV = HeaddimV / kChunk;
     static constexpr int kPitch = kChunks * kChunkBytes, kPitchV = kChunksV * kChunkBytes;
     static constexpr int kKeyTiles = Step / 16, kOutputTiles = HeaddimV / 16;
-    static constexpr int kOffsetK = kBlockRows * kPitch, kOffsetV = kOffsetK + kTileKeys * kPitch;  // bytes: Q, then K, then V
+    static constexpr int kOffsetK = kBlockRows * kPitch, kOffsetV = kOffsetK + kTileKeys * kPitch;  // of K and V after Q, bytes
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
     static_assert(kHeads == 1 || kHeadRows == kWarpRows, "a warp has rows of one head");
@@ -61,7 +65,7 @@ struct ForwardSharedQ {
     static constexpr bool kBiasAhead = kGeneric && kHasBias && BlocksPerSm == 1;
 
     // The swizzle XORs the low bits of a chunk's number. So a lane's chunk c is at (address of chunk 0) ^ (low bits of c) +
-    // (the rest of c), in bytes.
+    // (the rest of c), in bytes. kSwizzleMask: these low bits, which number chunks in a group of eight or four.
     static constexpr int kSwizzleMask = (kPitch & (kPitch - 1)) == 0 ? kPitch - 1  // all of a power of two may be XORed
                                         : kChunks % 8 == 0           ? 8 * kChunkBytes - 1
                                                                      : 4 * kChunkBytes - 1;
@@ -98,32 +102,34 @@ struct ForwardSharedQ {
     }
 
     // O += P V for eight keys of each of Columns quad-pair columns (output_product.cuh).
-    template <int Columns, class Part, class Address>
-    __device__ __forceinline__ static void accumulate_columns(Accumulators& o, Part part, Address address) {
-        volta::accumulate_columns<Columns, kPitchV>(o, part, address);
+    template <int Columns, class Pair, class Address>
+    __device__ __forceinline__ static void accumulate_columns(Accumulators& o, Pair pair, Address address) {
+        volta::accumulate_columns<Columns, kPitchV>(o, pair, address);
     }
 
-    // O += P V for 16 keys. P holds the eight keys of the lane's own quad-pair column so far; exchange() gets those of the other.
+    // O += P V for 16 keys. P has only the eight keys of the lane's own quad-pair column so far; exchange() gets the other eight.
     // v_own and v_other: the lane's addresses of V for the keys of either column.
     __device__ __forceinline__ static void accumulate(Accumulators& o, Probabilities<RowTiles>& p, u32 v_own, u32 v_other) {
         if (!kColumnsRolled) {
             p.exchange();
             accumulate_columns<2>(
-                o, [&](int mt, int w, int u) { return p.part[mt][w][u]; }, [&](int w) { return w ? v_other : v_own; });
+                o, [&](int mt, int w, int u) { return p.pairs[mt][w][u]; }, [&](int w) { return w ? v_other : v_own; });
             return;
         }
         u32 v = v_own;
 #pragma unroll 1
         for (int w = 0; w < 2; w++, v = v_other) {
-            accumulate_columns<1>(o, [&](int mt, int, int u) { return p.part[mt][0][u]; }, [&](int) { return v; });
-            if (!kListed || w == 0) p.exchange(0);  // in place of its own; the second has no reader: kernels with lists skip it
+            accumulate_columns<1>(o, [&](int mt, int, int u) { return p.pairs[mt][0][u]; }, [&](int) { return v; });
+            // Replaces its own P by the other column's. The second exchange has no reader: kernels with lists skip it.
+            if (!kListed || w == 0) p.exchange(0);
         }
     }
 
-    // Combines the key groups' partial results in the first group, through shared memory. Returns whether this warp is in it.
+    // Combines the key groups' partial results in the first group, through shared memory, whose tiles have no more readers. Returns
+    // whether this warp is in the first group. `base`: of the block's shared memory. `group`: the warp's key group.
     __device__ __forceinline__ static bool combine_key_groups(u32 base, int thread, int group, SoftmaxState<RowTiles>& softmax,
                                                               Accumulators& o) {
-        // Chunk by chunk, with those of all threads adjacent: no bank conflicts.
+        // Chunk i of all threads, then i + 1: no bank conflicts.
         constexpr int kGroupThreads = 32 * kGroupWarps, kBetween = kGroupThreads * kChunkBytes;
         static_assert(KeyGroups == 1 || kPartialChunks<RowTiles, kOutputTiles> * kBetween <= kSharedBytes,
                       "one group's results at a time");
@@ -149,7 +155,7 @@ struct ForwardSharedQ {
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x;
         const int warp_row = thread / 32 % kGroupWarps * kWarpRows;
-        const int group = thread / 32 / kGroupWarps, group_key = group * Step;  // key group; its first key in a tile
+        const int group = thread / 32 / kGroupWarps, group_key = group * Step;  // key group; its first key in a step
         const int row = block.row + (kHeads == 1 ? warp_row : 0);
 
         if constexpr (kHeads == 1) {
@@ -192,8 +198,6 @@ struct ForwardSharedQ {
         Bits bits;
         KvTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads, Grid::template Stream> tiles(thread, p, block, sequence.k_offset(),
                                                                                              key, key_end);
-        auto& k = tiles.k;
-        auto& v = tiles.v;
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
         using StreamV = TileStream<kChunksV, kTileKeys, kThreads>;
         // K and V in flight from global to shared memory.
@@ -227,13 +231,13 @@ struct ForwardSharedQ {
 
         if constexpr (kHeads == 1) {
             tiles.load_k(staging, p, keys.first());
-            k.store(staging, k_store, kPitch, false);  // false: stores padding chunks too, true: not again (TileStream::store)
+            tiles.k.store(staging, k_store, kPitch, false);  // false: also stores padding columns. Later (true) they are still 0
             tiles.load_v(staging, p, keys.first());
         } else {  // V does not wait for K either
             uint4 first[StreamK::kPasses][StreamK::kChunksPerRow] = {};
             tiles.load_k(first, p, keys.first());
             tiles.load_v(staging, p, keys.first());
-            k.store(first, k_store, kPitch, false);
+            tiles.k.store(first, k_store, kPitch, false);
         }
         __syncthreads();
 #pragma unroll 1
@@ -254,7 +258,7 @@ struct ForwardSharedQ {
                     bias.add_to(s, p.score_options);
                 }
             }
-            // A tile that reaches past the last key has masked scores, but perhaps only in the last group.
+            // A step that reaches past the last key has masked scores, but perhaps only in the last key group.
             bool masked = !unmasked.contains(key + group_key) || keys.has_bits();
             // A vote, although all lanes agree: it tells the compiler that no warp diverges.
             if (kListed) masked = __any_sync(~0u, masked);
@@ -266,11 +270,11 @@ struct ForwardSharedQ {
                 } else {
                     s.apply_mask(mask, row, key + group_key);
                 }
-                // With bits alone no key is past the end.
-                if (KeyGroups == 1 && !(kListed && unmasked.contains(key))) v.clear_beyond(staging, key);
+                // Clears V past the last key: P = 0 times NaN would be NaN. A tile masked for its bits alone has no such key.
+                if (KeyGroups == 1 && !(kListed && unmasked.contains(key))) tiles.v.clear_beyond(staging, key);
             }
-            if (KeyGroups > 1 && key + kTileKeys > key_end) v.clear_beyond(staging, key);
-            v.store(staging, v_store, kPitchV, false);
+            if (KeyGroups > 1 && key + kTileKeys > key_end) tiles.v.clear_beyond(staging, key);
+            tiles.v.store(staging, v_store, kPitchV, false);
             tiles.load_k(staging, p, keys.after(1));
             __syncthreads();
             if (s.needs_rescale(softmax))
@@ -290,10 +294,10 @@ struct ForwardSharedQ {
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
 #pragma unroll
-                        for (int w = 4 * u; w < 4 * u + 4; w++) {
-                            s.tile[mt][0][w] =
-                                softmax.row[mt][ForwardLayout::row_of(w)].probability(features.score(s.tile[mt][0][w]), scale);
-                            if (kGeneric && kHasDropout && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
+                        for (int v = 4 * u; v < 4 * u + 4; v++) {
+                            s.tile[mt][0][v] =
+                                softmax.row[mt][ForwardLayout::row_of(v)].probability(features.score(s.tile[mt][0][v]), scale);
+                            if (kGeneric && kHasDropout && !kept(mt, v)) s.tile[mt][0][v] = 0.f;
                         }
                         probabilities.pack_own(lane, mt, u, s.tile[mt][0],
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
@@ -304,20 +308,20 @@ struct ForwardSharedQ {
 #pragma unroll
                     for (int nt = 1; nt < kKeyTiles; nt++)
 #pragma unroll
-                        for (int w = 0; w < 8; w++) s.tile[mt][nt - 1][w] = s.tile[mt][nt][w];
+                        for (int v = 0; v < 8; v++) s.tile[mt][nt - 1][v] = s.tile[mt][nt][v];
             }
-            k.store(staging, k_store, kPitch, true);
+            tiles.k.store(staging, k_store, kPitch, true);
             tiles.load_v(staging, p, keys.after(1));
             __syncthreads();
         }
         features.finish(softmax, scale);
         if (KeyGroups > 1 && !combine_key_groups(base, thread, group, softmax, o)) return;
-        if (!grid.template combine_splits<kThreads>(softmax, o)) return;
+        if (!grid.template combine_splits<kThreads>(softmax, o)) return;  // another block writes out
         write_output<RowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };
 
-// The kernel as rows in src/kernels name it. Blocks of fewer than 128 rows have two groups of warps, which split the keys.
+// The kernel as most rows in src/kernels name it. Blocks of fewer than 128 rows have two key groups.
 constexpr int kKeyGroups = BLOCK_ROWS < 128 ? 2 : 1;
 template <class Grid>
 using SharedQ = ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS * kKeyGroups / (THREADS / 32) / 16, STEP / kKeyGroups,

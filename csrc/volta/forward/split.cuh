@@ -2,13 +2,19 @@
 // number is the sum of a high and a low fp16 part. The low one is at most 2^-11 of it, or 2^-10 of P, whose high part is truncated.
 // Low times low, so at most 2^-21 of the product, is left out.
 //
-// A step is 16 keys. split::Forward (headdim up to 128) holds both parts of K and V of a step in shared memory: multiply() and
-// add_output(). split::WideForward (larger headdims) has room for one part at a time: the functions for high and low.
+// A step is 16 keys. Two kernels call, after Queries::load() and with block barriers (|) between their phases:
 //
-// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
-// ForwardLane's q_row(), k_row() and v_row() are its rows of the operands. A chunk (kChunk, kChunkBytes) is eight fp16 columns, 16
-// bytes. s[0].tile[0][0] has the lane's eight scores of the step: one tile [0] of one row tile and one key tile. In o[0][j], j is a
-// tile of 16 columns. remat_*() read a special register again (ptx.cuh).
+//   split::Forward           multiply(), softmax, split(), add_output() |
+//   split::WideForward       multiply_high() | multiply_low() | sum over warps, softmax, split(), add_high() | add_low() |
+//
+// Forward (headdims 64, 128) has both parts of a step's K and V in shared memory. WideForward (larger headdims) has one part of K
+// or V at a time, and gives each warp 128 columns.
+//
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in
+// row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh). ForwardLane's q_row(), k_row() and v_row()
+// are the lane's rows of the operands. A chunk (kChunk, kChunkBytes) is eight fp16 columns, 16 bytes; a panel is four chunks.
+// s[0].tile[0][0] has the lane's eight scores of the step: one tile [0] of one row tile and one key tile. o[0][j] is output tile j,
+// 16 columns. remat_*() read a special register again, so that the value holds no register in between (ptx.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -27,13 +33,13 @@ struct Split {
     __device__ __forceinline__ static constexpr int key_of_row(int row) { return row; }
 
     // A warp's 16 rows of Headdim columns of Q: the high parts in registers, the low ones in shared memory. In global memory a row
-    // has LowColumn high parts, then the low ones. WideForward gives each warp only Headdim (128) of these columns.
+    // has LowColumn high parts, then the low ones. In WideForward a warp has only Headdim (128) of these columns.
     template <int Headdim, int LowColumn = Headdim>
     struct Queries {
-        static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts
-        static constexpr int kSharedBytes = (kHalf + 1) * kChunkBytes;  // of a row, padded as rows of K
-        uint4 high[kHalf];
-        u32 low;  // address of the lane's row
+        static constexpr int kPartChunks = Headdim / kChunk;  // chunks of a row's high parts; the low ones have as many
+        static constexpr int kSharedBytes = (kPartChunks + 1) * kChunkBytes;  // of a row, padded by a chunk against bank conflicts
+        uint4 high[kPartChunks];
+        u32 low;  // shared address of the lane's row
 
         // Loads rows from `row` on, of the `rows` that exist; others are 0. `base`: address of row 0; rows are from.row_stride fp16
         // elements apart. sign_flip: 0x80008000 to flip the signs of Q, for a negative softmax_scale, else 0. `shared_rows`: shared
@@ -45,7 +51,7 @@ struct Split {
             const unsigned short* source = base + i * from.row_stride;
             low = shared_rows + (warp_row + lane.q_row()) * kSharedBytes;
 #pragma unroll
-            for (int c = 0; c < kHalf; c++) {
+            for (int c = 0; c < kPartChunks; c++) {
                 uint4 x = zero_chunk();
                 high[c] = zero_chunk();
                 if (i < rows) {
@@ -56,15 +62,15 @@ struct Split {
             }
             __syncwarp();
         }
-        // S = Q K^T. `tile`: K of the step, whose rows are `pitch` bytes apart. `small` sums the products with a low part. Tensor
-        // cores truncate sums, so those would lose digits in one accumulator with the large ones.
+        // S = Q K^T. `tile`: shared address of K of the step; rows are `pitch` bytes apart. `small` sums the products with a low
+        // part. Tensor cores truncate sums, so these would lose digits in one accumulator with the large ones, high times high.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[1], u32 tile, int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
             Accumulator small = {}, large = {};
 #pragma unroll
-            for (int c = 0; c < kHalf; c++) {
+            for (int c = 0; c < kPartChunks; c++) {
                 if (c % 2 == 0) __syncwarp();  // ptxas would load ahead into all registers
-                const uint4 k_high = load_shared(k + c * kChunkBytes), k_low = load_shared(k + (kHalf + c) * kChunkBytes);
+                const uint4 k_high = load_shared(k + c * kChunkBytes), k_low = load_shared(k + (kPartChunks + c) * kChunkBytes);
                 const uint4 q_low = load_shared(low + c * kChunkBytes);
                 mma_row_col(small, q_low.x, q_low.y, k_high.x, k_high.y);
                 mma_row_col(large, high[c].x, high[c].y, k_high.x, k_high.y);
@@ -76,12 +82,12 @@ struct Split {
 #pragma unroll
             for (int v = 0; v < 8; v++) s[0].tile[0][0][v] = large[v] + small[v];
         }
-        // Add the products with the high, and with the low, parts of K to the sums. `tile`: these parts, from Q's first column on.
+        // The halves of multiply(): products with K's high parts, then its low ones. `tile`: these, at the warp's first column.
         __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[1], Scores<Layout, 1, 1> (&large)[1], u32 tile,
                                                       int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
 #pragma unroll
-            for (int c = 0; c < kHalf; c++) {
+            for (int c = 0; c < kPartChunks; c++) {
                 if (c % 2 == 0) __syncwarp();  // ptxas would load ahead into all registers
                 const uint4 x = load_shared(k + c * kChunkBytes), q_low = load_shared(low + c * kChunkBytes);
                 mma_row_col(small[0].tile[0][0], q_low.x, q_low.y, x.x, x.y);
@@ -93,7 +99,7 @@ struct Split {
         __device__ __forceinline__ void multiply_low(Scores<Layout, 1, 1> (&small)[1], u32 tile, int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
 #pragma unroll
-            for (int c = 0; c < kHalf; c++) {
+            for (int c = 0; c < kPartChunks; c++) {
                 if (c % 4 == 0) __syncwarp();
                 const uint4 x = load_shared(k + c * kChunkBytes);
                 mma_row_col(small[0].tile[0][0], high[c].x, high[c].y, x.x, x.y);
@@ -102,8 +108,8 @@ struct Split {
         }
     };
 
-    // Probabilities times 2^8 as operand A, in two parts. Each is a volta::Probabilities, whose part[0][w][u] are the lane's four
-    // numbers of one product; add_output() explains w and u. exchange() gets those of w = 1 from the neighboring quad-pair.
+    // Probabilities times 2^8 as operand A, in two parts. pairs[0][w][u] of either are the lane's four numbers of one product. w is
+    // 0 for the eight keys of the lane's quad-pair column, 1 for the other eight; u is 0 for the even four of these, 1 for the odd.
     struct Probabilities {
         volta::Probabilities<1> high, low;
 
@@ -114,30 +120,28 @@ struct Split {
             for (int u = 0; u < 2; u++) {
                 const auto x = ::split::split_probabilities(p[4 * u], p[4 * u + 1]);
                 const auto y = ::split::split_probabilities(p[4 * u + 2], p[4 * u + 3]);
-                high.part[0][0][u] = to_operand_rows(lane, x.high, y.high);
-                low.part[0][0][u] = to_operand_rows(lane, x.low, y.low);
+                high.pairs[0][0][u] = to_operand_rows(lane, x.high, y.high);
+                low.pairs[0][0][u] = to_operand_rows(lane, x.low, y.low);
             }
-            high.exchange();
+            high.exchange();  // gets those of w = 1 from lane ^ 8
             low.exchange();
         }
     };
 
-    // O += P V. `tile`: V of the step. In each product w is 0 for the lane's own eight keys and 1 for the other eight, u is 0 for
-    // the even four of them and 1 for the odd, j counts groups of four chunks (32 columns), t (not the lane's number) their two
-    // output tiles: the first four columns of each chunk, and the last four.
+    // O += P V. `tile`: shared address of V. i is a panel's output tile: 0 has the first half of each chunk, 1 the second half.
     template <int Headdim>
     __device__ __forceinline__ static void add_output(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         const ForwardLane lane(remat_thread_index() & 31);
         const u32 v_own = tile + lane.v_row() * pitch + lane.v_chunk() * kChunkBytes;
         const int to_other = (lane.qn ? -8 : 8) * pitch;
 #pragma unroll
-        for (int j = 0; j < Headdim / 32; j++) {
+        for (int panel = 0; panel < Headdim / 32; panel++) {
             Accumulator small[2] = {}, large[2] = {};
             unrolled<2, 2>([&](int w, int u) {
                 __syncwarp();
-                const u32 at = v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes;
+                const u32 at = v_own + (w ? to_other : 0) + u * pitch + panel * 4 * kChunkBytes;
                 const uint4 v_high = load_shared(at), v_low = load_shared(at + Headdim / kChunk * kChunkBytes);
-                const RowPair &high = p.high.part[0][w][u], &low = p.low.part[0][w][u];
+                const RowPair &high = p.high.pairs[0][w][u], &low = p.low.pairs[0][w][u];
                 mma_row_row(small[0], low.lo, low.hi, v_high.x, v_high.y);
                 mma_row_row(small[1], low.lo, low.hi, v_high.z, v_high.w);
                 mma_row_row(large[0], high.lo, high.hi, v_high.x, v_high.y);
@@ -145,15 +149,15 @@ struct Split {
                 mma_row_row(small[0], high.lo, high.hi, v_low.x, v_low.y);
                 mma_row_row(small[1], high.lo, high.hi, v_low.z, v_low.w);
             });
-            unrolled<2, 8>([&](int t, int v) { o[0][2 * j + t][v] += large[t][v] + small[t][v]; });
+            unrolled<2, 8>([&](int i, int v) { o[0][2 * panel + i][v] += large[i][v] + small[i][v]; });
         }
     }
 
-    // Add the products with the high, and with the low, parts of V. `tile`: these parts, from the output's first column on.
+    // The halves of add_output(): products with V's high parts, then its low ones. `tile`: these, at the warp's first column.
     template <int Headdim>
     __device__ __forceinline__ static void add_high(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         add_part<Headdim, 4>(o, tile, pitch, [&](Accumulator(&sums)[4], int w, int u, const uint4& v) {
-            const RowPair &high = p.high.part[0][w][u], &low = p.low.part[0][w][u];
+            const RowPair &high = p.high.pairs[0][w][u], &low = p.low.pairs[0][w][u];
             mma_row_row(sums[0], low.lo, low.hi, v.x, v.y);
             mma_row_row(sums[1], low.lo, low.hi, v.z, v.w);
             mma_row_row(sums[2], high.lo, high.hi, v.x, v.y);
@@ -163,26 +167,27 @@ struct Split {
     template <int Headdim>
     __device__ __forceinline__ static void add_low(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         add_part<Headdim, 2>(o, tile, pitch, [&](Accumulator(&sums)[2], int w, int u, const uint4& v) {
-            const RowPair& high = p.high.part[0][w][u];
+            const RowPair& high = p.high.pairs[0][w][u];
             mma_row_row(sums[0], high.lo, high.hi, v.x, v.y);
             mma_row_row(sums[1], high.lo, high.hi, v.z, v.w);
         });
     }
-    // Adds Sums sums of a step to the output, number i to output tile i % 2 of each four chunks. add(sums, w, u, v) adds the
-    // products of four keys, v being the lane's operand of V.
+    // Adds Sums sums of each panel (4 to keep products with a low part apart, else 2), number i to the panel's output tile i % 2.
+    // add(sums, w, u, v) adds the products of four keys to the sums; v is the lane's chunk of V.
     template <int Headdim, int Sums, class F>
     __device__ __forceinline__ static void add_part(Output<Headdim>& o, u32 tile, int pitch, F add) {
         const ForwardLane lane(remat_thread_index() & 31);
         const u32 v_own = tile + lane.v_row() * pitch + lane.v_chunk() * kChunkBytes;
         const int to_other = (lane.qn ? -8 : 8) * pitch;
 #pragma unroll
-        for (int j = 0; j < Headdim / 32; j++) {
+        for (int panel = 0; panel < Headdim / 32; panel++) {
             Accumulator sums[Sums] = {};
             unrolled<2, 2>([&](int w, int u) {
                 __syncwarp();
-                add(sums, w, u, load_shared(v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes));
+                add(sums, w, u, load_shared(v_own + (w ? to_other : 0) + u * pitch + panel * 4 * kChunkBytes));
             });
-            unrolled<2, 8>([&](int t, int v) { o[0][2 * j + t][v] += Sums > 2 ? sums[t][v] + sums[Sums - 2 + t][v] : sums[t][v]; });
+            unrolled<2, 8>(
+                [&](int i, int v) { o[0][2 * panel + i][v] += Sums > 2 ? sums[i][v] + sums[Sums - 2 + i][v] : sums[i][v]; });
         }
     }
 

@@ -1,9 +1,12 @@
 // Stream-K grid policy of the volta forward kernels (their template argument Grid), for problems whose last wave of blocks would
-// leave most of the GPU idle. Row tiles (BlockRows query rows of a head) left over after the full waves are split along the keys,
-// so that every resident block gets equal work. src/plan/stream_k.rs decides which block takes which keys.
+// leave most of the GPU idle. Row tiles (BlockRows query rows of a head) left over after the full waves are split along the keys.
+// So the blocks that the GPU runs at once get equal work. src/plan/stream_k.rs decides which block takes which keys.
 //
-// Paged kernels read lengths from memory, so their splits are parts (of kPagedParts) of a row tile's own steps. Their tiles begin
-// with the last rows of all heads, which see the most keys, and their launch has one sequence.
+// TileSplit (forward/tile_split.cuh) is a block's work: a row tile (row_block), and a range of its steps of Step keys (first to
+// end). It is split number `index` of `splits`; 1 means all keys, without an end. stream_k_tile numbers the split tiles.
+//
+// Paged kernels read lengths from GPU memory. So there first and end count in kPagedParts (2^15) equal parts of the row tile's own
+// steps. A launch has one sequence. Its row tiles begin with the last rows of all heads, which see the most keys.
 //
 // Each split's partial result goes to scratch memory. The last block to finish a row tile combines its splits in key order. No
 // block waits, and the output is deterministic.
@@ -17,23 +20,23 @@ namespace volta {
 
 // Grid policy; DataParallelGrid (layout.cuh) is the default one. The kernel's main loop is written once for all policies, so each
 // names its iterator over steps of Step keys (Steps), its block mask's bits (here none: calls compile to nothing) and its loader of
-// K and V (Stream). A block's TileSplit says which row tile it takes, and which of the tile's splits: `split.first` to `split.end`
-// (if there is one split, no end) in steps, in paged kernels in parts. mask.key_first(row) and key_end(row, rows) are the range of
-// keys that rows see. kPaged, kVarlen and kGeneric (parameters say which score features): what the kernel is compiled for.
+// K and V (Stream: tiles of Rows keys by Chunks chunks of eight columns, by Threads threads). mask.key_first(row) and key_end(row,
+// rows) are the range of keys that `rows` rows from `row` on see. remat_*() read blockIdx again, to hold no register. kPaged,
+// kVarlen and kGeneric (parameters say which score features): what the kernel is compiled for.
 template <int BlockRows>
 class StreamKGrid {
-    // Scratch memory `partials`, max_splits splits for each split row tile, and a semaphore for each. launch_id is unique to a
-    // call: is_last_block() counts blocks of this launch alone (semaphore.cuh).
+    // Has scratch memory for max_splits splits of each split row tile (partials), and a semaphore for each tile. launch_id is
+    // unique to a call: is_last_block() counts blocks of this launch alone, so semaphores need no initialization (semaphore.cuh).
     const StreamKParams& params_;
 
     using TileCoord = ::TileCoord<BlockRows>;
-    // First row, head and batch entry of the block's row tile, computed again from blockIdx, for code that runs rarely.
+    // First row, head and batch entry of the block's row tile, for code that runs rarely.
     __device__ __forceinline__ TileCoord remat_coord(const Problem& p) const {
         return TileCoord(p, TileSplit(params_, remat_block_x()).row_block);
     }
 
 public:
-    static constexpr bool kHasHeadAndBatchAxes = false;  // of the grid, for code that reads them directly
+    static constexpr bool kHasHeadAndBatchAxes = false;  // of the grid, for code that reads blockIdx directly
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
@@ -43,7 +46,7 @@ public:
     static_assert((!kVarlen || kPaged) && !kGeneric, "a stream-K grid has no axes for head and batch");
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
-    // Coordinates and keys of a block: keys key_first() to key_end(). A window or causal mask may leave none, so that first >= end.
+    // A block's first row, heads and batch entry, and its keys: key_first() to key_end(). Masks may leave none: first >= end.
     template <int Rows>
     struct Block : SplitBlock<BlockRows> {
         static_assert(Rows == BlockRows, "the planner counts tiles of BlockRows rows");
@@ -52,13 +55,13 @@ public:
             : SplitBlock<BlockRows>(p, TileSplit(grid.params_, blockIdx.x)) {}
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {
-            if (kPaged) return part<Step>(mask, split.first);
+            if (kPaged) return end_of_parts<Step>(mask, split.first);
             // Steps begin at the same keys in all splits, whatever the window: keys that it hides are masked.
             return max(mask.key_first(TileCoord::row) / Step * Step, split.first * Step);
         }
-        // Returns the key at which the first `parts` of kPagedParts (2^15) equal parts of the row tile's steps end, in whole steps.
+        // Returns the key at which the first `parts` of kPagedParts equal parts of the row tile's steps end, in whole steps.
         template <int Step>
-        __device__ __forceinline__ int part(const Mask& mask, int parts) const {
+        __device__ __forceinline__ int end_of_parts(const Mask& mask, int parts) const {
             const int first = mask.key_first(TileCoord::row) / Step * Step;
             const unsigned long long steps = max(all_end(mask) - first + Step - 1, 0) / Step;
             return first + static_cast<int>(steps * parts / kPagedParts) * Step;
@@ -67,18 +70,18 @@ public:
         __device__ __forceinline__ int all_end(const Mask& mask) const { return mask.key_end(TileCoord::row, BlockRows); }
         template <int Step>
         __device__ __forceinline__ int key_end(const Mask& mask) const {
-            if (kPaged) return split.splits == 1 ? all_end(mask) : min(all_end(mask), part<Step>(mask, split.end));
+            if (kPaged) return split.splits == 1 ? all_end(mask) : min(all_end(mask), end_of_parts<Step>(mask, split.end));
             return min(all_end(mask), split.template key_end<Step>());
         }
     };
 
-    // Stores this split's softmax state and unscaled output `o`. Returns true for the last block of the row tile, after it has
-    // combined all splits in them: that block writes out and lse.
+    // Called by all threads after the main loop. Stores this split's softmax state and unscaled output `o`, of a warp's RowTiles by
+    // OutputTiles tiles. The last block of the row tile combines all splits in them and gets true: it writes out and lse.
     template <int Threads, int RowTiles, int OutputTiles>
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles]) const {
         const TileSplit split(params_, remat_block_x());
         if (split.splits == 1) return true;
-        // 16-byte chunks of a split: chunk i of all threads, then chunk i + 1. __stcg and __ldcg bypass L1: all SMs share L2.
+        // Memory has chunk i (16 bytes) of all threads, then i + 1. __stcg and __ldcg bypass L1, which other SMs do not share.
         constexpr int kSplitChunks = kPartialChunks<RowTiles, OutputTiles> * Threads;
         const int first_split = split.stream_k_tile * params_.max_splits;
         uint4* first =
