@@ -1,9 +1,8 @@
 // Prepare kernel of the fast forward (`volta_fa::fwd_fast`): makes what its forward kernel (forward.cuh) reads beside Q, from fp16
 // or bf16 K and V and a boolean mask. src/ops/fast.rs launches it before that kernel, or alone for `volta_fa::prepare_fast`.
 //
-//   k_codes, k_scales  K as int8 codes; a number is code * scale (codes.cuh). Options: smooth_k takes K less its mean, so that
-//   codes
-//                      have a smaller range; rotate spreads outliers over columns by a Hadamard transform
+//   k_codes, k_scales  K as int8 codes; a number is code * scale (codes.cuh). Options: smooth_k takes K less its mean, for a
+//                      smaller range; rotate spreads outliers over columns by a Hadamard transform
 //   k_mean, v_max      mean of K over at most kMeanKeys (128) keys; largest finite |V| of the keys of each thread block
 //   v_scaled           bf16 V as fp16, finite values below 1: a second launch, because it needs v_max of all keys
 //   mask_bits          a bit for each element of the mask, 1 where the query sees the key
