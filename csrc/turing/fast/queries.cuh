@@ -32,8 +32,9 @@ struct QueryRow {
     // smooth_k; else 0). So each of the row's scores lacks mean_score, the score of `mean`, log2 units: only lse depends on it.
     __device__ __forceinline__ float quantize(u32 (&codes)[kProducts], float& mean_score, const FastParams& p,
                                               const float* mean) const {
-        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. product: row . mean
-        float x[kProducts][4], poison = 0.f, product = 0.f;
+        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. mean_dot: row .
+        // mean
+        float x[kProducts][4], poison = 0.f, mean_dot = 0.f;
 #pragma unroll
         for (int c = 0; c < kProducts; c++) {
             unpack4(x[c], data[c], p.element == ElementType::Bf16);
@@ -42,7 +43,7 @@ struct QueryRow {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 poison = fmaf(x[c][i], 0.f, poison);
-                product = fmaf(x[c][i], means[i], product);
+                mean_dot = fmaf(x[c][i], means[i], mean_dot);
             }
         }
         float score_scale = p.problem.scale_log2;  // |softmax_scale| * log2(e). The codes take softmax_scale's sign (sign_flip)
@@ -73,12 +74,12 @@ struct QueryRow {
         for (int lane_mask = 1; lane_mask <= 2; lane_mask *= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
             poison += __shfl_xor_sync(~0u, poison, lane_mask);
-            product += __shfl_xor_sync(~0u, product, lane_mask);
+            mean_dot += __shfl_xor_sync(~0u, mean_dot, lane_mask);
         }
         const float sign = p.problem.sign_flip ? -1.f : 1.f, factor = sign * code_factor(largest);
 #pragma unroll
         for (int c = 0; c < kProducts; c++) codes[c] = to_codes(x[c], factor);
-        mean_score = sign * product * p.problem.scale_log2;
+        mean_score = sign * mean_dot * p.problem.scale_log2;
         return fmaxf(code_scale(largest) * score_scale, kSmallestScale) + poison;
     }
 };

@@ -138,7 +138,7 @@ struct SharedRows {
         __syncwarp();
     }
 };
-// Both parts together. `base`: shared address of kQuadBytes for each quad of the thread block, then of Sources; unused for registers.
+// Both parts. `base`: shared address of kQuadBytes for each quad of the thread block, then of Sources; unused for registers.
 template <int Rows>
 struct RegisterState : RegisterSources, RegisterRows<Rows> {
     __device__ __forceinline__ explicit RegisterState(u32 base) : RegisterSources(base), RegisterRows<Rows>(base) {}
