@@ -96,8 +96,7 @@ struct DecodeLayout {
         }
     }
 
-    // Adds P V of eight tokens to the output. packed[mt]: P of the lane's two scores, fp16 times 2^8 (kPackedOne; partials.cuh
-    // divides by it).
+    // Adds P V of eight tokens to the output. packed[mt]: P of the lane's two scores, fp16 times kPackedOne, 2^8.
     template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane&, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {

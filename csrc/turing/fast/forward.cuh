@@ -1,7 +1,8 @@
-// Fast forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V with fp16 sums. src/ops/fast.rs launches it
-// after the prepare kernel (prepare.cuh). GeForce runs products with fp32 sums at half rate. So Q K^T multiplies int8 codes, and a
-// span, the 16 to 64 keys of a step, sums P V in fp16, which is then added to the fp32 output. In a step a warp computes scores of
-// a few tiles (8 keys) at a time, packs their probabilities to fp16, and once it has those of the whole span, computes P V.
+// Fast, approximate forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V with fp16 sums.
+// src/ops/fast.rs launches it after the prepare kernel (prepare.cuh). GeForce runs products with fp32 sums at half rate. So Q K^T
+// multiplies int8 codes, and P V of a span, the 16 to 64 keys of a step, is summed in fp16 and then added to the fp32 output. In a
+// step a warp computes scores of a few tiles (8 keys) at a time, packs their probabilities to fp16, and then computes the span's P
+// V.
 //
 // K's int8 codes (codes.cuh) are those of K less its mean (option smooth_k), and after a Hadamard transform of K's columns
 // (rotate), which load_queries() applies to Q too. With smooth_k all scores of a row lack q times the mean. load_queries() leaves
@@ -66,8 +67,7 @@ struct FastForward {
     static_assert(4 + Warps <= kChunkBytes, "flags and exponent share a chunk");
     static constexpr u32 kSharedBytes = kOffsetExponent + kChunkBytes;
     static_assert(kBlockRows == BLOCK_ROWS && kSharedBytes == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
-    // Pieces that a thread moves in each span: of K's codes, and of these and V (twice the bytes). kRowsV: rows from one to the
-    // next.
+    // Pieces that a thread moves in each span: of K's codes, and of these and V (twice the bytes). kRowsV: rows between two of V.
     static constexpr int kCodePieces = kSpan * kCodeChunks / kThreads, kPieces = 3 * kCodePieces, kRowsV = kThreads / kChunks;
     static_assert(kCodePieces * kThreads == kSpan * kCodeChunks, "all threads move as many chunks");
     static_assert(kRowsV % 8 == 0 && kThreads / kCodeChunks % 8 == 0, "the rows of a thread have one swizzle");
@@ -85,8 +85,8 @@ struct FastForward {
     static constexpr float kReferenceLog2 = kPackingLog2 - kOneLog2;
 
     using Block = ForwardBlock<kBlockRows, true>;  // true, as in remat_head: grids may have heads on their first axis
-    using Codes = u32[kRows][kCodeChunks];
-    using Output = Accumulator[RowTiles][kChunks];
+    using Codes = u32[kRows][kCodeChunks];  // a lane's codes of Q: four in a word, of each 16 columns
+    using Output = Accumulator[RowTiles][kChunks];  // a lane's output, not yet divided by the rows' sums
     // What TilesAtOnce is to unmasked spans, for masked ones. Two tiles would spill at headdims 128 and 256, and kernels without a
     // boolean mask, which mask few spans, use one for less code.
     static constexpr int kMaskedTiles = kHasMask && Headdim == 64 ? 4 : 1;
@@ -208,9 +208,9 @@ struct FastForward {
             RegisterSources from(0);  // 0: it has no shared memory
             from.of_block = {codes.codes, codes.scales, rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                              sequence.seqlen_k() - 1, 0};
-            uint4 first[kAhead][kPieces];
+            uint4 first_spans[kAhead][kPieces];
             unrolled<kAhead, kPieces>(
-                [&](int j, int piece) { load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key)); });
+                [&](int j, int piece) { load_piece(first_spans[j][piece], p, from, piece, min(key_first + j * kSpan, last_key)); });
             float k_scale = load_k_scale(from, key_first);  // of the lane's keys in the span at `key`, loaded a step ahead
 
             // the first scale that the thread tests (barrier_and_is_coarse), loaded early: the queries come before its use
@@ -227,7 +227,7 @@ struct FastForward {
             from.of_block.v_factor = to_half2(power, power);
             state.store_sources(from.of_block);
             unrolled<kAhead, kPieces>(
-                [&](int j, int piece) { store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes); });
+                [&](int j, int piece) { store_piece(first_spans[j][piece], from, offsets, piece, ring + j * kSlotBytes); });
             clear(sum, o);
             // kept in shared memory: its register in the loop made the kernels of headdims 128 and 256 slower
             const bool is_coarse = barrier_and_is_coarse(state, first_scale, codes.scales, scale + kThreads, end_scale);
@@ -261,10 +261,10 @@ struct FastForward {
                         SpanMask<FastForward> seen(p, key);
                         // rolled: its registers must not exceed those of unmasked spans
 #pragma unroll 1
-                        for (int first = 0; first < kTiles; first += kMaskedTiles) {
+                        for (int tile = 0; tile < kTiles; tile += kMaskedTiles) {
                             u32 s[kRows][kMaskedTiles][2], packed[kRows][kMaskedTiles];
-                            compute_scores(s, q, k_fragment, 8 * first, zero);
-                            // plain kernels mask few spans, and are faster without this branch
+                            compute_scores(s, q, k_fragment, 8 * tile, zero);
+                            // kernels without a boolean mask mask few spans, and are faster without this branch
                             if (!kHasMask || is_coarse) subtract(s, zero_of_sums);
                             scale_scores(s, factor, addend);
                             // after scale_scores: the scale of a key that is not finite is NaN, also where the key is hidden
@@ -283,13 +283,13 @@ struct FastForward {
                         }
                     } else {
 #pragma unroll
-                        for (int first = 0; first < kTiles; first += TilesAtOnce) {
+                        for (int tile = 0; tile < kTiles; tile += TilesAtOnce) {
                             u32 s[kRows][TilesAtOnce][2], packed[kRows][TilesAtOnce];
-                            compute_scores(s, q, k_fragment, 8 * first, zero);
+                            compute_scores(s, q, k_fragment, 8 * tile, zero);
                             scale_scores(s, factor, addend);
                             exponentiate(packed, span_sum, s);
                             unrolled<kRows, TilesAtOnce>(
-                                [&](int r, int t) { probabilities[r / 2][first + t][r % 2] = packed[r][t]; });
+                                [&](int r, int t) { probabilities[r / 2][tile + t][r % 2] = packed[r][t]; });
                         }
                     }
                     if (__any_sync(~0u, largest_of(span_sum) > kLargestSum)) return true;
@@ -363,7 +363,7 @@ struct FastForward {
         write_output(p, state, exponent, sum, o);
     }
 
-    using OperandP = u32[2];
+    using OperandP = u32[2];  // P of a tile of 8 keys, packed: the lane's two keys in each of two rows
     // Largest sum of a lane's probabilities of a row in a span: 2^13 when packed. Then that of the row's four lanes is at most
     // 2^15, and so is each probability. 1.92592994e-34 is 2^-112 (kPackingLog2).
     static constexpr float kLargestSum = 1.92592994e-34f * 8192.f;
@@ -468,8 +468,7 @@ struct FastForward {
         return false;
     }
 
-    // Moves the references of all rows to the largest score up to the span at `key`, rescales what was summed. Rare: a tile at a
-    // time.
+    // Moves all rows' references to the largest score up to the span at `key`, and rescales what was summed. Rare, so tile by tile.
     __device__ __forceinline__ static void move_references(const FastParams& p, const Codes& q, u32 k_fragment, int key, u32 zero,
                                                            float k_scale, State& state, float (&sum)[kRows], Output& o) {
         float largest[kRows], factor[kRows], reference[kRows], old_factor[kRows], summed = 0.f;

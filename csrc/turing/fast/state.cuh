@@ -94,8 +94,7 @@ struct RegisterRows {
 #pragma unroll
         for (int r = 0; r < Rows; r++) reference[r] = kNoReference;
     }
-    // Appends the scale of the next row: after Rows calls the first is that of row 0. (SharedRows needs the row's number instead.)
-    // It shifts, because rolled loops cannot index registers.
+    // Appends the scale of the next row: after Rows calls the first is row 0's. It shifts: rolled loops cannot index registers.
     __device__ __forceinline__ void push_scale(float x, int) {
 #pragma unroll
         for (int r = 0; r + 1 < Rows; r++) scale[r] = scale[r + 1];
