@@ -1,8 +1,7 @@
 // Fast, approximate forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V with fp16 sums.
 // src/ops/fast.rs launches it after the prepare kernel (prepare.cuh). GeForce runs products with fp32 sums at half rate. So Q K^T
 // multiplies int8 codes, and P V of a span, the 16 to 64 keys of a step, is summed in fp16 and then added to the fp32 output. In a
-// step a warp computes scores of a few tiles (8 keys) at a time, packs their probabilities to fp16, and then computes the span's P
-// V.
+// step a warp computes scores of a few tiles (8 keys) at a time, packs the probabilities to fp16, and then computes P V.
 //
 // K's int8 codes (codes.cuh) are those of K less its mean (option smooth_k), and after a Hadamard transform of K's columns
 // (rotate), which load_queries() applies to Q too. With smooth_k all scores of a row lack q times the mean. load_queries() leaves

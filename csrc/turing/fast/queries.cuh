@@ -85,14 +85,14 @@ struct QueryRow {
 };
 
 // Loads the warp's queries as codes q, of Rows rows of a lane, one row at a time: unrolled code costs more time in the instruction
-// cache than the moves of codes to their registers. `rows`: row 0 of the head; warp_row: the warp's first. `state` gets the rows'
-// scales (state.cuh), `lse`, softmax_lse of row 0, their mean_score. CodeChunks: a lane's words of a row, one for each 16 columns.
+// cache than the moves of codes to their registers. `rows`: address of row 0 of the head; warp_row: the warp's first. `state` gets
+// the rows' scales (state.cuh), `lse`, softmax_lse of row 0, their mean_score. CodeChunks: words of a row, one for 16 columns.
 template <int Headdim, int Rows, int CodeChunks, class State>
 __device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& state, const FastParams& p,
                                              const unsigned short* rows, int warp_row, int seqlen_q, const float* mean,
                                              float* lse) {
     const Lane lane(threadIdx.x & 31);
-    // A lane's rows are 8 apart. The loop loads one row ahead: r = -1 loads row 0 alone.
+    // A lane has rows lane / 4 + 8 * r (group: lane / 4, quad: lane % 4). The loop loads one row ahead: r = -1 loads row 0 alone.
     int row = warp_row + lane.group - 8;
     QueryRow<Headdim> next = {};
 #pragma unroll 1
