@@ -32,8 +32,7 @@ struct QueryRow {
     // smooth_k; else 0). So each of the row's scores lacks mean_score, the score of `mean`, log2 units: only lse depends on it.
     __device__ __forceinline__ float quantize(u32 (&codes)[kProducts], float& mean_score, const FastParams& p,
                                               const float* mean) const {
-        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. mean_dot: row .
-        // mean
+        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes scores NaN. mean_dot: row . mean
         float x[kProducts][4], poison = 0.f, mean_dot = 0.f;
 #pragma unroll
         for (int c = 0; c < kProducts; c++) {
