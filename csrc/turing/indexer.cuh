@@ -1,8 +1,9 @@
-// Products q . k of DeepSeek V3.2's lightning indexer, which scores keys for sparse attention, on Turing: 32 rows (a row is one
-// head of one query) by 16 keys at a time, by mma.m16n8k8, with operands by ldmatrix. It is the Products argument of
-// indexer::Kernel (indexer/indexer.cuh), which sums relu(q . k) over heads, with weights. The rows are kRowTiles (2) row tiles of
-// 16. A row of Q or K has 128 fp16 columns: kChunks (16) chunks of 8, kChunkBytes (16) each. Scores are fp32. A lane's group is
-// lane / 4, its quad lane % 4 (turing/mma.cuh).
+// Products q . k of DeepSeek V3.2's lightning indexer, which scores keys for sparse attention, on Turing. IndexerProducts is the
+// template argument Products of indexer::Kernel (indexer/indexer.cuh): the kernel calls load() once for its queries and multiply()
+// for each 16 keys, then sums relu(q . k) over heads, with weights. A warp multiplies 32 rows (a row is one head of one query), in
+// registers, by 16 keys, in shared memory, by mma.m16n8k8 with operands by ldmatrix. The rows are kRowTiles (2) row tiles of 16. A
+// row of Q or K has 128 fp16 columns: kChunks (16) chunks of 8, kChunkBytes (16) each. Rows of shared memory are kPitch bytes
+// apart. Scores are fp32. A lane's group is lane / 4, its quad lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "indexer/indexer.cuh"
@@ -13,7 +14,7 @@ namespace turing {
 struct IndexerProducts {
     using Queries = u32[indexer::kRowTiles][indexer::kChunks][2];  // the lane's operand A of each row tile and chunk
     struct Scores {
-        Accumulator tile[indexer::kRowTiles][2];  // two tiles of eight keys
+        Accumulator tile[indexer::kRowTiles][2];  // [row tile][keys 0 to 7, 8 to 15], four elements each
         __device__ __forceinline__ float at(int mt, int v) const { return tile[mt][v >> 2][v & 3]; }
         __device__ __forceinline__ void clear() { clear_tiles(tile); }
     };
@@ -23,35 +24,35 @@ struct IndexerProducts {
     Lane lane;
 
     __device__ __forceinline__ explicit IndexerProducts(int lane_) : lane(lane_) {}
-    // at(mt, v) is the score of row row() + kRowStep * ((v >> 1) & 1) of row tile mt (16 rows) and key((v & 1) + 2 * (v >> 2)).
+    // at(mt, v), v: 0 to 7, is the score of row row() + kRowStep * ((v >> 1) & 1) of row tile mt and key((v & 1) + 2 * (v >> 2)).
     __device__ __forceinline__ int row() const { return lane.group; }
     __device__ __forceinline__ int key(int i) const { return 2 * lane.quad + (i & 1) + 8 * (i >> 1); }
-    // Offset in bytes of the row that the lane addresses for ldmatrix, whose four matrices are keys 0 to 7 of two chunks, then keys
-    // 8 to 15. kPitch: bytes between rows in shared memory.
+    // Byte offset, in a tile of 16 keys, of the matrix row that the lane addresses for ldmatrix. The four matrices are keys 0 to 7
+    // of two chunks, then keys 8 to 15 of these.
     __device__ __forceinline__ int key_offset() const {
         return (lane.lane % 8 + lane.lane / 16 * 8) * indexer::kPitch + (lane.lane >> 3 & 1) * kChunkBytes;
     }
 
-    // Loads row tile mt from 16 rows of fp16 at `address`.
+    // Loads row tile mt of the queries from shared memory, where its row 0 is at `address`.
     __device__ __forceinline__ void load(Queries& q, int mt, u32 address) const {
         // matrices are rows 0 to 7 and 8 to 15 of a chunk, then of the next
-        const u32 own = address + lane.lane % 16 * indexer::kPitch + lane.lane / 16 * kChunkBytes;
+        const u32 lane_row = address + lane.lane % 16 * indexer::kPitch + lane.lane / 16 * kChunkBytes;
 #pragma unroll
         for (int c = 0; c < indexer::kChunks; c += 2) {
             u32 r[4];
-            load_matrices(r, own + c * kChunkBytes);
+            load_matrices(r, lane_row + c * kChunkBytes);
 #pragma unroll
             for (int i = 0; i < 4; i++) q[mt][c + i / 2][i % 2] = r[i];
         }
     }
-    // Sets s to the scores of the 16 keys at `keys`, a shared address with the lane's key_offset(). Calls beside(c), other work of
-    // the kernel, before the products of chunk c.
+    // Computes s = q . k, where `keys` is the tile's address plus key_offset(). Calls beside(c), other work of the warp that
+    // overlaps the products, before those of each chunk c.
     template <class Beside>
     __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys, Beside beside) const {
         s.clear();
 #pragma unroll
         for (int c = 0; c < indexer::kChunks; c += 2) {
-            u32 k[4];
+            u32 k[4];  // [2 * n + part]: keys 8 * n to 8 * n + 7 of chunk c + part
             load_matrices(k, keys + c * kChunkBytes);
 #pragma unroll
             for (int part = 0; part < 2; part++) {

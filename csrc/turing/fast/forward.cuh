@@ -1,26 +1,32 @@
-// Fast forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V in spans with fp16 sums. GeForce runs
-// products with fp32 sums at half rate. Here Q K^T multiplies codes, and a span of keys sums P V in fp16 before it is added to the
-// fp32 output. Scores of a few tiles (8 keys) become probabilities, for a span. prepare.cuh makes K's int8 codes (codes.cuh)
-// before: of K less its mean (smooth_k), and after a Hadamard transform of K's columns (rotate), which load_queries() applies to Q
-// too. With smooth_k all scores of a row lack q times the mean. load_queries() leaves it in softmax_lse, and write_output() adds it
-// to the row's lse (fp32, natural log). q, k, v and out are fp16 or bf16.
+// Fast, approximate forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V with fp16 sums.
+// src/ops/fast.rs launches it after the prepare kernel (prepare.cuh). GeForce runs products with fp32 sums at half rate. So Q K^T
+// multiplies int8 codes, and P V of a span, the 16 to 64 keys of a step, is summed in fp16 and then added to the fp32 output. In a
+// step a warp computes scores of a few tiles (8 keys) at a time, packs the probabilities to fp16, and then computes P V.
 //
-// Instructions: masked and unmasked spans, which run at the same time, share one P V of 15.6 KB (L0 instruction cache: 16 KB). A
-// block's code stays below 46 KB (L1.5): so queries and output have rolled loops, and rare code is behind branches.
+// K's int8 codes (codes.cuh) are those of K less its mean (option smooth_k), and after a Hadamard transform of K's columns
+// (rotate), which load_queries() applies to Q too. With smooth_k all scores of a row lack q times the mean. load_queries() leaves
+// it in softmax_lse, and write_output() adds it to the row's lse (fp32, natural log). q, k, v and out are fp16 or bf16.
 //
-// Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15. So fp16 sums stay below
-// 2^15 (1 + 2^-11)^(kSpan / 8). A row's reference, which is subtracted from scores before exp2, is tested after a span's
-// probabilities exist. If their sum is too large, it moves, and the span's scores are computed again from K in shared memory.
+// Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15. So fp16 sums, rounded
+// every 8 keys, stay below 2^15 (1 + 2^-11)^(kSpan / 8). A row's reference is subtracted from its scores before exp2. If the sum of
+// a span's probabilities is too large, the reference moves, and the span's scores are computed again from K in shared memory.
 //
-// K and V move through a ring of four slots of a span: step j stores the span of step j + 2. The second half of the warps runs half
-// a step behind the first: it meets a barrier after its scores and before its P V, the first half after its P V. So a scheduler,
-// which has a warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has finished step
-// j, the second step j - 1 and the scores of step j. So the span of step j + 1 is stored, and the slot of step j - 1 is free.
+// Coarse thread blocks: a unit is what 1 in an integer product is worth as a score, log2 units: q's scale times k's. Scores err by
+// up to a unit. Where one may exceed 1, the sum may stay too large after each move, without end. Such blocks run all spans as
+// masked ones, whose code then computes scores without this error (barrier_and_is_coarse(), set_coarse()).
 //
-//   unit              what 1 in an integer product is worth as a score, log2 units: q's scale times k's
-//   kScaleKeys        64 keys, a block with kScales (four) scales: the keys of lanes with the same lane % 4 share one
-//   span, piece       Span keys, which a step computes; 16 bytes that a thread moves: a chunk (8 columns, kChunk) of V or 16 codes
-//   r, mt, t          one of a lane's rows, 8 apart; a tile of 16 rows, two of these; a tile of 8 keys
+// Instructions: masked and unmasked spans, which warps compute at the same time, share the code of P V, 15.6 KB (L0 instruction
+// cache: 16 KB). A block's code stays below 46 KB (L1.5): so queries and output have rolled loops, rare code is behind branches.
+//
+// K and V move through a ring of four slots of a span: step j stores the span of step j + 2. The second half of the warps, the late
+// half, is half a step behind the first: it meets a barrier after its scores and before its P V, the first half after its P V. So a
+// scheduler, which has a warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has
+// finished step j, the late half step j - 1 and the scores of step j. So the span of step j + 1 is stored, slot j - 1 is free.
+//
+//   scale block       64 keys (kScaleKeys) with kScales (four) scales: the keys of lanes with the same lane % 4 share one
+//   piece             16 bytes that a thread moves to the ring: a chunk (8 columns, kChunk) of V or 16 codes
+//   k_fragment, v_fragment  the lane's ldmatrix addresses of the first tile of K or V in a slot
+//   r, mt, t, c       one of a lane's rows, 8 apart; a tile of 16 rows; a tile of 8 keys; 64 columns of Q and K, or 16 of V
 //   State, Sources    rows' scales and references; addresses of K and V: in registers or in shared memory (state.cuh)
 //   remat_*()         compute a value again, so that it holds no register in between; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kHasMask what this kernel is compiled for: lengths from memory, a boolean mask
@@ -39,45 +45,47 @@
 
 namespace turing {
 
-// The kernel. A warp has 16 * RowTiles rows. TilesAtOnce: tiles of 8 keys whose scores are in registers together. PreparedKeys:
-// keys of a thread block of the prepare kernel.
+// The kernel. A thread block has Warps warps, a warp 16 * RowTiles query rows. Span: keys of a span. TilesAtOnce: tiles of 8 keys
+// whose scores are in registers together. PreparedKeys: keys of a thread block of the prepare kernel.
 template <int Headdim, int Warps, int RowTiles, int Span, int TilesAtOnce, int PreparedKeys>
 struct FastForward {
     static constexpr int kThreads = 32 * Warps;
     static constexpr int kWarpRows = 16 * RowTiles, kBlockRows = Warps * kWarpRows;
     static constexpr int kSpan = Span, kTiles = Span / 8;
     static constexpr int kRows = 2 * RowTiles;  // of a lane: 8 apart
+    // Of a row of K's codes, and of V: 16-byte chunks, and bytes in a slot. A slot has a span's codes, then from kOffsetV on its V.
     static constexpr int kCodeChunks = Headdim / 16, kChunks = Headdim / kChunk;
     static constexpr int kCodePitch = kCodeChunks * kChunkBytes, kPitch = kChunks * kChunkBytes;
     static constexpr u32 kOffsetV = kSpan * kCodePitch, kSlotBytes = kSpan * (kCodePitch + kPitch);
-    static constexpr int kSlots = 4, kAhead = 2;
+    static constexpr int kSlots = 4, kAhead = 2;  // slots of the ring; a step stores the span of the step kAhead later
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
     // After the ring: rows' state (kQuadBytes a quad) and Sources (state.cuh), unused without kSharedState; then V's exponent.
     static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kQuadBytes + 2 * kChunkBytes;
-    // Then whether units may exceed 1 ("coarse"): the same for all warps, but a byte for each, so that it needs no barrier.
+    // Then whether the thread block is coarse: the same for all warps, but a byte for each, so that it needs no barrier.
     static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;
     static_assert(4 + Warps <= kChunkBytes, "flags and exponent share a chunk");
     static constexpr u32 kSharedBytes = kOffsetExponent + kChunkBytes;
     static_assert(kBlockRows == BLOCK_ROWS && kSharedBytes == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
-    // Chunks that a thread moves in each span: of K's codes, and of these and V (twice the bytes). kRowsV: V's rows in a pass.
+    // Pieces that a thread moves in each span: of K's codes, and of these and V (twice the bytes). kRowsV: rows between two of V.
     static constexpr int kCodePieces = kSpan * kCodeChunks / kThreads, kPieces = 3 * kCodePieces, kRowsV = kThreads / kChunks;
     static_assert(kCodePieces * kThreads == kSpan * kCodeChunks, "all threads move as many chunks");
     static_assert(kRowsV % 8 == 0 && kThreads / kCodeChunks % 8 == 0, "the rows of a thread have one swizzle");
     static_assert(kScaleKeys % kSpan == 0, "a span has one block of scales");
 
     __device__ static constexpr int log2_of(int x) { return x == 1 ? 0 : 1 + log2_of(x / 2); }
-    // Log2 of what a probability of 1 becomes when a reference is set: kSpan of them sum to 2^11, and may grow by 2^4 to 2^15.
-    // kSpan is 64 * 64 / Headdim in all rows of src/kernels.
+    // Log2 of what a probability of 1 is packed as when a reference is set: kSpan of them sum to 2^11, and may grow by 2^4 to 2^15
+    // before the reference moves again. kSpan is 64 * 64 / Headdim in all rows of src/kernels.
     static constexpr int kOneLog2 = 15 - log2_of(64 * 64 / Headdim) - 4;
     static constexpr float kPackingLog2 = 112.f;  // softmax.cuh: packed fp16 is 2^112 times the float
-    // Rows whose largest |score|, log2 units, exceeds this get a higher temperature. Below 2^23 floats are at most 1/2 apart.
+    // In coarse blocks, rows whose largest |score|, log2 units, exceeds 2^23 get a higher temperature, which brings it to 2^23:
+    // below, floats are at most 1/2 apart.
     static constexpr float kTemperedFrom = 8388608.f;
     // What is added to a row's largest score when it becomes the reference. So that score's probability is packed as 2^kOneLog2.
     static constexpr float kReferenceLog2 = kPackingLog2 - kOneLog2;
 
     using Block = ForwardBlock<kBlockRows, true>;  // true, as in remat_head: grids may have heads on their first axis
-    using Codes = u32[kRows][kCodeChunks];
-    using Output = Accumulator[RowTiles][kChunks];
+    using Codes = u32[kRows][kCodeChunks];  // a lane's codes of Q: four in a word, of each 16 columns
+    using Output = Accumulator[RowTiles][kChunks];  // a lane's output, not yet divided by the rows' sums
     // What TilesAtOnce is to unmasked spans, for masked ones. Two tiles would spill at headdims 128 and 256, and kernels without a
     // boolean mask, which mask few spans, use one for less code.
     static constexpr int kMaskedTiles = kHasMask && Headdim == 64 ? 4 : 1;
@@ -91,7 +99,8 @@ struct FastForward {
     __device__ __forceinline__ static float as_float(u32 bits) { return __uint_as_float(bits); }
 
     // Computes the integer scores S of Tiles tiles from key row `key` of the slot on. Sums start at `zero`, a register that holds
-    // the bits of the float kSumZero (1.5 * 2^23). So their bits, read as a float, are kSumZero + S, without a conversion.
+    // the bits of the float kSumZero (1.5 * 2^23). So their bits, read as a float, are kSumZero + S, without a conversion. s: such
+    // bits, in all functions: [r][tile][keys 2 * (lane % 4) and the next].
     template <int Tiles>
     __device__ __forceinline__ static void compute_scores(u32 (&s)[kRows][Tiles][2], const Codes& q, u32 k_fragment, int key,
                                                           u32 zero) {
@@ -132,14 +141,15 @@ struct FastForward {
         for (int r = 1; r < kRows; r++) largest = fmaxf(largest, x[r]);
         return largest;
     }
-    // A barrier of the block. Returns whether a unit may exceed 1 (log2 units) for a row and a key of the block: the largest
-    // element of q is above 176 (127 / 4 / (2^-3 log2(e)): headdim 64, usual softmax scale), or of k - mean above 508 (127 * 4).
-    // With `rotate`, deviations grow by sqrt(Headdim), 8 at headdim 64. Keys with a deviation of 20 then reach 508: the largest of
-    // 1024 elements (16 keys share a scale) is about 3.3 deviations of 160. Such blocks run all spans as masked ones: others have
-    // no test in their loop. Each thread tests some of the keys' scales. `largest`: its first scale. `scale`: index of its second.
+    // A barrier of the thread block. Returns whether it is coarse: whether a unit, q's scale times k's, may exceed 1 for one of its
+    // rows and keys. It may if k's scale exceeds 4 or q's 1/4. k's is the largest |k - mean| of 16 keys / 127, above 508 then. q's
+    // has the factor softmax_scale * log2(e), usually 2^-3 log2(e) at headdim 64: |q| exceeds 127 / 4 / (2^-3 log2(e)) = 176 then.
+    // With `rotate`, k's numbers grow by sqrt(Headdim), 8 at headdim 64: those with a standard deviation of 20 then have one
+    // of 160, and the largest of 16 keys, 1024 numbers, is at about 3.3 deviations, 528. Unmasked spans have no test for this in
+    // their loop. Each thread tests some of the keys' scales. `largest`: its first scale. `scale`: index of its second.
     template <class Rows>
-    __device__ __forceinline__ static bool barrier_or_coarse(const Rows& state, float largest, const float* scales, int scale,
-                                                             int end_scale) {
+    __device__ __forceinline__ static bool barrier_and_is_coarse(const Rows& state, float largest, const float* scales, int scale,
+                                                                 int end_scale) {
         constexpr float kLargestKeyScale = 4.f;
         float of_row[kRows];
 #pragma unroll 1
@@ -148,10 +158,10 @@ struct FastForward {
         state.load_scales(of_row);
         return __syncthreads_or(largest > kLargestKeyScale || largest_of(of_row) * kLargestKeyScale > 1.f);
     }
-    // Sets factors and addends of scores for sums from which kSumZero was subtracted. (While it is in them, scores have an error of
-    // up to a unit.) A row whose largest score so far is above kTemperedFrom in magnitude gets a temperature that brings it there:
-    // floats are too coarse above. Other keys then weigh more than they should. But a unit is still worth 2 or more, and rounding
-    // to codes moves scores by many units.
+    // In coarse blocks, sets factors and addends of scores for sums from which kSumZero was subtracted. (While it is in them,
+    // scores have an error of up to a unit.) A row whose largest score so far is above kTemperedFrom in magnitude gets a
+    // temperature that brings it there: floats are too coarse above. Other keys then weigh more than they should. But a unit is
+    // still worth 2 or more, and rounding to codes moves scores by many units.
     template <class Rows>
     __device__ __forceinline__ static void set_coarse(float (&factor)[kRows], float (&addend)[kRows], const Rows& state) {
         float reference[kRows];
@@ -197,12 +207,12 @@ struct FastForward {
             RegisterSources from(0);  // 0: it has no shared memory
             from.of_block = {codes.codes, codes.scales, rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                              sequence.seqlen_k() - 1, 0};
-            uint4 first[kAhead][kPieces];
+            uint4 first_spans[kAhead][kPieces];
             unrolled<kAhead, kPieces>(
-                [&](int j, int piece) { load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key)); });
-            float next_scale = load_k_scale(from, key_first);
+                [&](int j, int piece) { load_piece(first_spans[j][piece], p, from, piece, min(key_first + j * kSpan, last_key)); });
+            float k_scale = load_k_scale(from, key_first);  // of the lane's keys in the span at `key`, loaded a step ahead
 
-            // the first scale that the thread tests (barrier_or_coarse), loaded early: the queries come before its use
+            // the first scale that the thread tests (barrier_and_is_coarse), loaded early: the queries come before its use
             const int scale = key_first / kScaleKeys * kScales + threadIdx.x, end_scale = (last_key / kScaleKeys + 1) * kScales;
             const float first_scale = __ldg(codes.scales + min(scale, end_scale - 1));
             Codes q;
@@ -216,10 +226,10 @@ struct FastForward {
             from.of_block.v_factor = to_half2(power, power);
             state.store_sources(from.of_block);
             unrolled<kAhead, kPieces>(
-                [&](int j, int piece) { store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes); });
+                [&](int j, int piece) { store_piece(first_spans[j][piece], from, offsets, piece, ring + j * kSlotBytes); });
             clear(sum, o);
             // kept in shared memory: its register in the loop made the kernels of headdims 128 and 256 slower
-            const bool is_coarse = barrier_or_coarse(state, first_scale, codes.scales, scale + kThreads, end_scale);
+            const bool is_coarse = barrier_and_is_coarse(state, first_scale, codes.scales, scale + kThreads, end_scale);
             if (lane.lane == 0) *coarse_flag() = is_coarse;
             __syncwarp();
 
@@ -227,7 +237,8 @@ struct FastForward {
             int key = key_first;
             const bool is_late = threadIdx.x >= kThreads / 2;  // the half of the warps that runs half a step behind
 
-            // Computes spans from `key` to before `end`. Returns true if references have to move before the span at `key`.
+            // Computes spans from `key` to before `end`. Returns true if references have to move before the span at `key`, which
+            // is in no sum yet. run_spans() calls it.
             const auto steps = [&](bool may_mask, int end) {
 #pragma unroll 1
                 for (; key < end; key += kSpan) {
@@ -239,7 +250,7 @@ struct FastForward {
 #pragma unroll
                     for (int r = 0; r < kRows; r++) {
                         span_sum[r] = 0.f;
-                        factor[r] *= next_scale;
+                        factor[r] *= k_scale;
                         addend[r] = fmaf(-kSumZero, factor[r], -addend[r]);
                     }
                     if (may_mask) {
@@ -249,10 +260,10 @@ struct FastForward {
                         SpanMask<FastForward> seen(p, key);
                         // rolled: its registers must not exceed those of unmasked spans
 #pragma unroll 1
-                        for (int first = 0; first < kTiles; first += kMaskedTiles) {
+                        for (int tile = 0; tile < kTiles; tile += kMaskedTiles) {
                             u32 s[kRows][kMaskedTiles][2], packed[kRows][kMaskedTiles];
-                            compute_scores(s, q, k_fragment, 8 * first, zero);
-                            // plain kernels mask few spans, and are faster without this branch
+                            compute_scores(s, q, k_fragment, 8 * tile, zero);
+                            // kernels without a boolean mask mask few spans, and are faster without this branch
                             if (!kHasMask || is_coarse) subtract(s, zero_of_sums);
                             scale_scores(s, factor, addend);
                             // after scale_scores: the scale of a key that is not finite is NaN, also where the key is hidden
@@ -271,37 +282,37 @@ struct FastForward {
                         }
                     } else {
 #pragma unroll
-                        for (int first = 0; first < kTiles; first += TilesAtOnce) {
+                        for (int tile = 0; tile < kTiles; tile += TilesAtOnce) {
                             u32 s[kRows][TilesAtOnce][2], packed[kRows][TilesAtOnce];
-                            compute_scores(s, q, k_fragment, 8 * first, zero);
+                            compute_scores(s, q, k_fragment, 8 * tile, zero);
                             scale_scores(s, factor, addend);
                             exponentiate(packed, span_sum, s);
                             unrolled<kRows, TilesAtOnce>(
-                                [&](int r, int t) { probabilities[r / 2][first + t][r % 2] = packed[r][t]; });
+                                [&](int r, int t) { probabilities[r / 2][tile + t][r % 2] = packed[r][t]; });
                         }
                     }
                     if (__any_sync(~0u, largest_of(span_sum) > kLargestSum)) return true;
 #pragma unroll
                     for (int r = 0; r < kRows; r++) sum[r] += span_sum[r];
                     if (is_late) block_barrier();
-                    const int ahead = min(key + kAhead * kSpan, last_key);
+                    const int ahead = min(key + kAhead * kSpan, last_key);  // past the last span: that one again, unused
                     const u32 to = slot_after(slot, ring);
                     const u32 v_fragment = slot + offsets.v_fragment();
                     uint4 data;
-                    next_scale = load_k_scale(state, min(key + kSpan, last_key));
-                    constexpr int kParts = kChunks / 2;
+                    k_scale = load_k_scale(state, min(key + kSpan, last_key));
+                    constexpr int kParts = kChunks / 2;  // of 16 columns
 #pragma unroll
                     for (int c = 0; c < kParts; c++) {
                         // 64 columns at a time: ptxas would load more of V early than there are registers for
                         if (kFewRegisters && c && c % 4 == 0) __syncwarp();
-                        // pieces of the span kAhead further, spread over the products
+                        // moves pieces of the span kAhead further, spread over the products
 #pragma unroll
                         for (int piece = 0; piece < kPieces; piece++)
                             if (c == piece * kParts / kPieces) {
                                 if (piece) store_piece(data, state, offsets, piece - 1, to);
                                 load_piece(data, p, state, piece, ahead);
                             }
-                        u32 sums[2][RowTiles][2];  // [h: 8 of 16 columns][row tile][row], pairs of fp16
+                        u32 sums[2][RowTiles][2];  // of P V over the span: [h: 8 of 16 columns][row tile][row], pairs of fp16
                         unrolled<2, RowTiles>([&](int h, int mt) { sums[h][mt][0] = sums[h][mt][1] = 0; });
 #pragma unroll
                         for (int t = 0; t < kTiles; t += 2) {
@@ -323,7 +334,7 @@ struct FastForward {
                 }
                 return false;
             };
-            // Passes spans to `end` that the warp does not see: it only copies its part of later ones for the other warps.
+            // Passes spans to `end` that the warp's rows do not see: it only copies its part of later ones for the other warps.
             const auto skip = [&](int end) {
 #pragma unroll 1
                 for (; key < end; key += kSpan) {
@@ -332,7 +343,7 @@ struct FastForward {
 #pragma unroll
                     for (int piece = 0; piece < kPieces; piece++)
                         load_piece(data[piece], p, state, piece, min(key + kAhead * kSpan, last_key));
-                    next_scale = load_k_scale(state, min(key + kSpan, last_key));
+                    k_scale = load_k_scale(state, min(key + kSpan, last_key));
 #pragma unroll
                     for (int piece = 0; piece < kPieces; piece++)
                         store_piece(data[piece], state, offsets, piece, slot_after(slot, ring));
@@ -342,7 +353,7 @@ struct FastForward {
             };
             // The references move before the first span too.
             do {
-                move_references(p, q, slot + offsets.k_fragment(), key, zero, next_scale, state, sum, o);
+                move_references(p, q, slot + offsets.k_fragment(), key, zero, k_scale, state, sum, o);
             } while (run_spans(p, key, last_key, steps, skip));
             exponent = load_shared1(shared_address(shared) + kOffsetExponent);
         } else {
@@ -351,13 +362,13 @@ struct FastForward {
         write_output(p, state, exponent, sum, o);
     }
 
-    using OperandP = u32[2];
+    using OperandP = u32[2];  // P of a tile of 8 keys, packed: the lane's two keys in each of two rows
     // Largest sum of a lane's probabilities of a row in a span: 2^13 when packed. Then that of the row's four lanes is at most
     // 2^15, and so is each probability. 1.92592994e-34 is 2^-112 (kPackingLog2).
     static constexpr float kLargestSum = 1.92592994e-34f * 8192.f;
 
-    // Byte offsets in a slot: of the first chunks that a thread stores, and of the first matrices that a lane loads, of K and of V.
-    // With kFewRegisters the two of K and V share a register.
+    // Byte offsets in a slot: of the first pieces that a thread stores, and of the first matrix rows that a lane loads, of K and of
+    // V. With kFewRegisters the two of K and V share a register.
     struct Offsets {
         u32 store[2], fragment[2];
 
@@ -386,7 +397,7 @@ struct FastForward {
     };
     __device__ __forceinline__ static int thread_index() { return kFewRegisters ? remat_thread_index() : threadIdx.x; }
 
-    // Load and store one of the chunks that a thread moves in the span from `key` on: first of K's codes, then of V.
+    // Load and store one of the pieces that a thread moves in the span from `key` on: first those of K's codes, then of V.
     template <class From>
     __device__ __forceinline__ static void load_piece(uint4& data, const FastParams& p, const From& from, int piece, int key) {
         const int thread = thread_index();
@@ -407,7 +418,7 @@ struct FastForward {
         data.z = half2_mul(data.z, factor), data.w = half2_mul(data.w, factor);
         store_shared(slot + offsets.v_store() + (piece - kCodePieces) * (kRowsV * kPitch), data);
     }
-    // Loads the scale of the lane's keys in the block of 64 that has `key`.
+    // Loads the scale of the lane's keys in the scale block that has `key`.
     template <class From>
     __device__ __forceinline__ static float load_k_scale(const From& from, int key) {
         return __ldg(from.scales() + key / kScaleKeys * kScales + (thread_index() & 3));
@@ -429,15 +440,15 @@ struct FastForward {
         return to < ring + kRingBytes ? to : to - kRingBytes;
     }
 
-    // Computes masked and unmasked spans from `key` on, and skips those that the warp's rows do not see. Returns true if references
-    // have to move before the span at `key`. Ranges are computed again each time: no register keeps them.
+    // Computes masked and unmasked spans from `key` on, a range of one kind at a time, and skips those that the warp's rows do not
+    // see. Returns true if references have to move before the span at `key`. No register keeps the ranges: each is computed again.
     template <class Steps, class Skip>
     __device__ __forceinline__ static bool run_spans(const FastParams& p, int& key, int last_key, const Steps& steps,
                                                      const Skip& skip) {
         do {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
             const Mask mask = mask_of(p.problem, sequence);
-            // the shuffle tells ptxas that the row is uniform in a warp
+            // the shuffle tells ptxas that the row, the warp's first, is uniform in a warp
             const int row = __shfl_sync(~0u, remat_warp_row(p), 0), end = last_key + kSpan;
             const int first = mask.key_first(row) / kSpan * kSpan;
             const int seen_end = row < sequence.seqlen_q() ? mask.key_end(row, kWarpRows) : 0;
@@ -456,10 +467,10 @@ struct FastForward {
         return false;
     }
 
-    // Moves the references of all rows to the largest score so far, and rescales what was summed. Rare: one tile at a time.
+    // Moves all rows' references to the largest score up to the span at `key`, and rescales what was summed. Rare, so tile by tile.
     __device__ __forceinline__ static void move_references(const FastParams& p, const Codes& q, u32 k_fragment, int key, u32 zero,
                                                            float k_scale, State& state, float (&sum)[kRows], Output& o) {
-        float largest[kRows], factor[kRows], reference[kRows], of_old[kRows], summed = 0.f;
+        float largest[kRows], factor[kRows], reference[kRows], old_factor[kRows], summed = 0.f;
 #pragma unroll
         for (int r = 0; r < kRows; r++) largest[r] = negative_infinity();
         SpanMask<FastForward> seen(p, key);
@@ -479,7 +490,7 @@ struct FastForward {
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 1));
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 2));
             const float moved = fmaxf(reference[r], score + kReferenceLog2);
-            of_old[r] = exp2_approx(reference[r] - moved);
+            old_factor[r] = exp2_approx(reference[r] - moved);
             reference[r] = moved;
             summed += sum[r];
         }
@@ -488,21 +499,22 @@ struct FastForward {
         if (__all_sync(~0u, summed == 0.f)) return;
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            sum[r] *= of_old[r];
-            unrolled<kChunks, 2>([&](int j, int v) { o[r / 2][j][2 * (r % 2) + v] *= of_old[r]; });
+            sum[r] *= old_factor[r];
+            unrolled<kChunks, 2>([&](int j, int v) { o[r / 2][j][2 * (r % 2) + v] *= old_factor[r]; });
         }
     }
 
-    // Writes the lane's first row, times a (bf16: and b, whose product may leave fp32's range). MayOverflow: fp16's range.
+    // Writes the lane's row 0, times factor (bf16: and factor2; their product may leave fp32's range). MayOverflow: fp16's range.
     template <bool IsBf16, bool MayOverflow>
-    __device__ __forceinline__ static void write_row(unsigned short* to, const FastParams& p, const Output& o, float a, float b) {
+    __device__ __forceinline__ static void write_row(unsigned short* to, const FastParams& p, const Output& o, float factor,
+                                                     float factor2) {
 #pragma unroll
         for (int j = 0; j < kChunks; j++)
             if (j * kChunk < p.problem.headdim_v) {
                 float x[2];
 #pragma unroll
                 for (int v = 0; v < 2; v++) {
-                    x[v] = IsBf16 ? o[0][j][v] * a * b : o[0][j][v] * a;
+                    x[v] = IsBf16 ? o[0][j][v] * factor * factor2 : o[0][j][v] * factor;
                     if (MayOverflow) x[v] = below_overflow(x[v]);
                 }
                 *reinterpret_cast<u32*>(to + j * kChunk) = pack2(x[0], x[1], IsBf16);
@@ -515,7 +527,7 @@ struct FastForward {
         for (int column = 0; column < p.problem.headdim_v; column += kChunk) *reinterpret_cast<u32*>(to + column) = 0;
     }
 
-    // Writes the warp's rows, one row of a lane at a time, as load_queries() reads them.
+    // Writes out and lse of the warp's rows. The rolled loop takes the lane's row 0, then moves the others up. `exponent`: V's.
     __device__ __forceinline__ static void write_output(const FastParams& p, const State& state, int exponent, float (&sum)[kRows],
                                                         Output& o) {
         const int batch = remat_block_batch(), head = remat_head<true>(p.problem);

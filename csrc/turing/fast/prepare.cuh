@@ -1,12 +1,15 @@
-// Prepares K and V for the fast forward kernel (forward.cuh, `volta_fa::fwd_fast`). A thread block takes BlockKeys keys of one
-// sequence and KV head (grid: blocks of keys, KV heads, batch entries). BlockKeys, Threads and SHARED_BYTES (of a block) come from
-// the kernel's row in src/kernels; src/ops/fast.rs launches it. Codes come in blocks of kScaleKeys (64) keys with kScales (4)
-// scales, one for each 16 keys. A chunk is 8 columns.
+// Prepare kernel of the fast forward (`volta_fa::fwd_fast`): makes what its forward kernel (forward.cuh) reads beside Q, from fp16
+// or bf16 K and V and a boolean mask. src/ops/fast.rs launches it before that kernel, or alone for `volta_fa::prepare_fast`.
 //
-// Computes from fp16 or bf16 K, less its mean, int8 codes (codes.cuh), the largest finite |V|, and a bit for each element of a
-// boolean mask, 1 where the query sees the key. A second launch scales bf16 V to fp16, finite values below 1 (PreparePhase). To
-// smooth K (subtract its mean, so that codes have a smaller range), every block takes the mean itself, from at most kMeanKeys (128)
-// keys, so that one launch suffices. It need not be exact: the softmax is the same whichever vector all keys lose.
+//   k_codes, k_scales  K as int8 codes; a number is code * scale (codes.cuh). Options: smooth_k takes K less its mean, for a
+//                      smaller range; rotate spreads outliers over columns by a Hadamard transform
+//   k_mean, v_max      mean of K over at most kMeanKeys (128) keys; largest finite |V| of the keys of each thread block
+//   v_scaled           bf16 V as fp16, finite values below 1: a second launch, because it needs v_max of all keys
+//   mask_bits          a bit for each element of the mask, 1 where the query sees the key
+//
+// A thread block takes BlockKeys keys of one sequence and KV head; grid: (parts of BlockKeys keys, KV heads, batch entries). Each
+// takes the mean of the whole sequence itself, so that one launch suffices. BlockKeys, Threads, SHARED_BYTES: from the kernel's row
+// in src/kernels. A scale block is kScaleKeys (64) keys with kScales (4) scales. A chunk is kChunk (8) columns.
 #pragma once
 
 #include "tile.cuh"
@@ -16,34 +19,35 @@ namespace turing {
 
 // FastParams::phase of a launch of this kernel.
 enum PreparePhase : int {
-    kPrepareKeys,  // K's codes, the largest |V|, and the mask
-    kScaleValues,  // V as fp16, for bf16 only
-    kPackMask,  // the mask alone, for calls with prepared K and V
+    kPrepareKeys,  // all but v_scaled
+    kScaleValues,  // v_scaled, for bf16 only
+    kPackMask,  // mask_bits alone, for calls with prepared K and V
 };
 
 template <int Headdim, int BlockKeys, int Threads>
 struct FastPrepare {
-    static constexpr int kChunks = Headdim / kChunk;  // of 8 elements, one for each lane of a row
+    static constexpr int kChunks = Headdim / kChunk;  // chunks of a row, one for each of its lanes
     static constexpr int kRowsAtOnce = 32 / kChunks;  // rows of K that a warp loads at once
     static constexpr int kLoads = kScaleKeys / kScales / kRowsAtOnce;  // of a lane for the 16 keys that share a scale
-    static constexpr int kSamplesAtOnce = Threads / kChunks;  // rows that the block loads at once
+    static constexpr int kSamplesAtOnce = Threads / kChunks;  // rows that the thread block loads at once
     static_assert(kSamplesAtOnce * Headdim * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
 
-    using Row = float[kChunk];
+    using Chunk = float[kChunk];  // a thread's columns of a row, as fp32
 
     __device__ __forceinline__ static bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 
-    // Sets `mean` to that of the thread's 8 columns. Elements that are not finite count as 0. `chunk`: number of these columns in a
-    // row; has_chunk: whether they exist (below p.problem.headdim). All threads of the block call it together. Sums are of elements
-    // divided by kMeanKeys, a power of two: bf16's largest numbers do not overflow them.
-    __device__ __forceinline__ static void take_mean(Row& mean, float* shared, const FastParams& p, const unsigned short* k,
+    // Sets `mean` to that of the thread's columns of K over the sequence's `keys` keys; k: its first row. Elements that are not
+    // finite count as 0. `chunk`: number of the thread's chunk in a row; has_chunk: whether it exists (below p.problem.headdim).
+    // All threads of the block call it together. `shared`: a row of fp32 sums for each of the kSamplesAtOnce rows. Sums are of
+    // elements divided by kMeanKeys, a power of two: bf16's largest numbers do not overflow them.
+    __device__ __forceinline__ static void take_mean(Chunk& mean, float* shared, const FastParams& p, const unsigned short* k,
                                                      int keys, int chunk, bool has_chunk, bool is_bf16) {
         const int samples = min(keys, kMeanKeys);
 #pragma unroll
         for (int i = 0; i < kChunk; i++) mean[i] = 0.f;
         for (int i = threadIdx.x / kChunks; i < samples; i += kSamplesAtOnce) {
             const long long key = static_cast<long long>(i) * keys / samples;
-            Row x;
+            Chunk x;
             unpack8(x, has_chunk ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk(), is_bf16);
 #pragma unroll
             for (int j = 0; j < kChunk; j++) mean[j] = fmaf(is_finite(x[j]) ? x[j] : 0.f, 1.f / kMeanKeys, mean[j]);
@@ -60,9 +64,8 @@ struct FastPrepare {
         }
     }
 
-    // Applies a Hadamard transform, which spreads outliers over columns, to a row of kChunks lanes. Its norm grows by
-    // sqrt(Headdim).
-    __device__ __forceinline__ static void rotate(Row& x) {
+    // Applies a Hadamard transform to a row, of which each of kChunks lanes has a chunk. The row's norm grows by sqrt(Headdim).
+    __device__ __forceinline__ static void rotate(Chunk& x) {
 #pragma unroll
         for (int step = 1; step < kChunk; step *= 2)
 #pragma unroll
@@ -74,19 +77,19 @@ struct FastPrepare {
             for (int i = 0; i < kChunk; i++) x[i] = butterfly_lanes(x[i], lane_bit);
     }
 
-    // Writes the codes and scales of the block's keys. `keys`: of the sequence.
+    // Writes the codes and scales of the thread block's keys. `keys`: of the sequence. Its last scale block is filled with zeros.
     __device__ __forceinline__ static void quantize(const FastParams& p, const KeyCodes<Headdim>& to, const unsigned short* k,
-                                                    int keys, const Row& mean, int chunk, bool has_chunk, bool is_bf16) {
+                                                    int keys, const Chunk& mean, int chunk, bool has_chunk, bool is_bf16) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        // a warp takes the keys of one scale at a time
-        for (int group = warp; group < BlockKeys / kScaleKeys * kScales; group += Threads / 32) {
-            const int block = blockIdx.x * (BlockKeys / kScaleKeys) + group / kScales, scale = group % kScales;
-            if (block * kScaleKeys >= keys) continue;
+        // a warp takes the keys of one scale at a time; n: number of the scale among those of the thread block
+        for (int n = warp; n < BlockKeys / kScaleKeys * kScales; n += Threads / 32) {
+            const int scale_block = blockIdx.x * (BlockKeys / kScaleKeys) + n / kScales, scale = n % kScales;
+            if (scale_block * kScaleKeys >= keys) continue;
             uint4 data[kLoads];
-            // Keys 8i + 2t and 8i + 2t + 1 of a block share scale t: those of a lane of quad t in the forward kernel.
+            // Keys 8i + 2t and 8i + 2t + 1 of a scale block share scale t: lanes with lane % 4 = t have them in the forward kernel.
             const auto key_of = [&](int load) {
-                const int i = load * kRowsAtOnce + lane / kChunks;  // of 16
-                return block * kScaleKeys + i / 2 * 8 + 2 * scale + i % 2;
+                const int i = load * kRowsAtOnce + lane / kChunks;  // number among the 16 keys
+                return scale_block * kScaleKeys + i / 2 * 8 + 2 * scale + i % 2;
             };
 #pragma unroll
             for (int load = 0; load < kLoads; load++) {
@@ -96,8 +99,8 @@ struct FastPrepare {
             // `poison` is the sum of 0 * x: NaN if an element is not finite, else 0. Added to the scale, it makes the scores of
             // these keys NaN. (The maximum would drop a NaN.)
             float largest = 0.f, poison = 0.f;
-            // Computes a row again from the loaded words, which take fewer registers: called twice for each.
-            const auto row = [&](Row& x, int load) {
+            // Unpacks a load, less the mean, rotated. Called twice for each: loaded words take fewer registers than results.
+            const auto unpack = [&](Chunk& x, int load) {
                 unpack8(x, data[load], is_bf16);
                 const bool exists = key_of(load) < keys;
 #pragma unroll
@@ -108,8 +111,8 @@ struct FastPrepare {
             };
 #pragma unroll
             for (int load = 0; load < kLoads; load++) {
-                Row x;
-                row(x, load);
+                Chunk x;
+                unpack(x, load);
 #pragma unroll
                 for (int i = 0; i < kChunk; i++) largest = fmaxf(largest, fabsf(x[i]));
             }
@@ -121,31 +124,31 @@ struct FastPrepare {
             const float factor = code_factor(largest);
 #pragma unroll
             for (int load = 0; load < kLoads; load++) {
-                Row x;
-                row(x, load);
+                Chunk x;
+                unpack(x, load);
                 const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
                 *reinterpret_cast<uint2*>(to.codes + static_cast<long long>(key_of(load)) * Headdim + chunk * kChunk) =
                     make_uint2(to_codes(low, factor), to_codes(high, factor));
             }
-            if (lane == 0) to.scales[block * kScales + scale] = code_scale(largest) + poison;
+            if (lane == 0) to.scales[scale_block * kScales + scale] = code_scale(largest) + poison;
         }
     }
 
-    // Writes the largest finite |V| of the block's keys.
+    // Writes the largest finite |V| of the thread block's keys.
     __device__ __forceinline__ static void take_v_max(const FastParams& p, const KeyCodes<Headdim>& to, float* shared,
                                                       const unsigned short* v, int keys, int chunk, bool is_bf16) {
         float largest = 0.f;
         const int end = min(keys, static_cast<int>(blockIdx.x + 1) * BlockKeys);
         if (chunk * kChunk < p.problem.headdim_v)
             for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
-                Row x;
+                Chunk x;
                 unpack8(x, load_global(v + key * p.v.row_stride + chunk * kChunk), is_bf16);
 #pragma unroll
                 for (int i = 0; i < kChunk; i++)
                     if (is_finite(x[i])) largest = fmaxf(largest, fabsf(x[i]));
             }
         largest = warp_max(largest);
-        __syncthreads();  // the mean has been read
+        __syncthreads();  // all threads have read the sums of take_mean()
         if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -154,7 +157,7 @@ struct FastPrepare {
         }
     }
 
-    // kScaleValues: V * 2^-e as fp16, where 2^e exceeds the largest finite |V|.
+    // kScaleValues: writes V * 2^-e as fp16 to v_scaled, where 2^e exceeds the largest finite |V| of the sequence.
     __device__ __forceinline__ static void scale_v(const FastParams& p, const KeyCodes<Headdim>& from, int k_offset, int keys,
                                                    int chunk) {
         const int exponent = -v_exponent(from.v_max, keys, BlockKeys, p.element);
@@ -163,7 +166,7 @@ struct FastPrepare {
         unsigned short* to = rows_of(p.v_scaled, blockIdx.z, blockIdx.y, k_offset) + chunk * kChunk;
         const int end = min(keys, static_cast<int>(blockIdx.x + 1) * BlockKeys);
         for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
-            Row x;
+            Chunk x;
             unpack8(x, load_global(v + key * p.v.row_stride), true);  // bf16: fp16 V stays as it is
             u32 words[4];
 #pragma unroll
@@ -172,18 +175,18 @@ struct FastPrepare {
         }
     }
 
-    // Packs the boolean mask to bits, a word for 32 keys of a row. A warp packs 32 rows by 32 keys at a time; lane i writes the
-    // word of row i. All warps of the launch share these tiles. Batch entries or heads that share a mask have a mask_bits stride of
-    // 0: it is packed once. A head has mask_words words by mask_rows rows: queries rounded up to 32, or 32 rows if all queries
-    // share one. Keys and rows that do not exist get 0.
+    // Packs the boolean mask to bits, a word for 32 keys of a row (query). A warp packs a tile of 32 rows by 32 keys at a time;
+    // lane i writes the word of row i. The warps of the launch divide the tiles. Batch entries or heads that share a mask have a
+    // mask_bits stride of 0: it is packed once. A head has mask_words words by mask_rows rows: queries rounded up to 32, or 32 rows
+    // if all queries share one. Keys and rows that do not exist get 0.
     __device__ __forceinline__ static void pack_mask(const FastParams& p) {
         const unsigned lane = threadIdx.x % 32, block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
         const unsigned blocks = gridDim.x * gridDim.y * gridDim.z, heads = p.mask_bits_head_stride ? p.problem.nheads : 1;
-        const unsigned row_tiles = p.mask_rows / 32, of_head = row_tiles * p.mask_words;
-        const unsigned tiles = (p.mask_bits_batch_stride ? p.problem.batch : 1) * heads * of_head;
+        const unsigned row_tiles = p.mask_rows / 32, head_tiles = row_tiles * p.mask_words;
+        const unsigned tiles = (p.mask_bits_batch_stride ? p.problem.batch : 1) * heads * head_tiles;
         for (unsigned tile = block * (Threads / 32) + threadIdx.x / 32; tile < tiles; tile += blocks * (Threads / 32)) {
-            const unsigned of_batch = tile / of_head, batch = of_batch / heads, head = of_batch % heads;
-            const unsigned word = tile % of_head / row_tiles, row = tile % row_tiles * 32, key = word * 32 + lane;
+            const unsigned batch_head = tile / head_tiles, batch = batch_head / heads, head = batch_head % heads;
+            const unsigned word = tile % head_tiles / row_tiles, row = tile % row_tiles * 32, key = word * 32 + lane;
             const unsigned char* mask = reinterpret_cast<const unsigned char*>(p.mask) + batch * p.mask_batch_stride +
                                         head * p.mask_head_stride + row * p.mask_row_stride + key * p.mask_key_stride;
             const int rows = key < p.problem.seqlen_k ? p.problem.seqlen_q - static_cast<int>(row) : 0;
@@ -213,9 +216,9 @@ struct FastPrepare {
         if (p.phase == kScaleValues) return scale_v(p, to, sequence.k_offset(), keys, chunk);
         const bool is_bf16 = p.element == ElementType::Bf16, has_chunk = chunk * kChunk < p.problem.headdim;
         const unsigned short* k = rows_of(p.k, blockIdx.z, head, sequence.k_offset());
-        Row mean = {};
+        Chunk mean = {};
         if (p.smooth_k) take_mean(mean, shared, p, k, keys, chunk, has_chunk, is_bf16);
-        // the forward kernel adds the mean's product with q to lse
+        // the first thread block writes the mean: the forward kernel adds its product with q to lse
         if (blockIdx.x == 0 && threadIdx.x < kChunks)
 #pragma unroll
             for (int i = 0; i < kChunk; i++) to.mean[chunk * kChunk + i] = mean[i];

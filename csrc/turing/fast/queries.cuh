@@ -1,7 +1,7 @@
-// Queries of the fast forward kernel (`volta_fa::fwd_fast`: Q K^T of int8 codes; forward.cuh). Each warp quantizes its own rows,
-// and keeps the codes in registers. A number is code * scale: codes are integers up to 127 in magnitude, four in a word, and each
-// row has a scale. butterfly(a, b) replaces a and b by a + b and a - b; butterfly_lanes does so with the lane whose number differs
-// in one bit (codes.cuh).
+// Queries of the fast forward kernel (`volta_fa::fwd_fast`: Q K^T of int8 codes; forward.cuh), which calls load_queries() once,
+// before its loop. Each warp quantizes its own rows, and keeps the codes in registers. A number is code * scale: codes are integers
+// up to 127 in magnitude, four in a word, and each row has a scale. butterfly(a, b) replaces a and b by a + b and a - b;
+// butterfly_lanes() does so with the lane whose number differs in one bit (codes.cuh). K's codes are made likewise (prepare.cuh).
 #pragma once
 
 #include "turing/fast/codes.cuh"
@@ -13,98 +13,100 @@ namespace turing {
 // of a row call its functions together.
 template <int Headdim>
 struct QueryRow {
-    static constexpr int kColumns = 16, kCount = Headdim / kColumns;  // columns of one product; such groups of a row
-    uint2 data[kCount];  // four fp16 or bf16 each
+    static constexpr int kColumns = 16, kProducts = Headdim / kColumns;  // columns of a product; products of a row
+    uint2 data[kProducts];  // the lane's four fp16 or bf16 of each
 
-    // The lane's first column of group c.
+    // The lane's first column of product c.
     __device__ __forceinline__ static int column(int c) { return c * kColumns + 4 * (threadIdx.x & 3); }
 
     __device__ __forceinline__ void load(const FastParams& p, const unsigned short* row, bool exists) {
 #pragma unroll
-        for (int c = 0; c < kCount; c++) {
+        for (int c = 0; c < kProducts; c++) {
             data[c] = make_uint2(0, 0);
             if (exists && column(c) < p.problem.headdim) data[c] = __ldg(reinterpret_cast<const uint2*>(row + column(c)));
         }
     }
 
     // Makes codes of the loaded row. Returns their scale times |softmax_scale| * log2(e), at least kSmallestScale (1e-18): its
-    // product with a scale of K is then a normal number. `mean`: K's mean, which is subtracted from keys before they become codes.
-    // So each of the row's scores lacks the score of `mean`, mean_score, log2 units: only lse depends on it.
-    __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p,
+    // product with a scale of K is then a normal number. `mean`: K's mean, which the prepare kernel subtracted from keys (option
+    // smooth_k; else 0). So each of the row's scores lacks mean_score, the score of `mean`, log2 units: only lse depends on it.
+    __device__ __forceinline__ float quantize(u32 (&codes)[kProducts], float& mean_score, const FastParams& p,
                                               const float* mean) const {
-        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. product: row . mean
-        float x[kCount][4], poison = 0.f, product = 0.f;
+        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes scores NaN. mean_dot: row . mean
+        float x[kProducts][4], poison = 0.f, mean_dot = 0.f;
 #pragma unroll
-        for (int c = 0; c < kCount; c++) {
+        for (int c = 0; c < kProducts; c++) {
             unpack4(x[c], data[c], p.element == ElementType::Bf16);
             const float4 of_keys = *reinterpret_cast<const float4*>(mean + column(c));
             const float means[4] = {of_keys.x, of_keys.y, of_keys.z, of_keys.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 poison = fmaf(x[c][i], 0.f, poison);
-                product = fmaf(x[c][i], means[i], product);
+                mean_dot = fmaf(x[c][i], means[i], mean_dot);
             }
         }
-        float unit = p.problem.scale_log2;  // |softmax_scale| * log2(e); codes take the sign (sign_flip)
+        float score_scale = p.problem.scale_log2;  // |softmax_scale| * log2(e). The codes take softmax_scale's sign (sign_flip)
         if (p.rotate) {
             // A Hadamard transform spreads outliers over all columns. Q and K both get it, which multiplies products by Headdim.
-            unit *= 1.f / Headdim;
+            score_scale *= 1.f / Headdim;
 #pragma unroll
-            for (int c = 0; c < kCount; c++) {
+            for (int c = 0; c < kProducts; c++) {
                 butterfly(x[c][0], x[c][1]), butterfly(x[c][2], x[c][3]);
                 butterfly(x[c][0], x[c][2]), butterfly(x[c][1], x[c][3]);
 #pragma unroll
                 for (int i = 0; i < 4; i++) x[c][i] = butterfly_lanes(butterfly_lanes(x[c][i], 1), 2);
             }
 #pragma unroll
-            for (int step = 1; step < kCount; step *= 2)
+            for (int step = 1; step < kProducts; step *= 2)
 #pragma unroll
-                for (int c = 0; c < kCount; c++)
+                for (int c = 0; c < kProducts; c++)
                     if (!(c & step))
 #pragma unroll
                         for (int i = 0; i < 4; i++) butterfly(x[c][i], x[c + step][i]);
         }
         float largest = 0.f;
 #pragma unroll
-        for (int c = 0; c < kCount; c++)
+        for (int c = 0; c < kProducts; c++)
 #pragma unroll
             for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[c][i]));
 #pragma unroll
         for (int lane_mask = 1; lane_mask <= 2; lane_mask *= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
             poison += __shfl_xor_sync(~0u, poison, lane_mask);
-            product += __shfl_xor_sync(~0u, product, lane_mask);
+            mean_dot += __shfl_xor_sync(~0u, mean_dot, lane_mask);
         }
         const float sign = p.problem.sign_flip ? -1.f : 1.f, factor = sign * code_factor(largest);
 #pragma unroll
-        for (int c = 0; c < kCount; c++) codes[c] = to_codes(x[c], factor);
-        mean_score = sign * product * p.problem.scale_log2;
-        return fmaxf(code_scale(largest) * unit, kSmallestScale) + poison;
+        for (int c = 0; c < kProducts; c++) codes[c] = to_codes(x[c], factor);
+        mean_score = sign * mean_dot * p.problem.scale_log2;
+        return fmaxf(code_scale(largest) * score_scale, kSmallestScale) + poison;
     }
 };
 
 // Loads the warp's queries as codes q, of Rows rows of a lane, one row at a time: unrolled code costs more time in the instruction
-// cache than the moves of codes to their registers. `rows`: row 0 of the head; warp_row: the warp's first. `state` gets the rows'
-// scales (state.cuh), `lse` their mean_score. CodeChunks: words of codes of a lane's row, one for each 16 columns.
+// cache than the moves of codes to their registers. `rows`: address of row 0 of the head; warp_row: the warp's first. `state` gets
+// the rows' scales (state.cuh), `lse`, softmax_lse of row 0, their mean_score. CodeChunks: words of a row, one for 16 columns.
 template <int Headdim, int Rows, int CodeChunks, class State>
 __device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& state, const FastParams& p,
                                              const unsigned short* rows, int warp_row, int seqlen_q, const float* mean,
                                              float* lse) {
     const Lane lane(threadIdx.x & 31);
-    int row = warp_row + lane.group - 8;  // a lane's rows are 8 apart, and the loop loads one row ahead
+    // A lane has rows lane / 4 + 8 * r (group: lane / 4, quad: lane % 4). The loop loads one row ahead: r = -1 loads row 0 alone.
+    int row = warp_row + lane.group - 8;
     QueryRow<Headdim> next = {};
 #pragma unroll 1
     for (int r = -1; r < Rows; r++) {
-        const QueryRow<Headdim> of_row = next;
+        const QueryRow<Headdim> loaded = next;
         if (r + 1 < Rows) next.load(p, rows + (row + 8) * p.q.row_stride, row + 8 < seqlen_q);
         if (r >= 0) {
+            // the last is appended, and those before move up: rolled loops cannot index registers
 #pragma unroll
             for (int i = 0; i + 1 < Rows; i++)
 #pragma unroll
                 for (int c = 0; c < CodeChunks; c++) q[i][c] = q[i + 1][c];
             float mean_score;
-            state.push_scale(of_row.quantize(q[Rows - 1], mean_score, p, mean), r);
-            // softmax_lse, the output, holds it until the row's end, for want of a register
+            state.push_scale(loaded.quantize(q[Rows - 1], mean_score, p, mean), r);
+            // softmax_lse, an output, holds it until write_output() (forward.cuh) adds it to the row's lse: no register is free
             if (lane.quad == 0 && row < seqlen_q) lse[row] = mean_score;
         }
         row += 8;

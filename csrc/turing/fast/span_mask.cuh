@@ -1,6 +1,6 @@
-// Mask of the fast forward kernel (forward.cuh): lengths, causal mask, window and a boolean mask, as bits of a span's keys. A span
-// is the kSpan keys of a step. The kernel is the template argument. In steps that need a mask, it calls apply() for a few tiles at
-// a time.
+// Mask of the fast forward kernel (FastForward, forward.cuh): sequence lengths, causal mask, window and a boolean mask, as a bit
+// for each key of a span, the kSpan (64, 32 or 16) keys of a step. Where a step needs a mask or references move, a warp makes a
+// SpanMask, and calls apply() on its fp32 scores, a few tiles of 8 keys at a time.
 #pragma once
 
 #include "features.cuh"
@@ -13,18 +13,18 @@ namespace turing {
 // Whether the kernel has code for a boolean mask. The fast kernel's variants in src/kernels name this feature Feature::Bias.
 constexpr bool kHasMask = kHasBias;
 
-// The keys of a span that rows see, a bit each. The four lanes of a quad have the same kRows (2 or 4) rows, 8 apart. Lane t of a
-// quad keeps the bits of row t % kRows of these, so that they take one register or two.
+// The keys of a span that rows see, a bit each. Kernel: FastForward. The four lanes of a quad have the same kRows (2 or 4) query
+// rows, lane / 4 + 8 * r of the warp. Lane t = lane % 4 keeps the bits of r = t % kRows for all four, in one register or two.
 template <class Kernel>
 struct SpanMask {
     static constexpr int kRows = Kernel::kRows, kSpan = Kernel::kSpan;
     static constexpr int kWords = (kSpan + 31) / 32;
-    u32 bits[kWords];
+    u32 bits[kWords];  // bit 0 of word 0: the first key of the next tile
 
-    // `key`: the span's first, a multiple of kSpan. So a span lies in one word, or begins with one (the shift below is then 0).
-    // Row i sees keys i + window.low to i + window.high, inclusive. remat_*() read special registers again, to hold none (ptx.cuh);
-    // remat_head<true> also serves grids whose first axis is heads. p.mask_bits: prepare.cuh packs a boolean mask to words of 32
-    // keys, [batch][head][keys / 32][mask_rows rows]. mask_rows is 32 if all queries share one row: hence the min().
+    // `key`: the span's first, a multiple of kSpan. So a span lies in one word of p.mask_bits, or begins with one (key % 32 is then
+    // 0). Row i sees keys i + window.low to i + window.high, inclusive. remat_*() read special registers again, to hold none
+    // (ptx.cuh); remat_head<true> also serves grids whose first axis is heads. p.mask_bits: a boolean mask packed by prepare.cuh,
+    // [batch][head][keys / 32][mask_rows rows]. mask_rows is 32 if all queries share one row: hence the min().
     __device__ __forceinline__ SpanMask(const FastParams& p, int key) {
         const int lane = remat_thread_index() & 31, row = Kernel::remat_warp_row(p) + lane / 4 + 8 * (lane % kRows);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
@@ -40,16 +40,17 @@ struct SpanMask {
             for (int w = 0; w < kWords; w++) bits[w] &= __ldg(words + w * p.mask_rows) >> key % 32;
         }
     }
-    // Sets the scores of hidden keys to -inf in the span's first Tiles tiles of 8 keys, and shifts the bits to the next tiles.
+    // Sets the scores of hidden keys to -inf in the next Tiles tiles of 8 keys (in the first call the span's first), and shifts
+    // their bits out. s: fp32 bits, [r][tile][keys 2t and 2t + 1]. The whole warp calls it.
     template <int Tiles>
     __device__ __forceinline__ void apply(u32 (&s)[kRows][Tiles][2]) {
         static_assert(Tiles <= 4, "tiles of one word");
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const u32 of_row = __shfl_sync(~0u, bits[0], r, 4) >> 2 * (remat_thread_index() & 3);
+            const u32 row_bits = __shfl_sync(~0u, bits[0], r, 4) >> 2 * (remat_thread_index() & 3);
 #pragma unroll
             for (int i = 0; i < 2 * Tiles; i++)
-                if (!(of_row >> 8 * (i / 2) & 1 << i % 2)) s[r][i / 2][i % 2] = 0xff800000u;  // -inf
+                if (!(row_bits >> 8 * (i / 2) & 1 << i % 2)) s[r][i / 2][i % 2] = 0xff800000u;  // -inf
         }
 #pragma unroll
         for (int w = 0; w < kWords; w++) bits[w] = __funnelshift_rc(bits[w], w + 1 < kWords ? bits[w + 1] : 0, 8 * Tiles);

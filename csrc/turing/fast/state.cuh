@@ -1,8 +1,13 @@
-// State of the fast forward kernel (forward.cuh) beside operands and sums: where the block's K and V lie (Sources), and what the
-// softmax has of each of a lane's two or four rows (Rows). Each is in registers or, where these are too few, in shared memory; both
-// forms have the same functions. A scale is the factor of a row's int8 codes of Q, times |softmax_scale| * log2(e). A reference is
-// what is subtracted from a row's scores before exp2, log2 units. The four lanes of a quad have the same rows, so shared memory has
-// them once. Rows: of a lane. Threads: of the block.
+// State of the fast forward kernel (forward.cuh) beside operands and sums: in registers (Register...) or, where these are too few,
+// in shared memory (Shared...), with the same functions. It has two parts:
+//
+//   ...Sources  where the thread block's K and V lie in global memory: loads of each span take their addresses from it
+//   ...Rows     scale and reference of a lane's query rows. load_queries() (queries.cuh) sets scales: the factor of the row's int8
+//               codes of Q, times |softmax_scale| * log2(e). A reference is what is subtracted from the row's scores before exp2,
+//               log2 units: move_references() (forward.cuh) raises it
+//
+// Template arguments: Rows, two or four, of a lane; Threads of the thread block. The four lanes of a quad have the same rows, so
+// shared memory has these once.
 #pragma once
 
 #include "tile.cuh"
@@ -13,14 +18,13 @@ namespace turing {
 constexpr u32 kQuadBytes = 2 * kChunkBytes;  // of up to four rows of a quad: their scales (16 bytes), then their references
 constexpr float kNoReference = -3e38f;  // below every score
 
-// Addresses of the block's keys and values: codes of K and their scales (codes.cuh: four for 64 keys), V. The kernel reads no row
-// after V's last.
+// Global memory of the sequence's keys and values, for the thread block's KV head.
 struct Sources {
-    const signed char* codes;
-    const float* scales;
-    const unsigned short* v;
-    int v_last;  // number of the last row
-    u32 v_factor;  // of V's elements, as a pair of fp16: brings fp16 V below 1; 1 for bf16, scaled already
+    const signed char* codes;  // of K, from key 0 on
+    const float* scales;  // of these codes: four for 64 keys (codes.cuh)
+    const unsigned short* v;  // row 0
+    int v_last;  // number of the last row: the kernel reads none after it
+    u32 v_factor;  // of V's elements, as a pair of fp16: brings fp16 V below 1; 1 for bf16, scaled already by prepare.cuh
 };
 __device__ __forceinline__ void store_pointer(u32 address, const void* p) {
     const unsigned long long x = reinterpret_cast<unsigned long long>(p);
@@ -50,7 +54,7 @@ __device__ __forceinline__ void load_rows(float (&x)[Rows], u32 address) {
     }
 }
 
-// Sources in registers, or in shared memory: 32 bytes of the block. `base`: as in SharedState, unused for registers.
+// Sources in registers, or in shared memory: 32 bytes of the thread block, at block_address. `base`: as in SharedState.
 struct RegisterSources {
     Sources of_block;
 
@@ -67,7 +71,7 @@ struct SharedSources {
     u32 block_address;
 
     __device__ __forceinline__ explicit SharedSources(u32 base) : block_address(base + Threads / 4 * kQuadBytes) {}
-    // Thread 0 stores for the block: a barrier must come before the functions below.
+    // Thread 0 stores for the thread block: a barrier must come before other threads call the functions below.
     __device__ __forceinline__ void store_sources(const Sources& x) {
         if (threadIdx.x > 0) return;
         store_pointer(block_address, x.codes);
@@ -90,7 +94,7 @@ struct RegisterRows {
 #pragma unroll
         for (int r = 0; r < Rows; r++) reference[r] = kNoReference;
     }
-    // Appends a scale: after Rows calls the first is that of row 0. It shifts, because rolled loops cannot index registers.
+    // Appends the scale of the next row: after Rows calls the first is row 0's. It shifts: rolled loops cannot index registers.
     __device__ __forceinline__ void push_scale(float x, int) {
 #pragma unroll
         for (int r = 0; r + 1 < Rows; r++) scale[r] = scale[r + 1];
@@ -111,7 +115,7 @@ struct RegisterRows {
 };
 template <int Rows>
 struct SharedRows {
-    u32 address;
+    u32 address;  // of the quad's kQuadBytes
 
     __device__ __forceinline__ explicit SharedRows(u32 base) : address(base + threadIdx.x / 4 * kQuadBytes) {
         float x[Rows];
@@ -120,7 +124,7 @@ struct SharedRows {
         store_references(x);
     }
     __device__ __forceinline__ static bool is_first_of_quad() { return (remat_thread_index() & 3) == 0; }
-    // Other lanes of the quad may read it after a __syncwarp() or a barrier.
+    // Stores the scale of row r of the quad. Its other lanes may read it after a __syncwarp() or a barrier.
     __device__ __forceinline__ void push_scale(float x, int r) {
         if (is_first_of_quad()) store_shared1(address + 4 * r, __float_as_uint(x));
     }
@@ -133,7 +137,7 @@ struct SharedRows {
         __syncwarp();
     }
 };
-// Sources and rows together. `base`: address of their shared memory: kQuadBytes for each quad of the block, then the Sources.
+// Both parts. `base`: shared address of kQuadBytes for each quad of the thread block, then of Sources; unused for registers.
 template <int Rows>
 struct RegisterState : RegisterSources, RegisterRows<Rows> {
     __device__ __forceinline__ explicit RegisterState(u32 base) : RegisterSources(base), RegisterRows<Rows>(base) {}
