@@ -274,6 +274,7 @@ struct ForwardColumnGroups {
         // numbers are loaded by predicate, not in a branch.
         using Pages = PageIteratorIfPaged<kStep, 1, false>;
         Pages pages(p.cache, block.batch, sequence.k_offset(), key, key_end), pages_v = pages;
+        // Returns the stream of K or V of the step from `key` on. offset: where its address lies at kOffsetMatrices, 0 or 8 bytes.
         const auto stream = [&](u32 offset, const Operand& paged, const Pages& at, unsigned stride, int columns, int key) {
             const uint2 matrix = load_shared2(base + kOffsetMatrices + offset);
             const auto* from = reinterpret_cast<const unsigned short*>(matrix.x | static_cast<unsigned long long>(matrix.y) << 32);
