@@ -437,6 +437,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
             u32 slot = 0;  // of this step
+            // Runs a step: a barrier, where one is due, tile 0 and tile 1, with the copies of kBetweenTiles.
             const auto step = [&](bool may_mask, const Mask& mask) {
                 if constexpr (Grid::kListed) {  // computed again, so that they hold no registers between steps
                     key = keys.first();
@@ -444,6 +445,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 }
                 if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) block_barrier();
                 const u32 next = slot_after(slot, 1);
+                // the lane's shared addresses in the slots of this step, the next and the last; then tile()'s slot and loaded_key
                 const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                 const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                 const u32 tile_slot = kBlockLoop ? slot_after(slot, kAhead) : slot;
@@ -476,8 +478,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 // Runs the steps of a listed key block.
                 const auto block_steps = [&](bool may_mask) {
                     const Mask mask = remat_mask(p);
-                    // Partial blocks come first. So a block with bits is the first or follows one with bits, and the bits of its
-                    // first step are combined already.
+                    // Partial key blocks come first in a list. So a block with bits is the first or follows one with bits, and the
+                    // bits of its first step are combined already.
                     if (may_mask && kBitsAhead == 2 && !keys.has_bits()) bits.combine(keys, mask, warp_row(), true);
 #pragma unroll 1
                     do step(may_mask, mask);
