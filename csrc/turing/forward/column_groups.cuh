@@ -21,7 +21,7 @@
 //
 //   mt, r, nt         one of the warp's two tiles of 16 rows; one of a lane's two rows in it; one of a step's two tiles of 8 keys
 //   at, Coord         the thread's coordinates and shared addresses, computed again at each use
-//   own, own_row      of the quarter that the warp sums: a lane's four scores of one row; the first row
+//   own, own_row      of the quarter that the warp sums: the warp's own part of a lane's four scores; the first row
 //   remat_*()         read a special register again, so that it holds no register; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kGeneric, kHas..., kBatchInvariant  what this kernel is compiled for (features.cuh, batch_invariant.cuh)
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
@@ -382,8 +382,8 @@ struct ForwardColumnGroups {
                     x[2] += __uint_as_float(part.z), x[3] += __uint_as_float(part.w);
                 };
                 if constexpr (kBatchInvariant && kGroupWarps == 4) {
-                    // Which warp sums a row depends on the row's place in the tile, and each begins with its own sum. So that all
-                    // four add in one order, each adds sums of opposite warps first: (0 + 2) + (1 + 3).
+                    // A row's bits must not depend on its place in the tile, which says which warp sums it; each begins with its
+                    // own part. So that all four add in one order, each adds parts of opposite warps first: (0 + 2) + (1 + 3).
                     add(x, load_shared(at.score_load(2)));
                     const uint4 part = load_shared(at.score_load(1));
                     float other[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
