@@ -1,7 +1,7 @@
-// Grid of the turing forward kernel (pipelined.cuh) under a block-sparse mask. A grid is a template argument that tells a thread
-// block its rows and its steps of keys (16 keys each). A list names the blocks of 64 keys that 128 query rows see
-// (block_lists.cuh); of a partial block only some scores exist, as its tile of bits says. A lane's quad is lane % 4
-// (turing/mma.cuh).
+// Grid policy of the turing forward kernel (pipelined.cuh: its template argument Grid) under a block-sparse mask. A grid policy
+// tells a thread block its query rows and its steps of keys (16 keys each, the iterations of the main loop). A list
+// (block_lists.cuh) names the key blocks, of 64 keys, that 128 query rows of a head see: in full, or in part (partial blocks), with
+// a bit for each score (1: it exists). A lane's quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "compact_listed_steps.cuh"
@@ -13,25 +13,28 @@
 
 namespace turing {
 
-// A thread block for each list. In a head the longest list is launched first. kListed: blocks visit the keys of a list (Steps), not
-// a range of keys. Compact: the kernel's headdim is above 64. Then generic kernels (score features chosen by parameters) take
-// CompactListedSteps, which holds fewer registers but waits for loads. Other kernels always take ListedBlockSteps; with Compact it
-// indexes entries instead of keeping a pointer, because ptxas schedules headdim 128 better so.
+// One thread block for each list: its 128 rows, head and batch entry. The longest list of a head is launched first. Compact: the
+// kernel's headdim is above 64. Kernels with and without code for score features (kHasScoreFeatures: softcap, ALiBi, bias, dropout)
+// have different iterators over a list's steps:
+//
+//   without             ListedBlockSteps: two loops, over key blocks and over a block's steps. With Compact it computes an entry's
+//                       address from its number instead of keeping a pointer: ptxas schedules headdim 128 better so
+//   with, not Compact   ListedSteps: one loop; loads an entry of the list a key block ahead
+//   with, Compact       CompactListedSteps: one loop, three registers fewer, but it waits for loads at each key block
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;
 
 public:
-    static constexpr bool kListed = true;
-    // Whether the kernel loops over listed key blocks, and in these over steps. Generic kernels have one: two spill at headdim 256.
-    static constexpr bool kBlockLoop = !kHasScoreFeatures;
-    // Iterator over the steps, of Step keys, of a list. ListedSteps looks a block ahead (kListedColumns, 64, keys), because the
-    // kernel's loads run up to four steps ahead (kAhead + 1, pipelined_parts.cuh).
+    static constexpr bool kListed = true;  // thread blocks visit the keys of a list, not a range of keys
+    static constexpr bool kBlockLoop = !kHasScoreFeatures;  // two loops; with score features they would spill at headdim 256
+    // The iterator, for steps of Step keys. ListedSteps also tells the keys of steps up to a key block (kListedColumns: 64 keys)
+    // later, because the kernel's loads run up to four steps of 16 keys ahead.
     template <int Step>
     using Steps = typename Conditional<
         kBlockLoop, ListedBlockSteps<Step, Compact>,
         typename Conditional<Compact, CompactListedSteps<Step>, ListedSteps<Step, kListedColumns / Step>>::Type>::Type;
-    // Loads the bits of partial blocks for a warp's Rows rows, a word a lane, and hides the scores that do not exist.
+    // Loads the bits of partial key blocks for a warp's Rows rows, a word a lane, and hides the scores that do not exist.
     template <int Rows, int Step>
     using Bits = MaskBits<Rows, Step>;
 
@@ -46,9 +49,10 @@ public:
             : ListedBlock<BlockRows, ForwardLayout::kEitherOrder>(grid.params_) {}
     };
 
-    // Loads rows of Q, from `row` on, of `rows` that exist (`base`: row 0), as operand A, as load_queries() (layout.cuh) does, but
-    // in two parts: this one issues all loads, end_load_queries() flips signs for a negative softmax_scale. load_queries() waits
-    // for groups of loads, which short lists do not hide. RowTiles: tiles of 16 rows. Chunks: chunks of 8 columns.
+    // Loads rows of Q, from `row` on, of the `rows` that exist, as operand A: q[mt][c][h] is the lane's row h of row tile mt (16
+    // rows), chunk c (8 columns). `base`: address of row 0. This function issues all loads; end_load_queries(), after other loads,
+    // flips signs (sign_flip: 0x80008000 for a negative softmax_scale, else 0). load_queries() (layout.cuh) does both, but waits
+    // for a group of loads before it issues the next: a short list has too few steps to hide that.
     template <int RowTiles, int Chunks>
     __device__ __forceinline__ static void begin_load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from,
                                                               const unsigned short* base, int row, int rows, int headdim) {

@@ -1,26 +1,28 @@
 // Forward kernel of the turing family for headdim 512, whose output does not fit one warp's registers: from fp16 q, k and v to out
-// (fp16 or fp32) and softmax_lse. csrc/entry.cu runs it for rows of src/kernels/turing: 64 or 32 query rows a block, plain, varlen,
-// paged and generic (score features chosen by parameters).
+// (fp16 or fp32) and softmax_lse. csrc/entry.cu calls run(), for rows of src/kernels/turing: 64 or 32 query rows a block, plain,
+// varlen, paged and generic (score features chosen by parameters).
 //
 // The eight warps of a block are two groups of four, or one group. A group has 32 rows, and its warps divide the columns: of Q and
-// K in the first product, of V and the output in the second. Step i of 16 keys has two phases, each between two barriers:
+// K in the first product, of V and the output in the second. A step is 16 keys. Step i has two phases, each between two barriers of
+// the block. Products have the left column; copies of K and V, from global memory to registers to shared memory, the right one:
 //
 //   S = Q K^T of step i over the warp's columns; stores partial S     stores V of step i - 1, loads K of step i + 1
 //   O += P V of step i - 1, beside sums, mask and softmax of step i   stores K of step i + 1, loads V of step i
 //
-// So products hide the latency of the exchange and of global memory. Each product has one tile in shared memory; the other phase
-// replaces it.
+// So products hide the latency of the exchange and of global memory. Shared memory has one tile of K and one of V: each phase reads
+// one and replaces the other.
 //
-// For the sums, the mask and the softmax, four warps of a group have a quarter of its rows each, eight (ColumnGroupsLayout): one of
-// the four rows that each lane's accumulators have, so that partial scores and probabilities move between equal lanes of different
-// warps. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// For sums, mask and softmax, each of a group's first four warps has a quarter of its rows: eight (ColumnGroupsLayout). A lane has
+// four of the group's rows in its accumulators, one in each quarter. So partial scores and probabilities move between equal lanes
+// of different warps, and a row's state is one warp's. lane.group is something else: lane / 4; quad is lane % 4 (turing/mma.cuh).
 //
-// A chunk is eight columns (16 bytes) of a row. In shared memory chunks are swizzled: permuted in groups of eight, so that ldmatrix
-// has no bank conflicts (tile.cuh).
+// A chunk is eight columns (16 bytes) of a row. In shared memory chunks are swizzled: permuted eight by eight, so that ldmatrix has
+// no bank conflicts (tile.cuh).
 //
-//   mt, r             one of the warp's two tiles of 16 rows; one of a lane's two rows in it
-//   at, Place         the thread's coordinates and shared addresses, computed again at each use
-//   remat_*()         read a special register again where it is used (ptx.cuh)
+//   mt, r, nt         one of the warp's two tiles of 16 rows; one of a lane's two rows in it; one of a step's two tiles of 8 keys
+//   at, Coord         the thread's coordinates and shared addresses, computed again at each use
+//   own, own_row      of the quarter that the warp sums: the warp's own part of a lane's four scores; the first row
+//   remat_*()         read a special register again, so that it holds no register; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kGeneric, kHas..., kBatchInvariant  what this kernel is compiled for (features.cuh, batch_invariant.cuh)
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM_V, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of V, keys of a step; threads and shared
@@ -34,8 +36,9 @@
 
 namespace turing {
 
-// Layout of the summed scores (score_layout.cuh says what shared code expects of one). ForwardLayout gives each lane two of 16
-// rows. This layout has eight: each lane's first, or each lane's second. A lane has keys 4 * quad to 4 * quad + 3 of a step's 16.
+// Layout of the summed scores, as shared code expects it (score_layout.cuh): of a 16-row tile of ForwardLayout, where a lane has
+// two rows, eight rows: each lane's first, or each lane's second. The warp's first row selects which. A lane has keys 4 * quad to
+// 4 * quad + 3 of a step's 16.
 struct ColumnGroupsLayout {
     using Lane = turing::Lane;
     using Tile = float[4];
@@ -54,29 +57,30 @@ struct ColumnGroupsLayout {
     static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return ForwardLayout::leads_row(l); }
 };
-// With dropout the eight rows are not neighbors.
+// With dropout the eight rows are not neighbors, as covers_tile() wants them.
 static_assert((kHasDropout || covers_tile<ColumnGroupsLayout>()) && has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
 
-// The kernel; run() computes a block. BlockRows: 64 or 32 query rows: kRowGroups (two or one) groups of kColumnGroups warps.
+// The kernel; run() computes a block. BlockRows: 64 or 32 query rows: kRowGroups (two or one) groups of kGroupWarps warps.
 template <int Headdim, int BlockRows>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-    static constexpr int kRowTiles = 2, kKeyTiles = 2;  // of a warp's products
+    static constexpr int kRowTiles = 2, kKeyTiles = 2;  // tiles of 16 rows, and of a step's 8 keys, of a warp's products
     static constexpr int kStep = ForwardLayout::kTileKeys * kKeyTiles;
     static constexpr int kGroupRows = ForwardLayout::kTileQueries * kRowTiles;
     static constexpr int kBlockRows = BlockRows;
-    static constexpr int kRowGroups = kBlockRows / kGroupRows, kColumnGroups = kWarps / kRowGroups;
-    // Quarters of a group's scores: number 2 * mt + r has a lane's row r of row tile mt.
+    static constexpr int kRowGroups = kBlockRows / kGroupRows, kGroupWarps = kWarps / kRowGroups;
+    // Quarters of a group's scores. Number 2 * mt + r has a lane's row r of row tile mt; the group's warp of that number sums it.
     static constexpr int kQuarters = ForwardLayout::kRows * kRowTiles;
-    static_assert(kRowGroups * kGroupRows == kBlockRows && kColumnGroups * kRowGroups == kWarps && kColumnGroups >= kQuarters,
+    static_assert(kRowGroups * kGroupRows == kBlockRows && kGroupWarps * kRowGroups == kWarps && kGroupWarps >= kQuarters,
                   "each quarter has a warp");
     static constexpr int kChunks = Headdim / kChunk;
-    static constexpr int kWarpChunks = kChunks / kColumnGroups, kWarpColumns = kWarpChunks * kChunk;
+    static constexpr int kWarpChunks = kChunks / kGroupWarps, kWarpColumns = kWarpChunks * kChunk;
     static_assert(kWarpChunks % 8 == 0, "a warp's columns have the swizzle of whole rows");
     static constexpr int kPitch = kChunks * kChunkBytes;  // bytes of a row
 
-    // Shared memory: K; V; partial scores by warp and quarter, at the end row maxima and sums; probabilities; factors by which rows
-    // are rescaled; addresses of row 0 of K and of V; the sequence's lengths; a part of Q.
+    // Shared memory, offsets in bytes: K; V; partial scores of each warp and quarter, a chunk (four fp32) of each lane; P of each
+    // group, as operand A; each row's factor of the output (fp32); addresses of row 0 of K and of V; the sequence's lengths;
+    // kSharedChunks of Q. At the end, row maxima and sums in the scores' place.
     static constexpr int kQuarterBytes = 32 * kChunkBytes, kScoreBytes = kQuarters * kQuarterBytes;
     static constexpr int kOperandBytes = sizeof(OperandA), kTileBytesP = 32 * kOperandBytes;
     static constexpr int kGroupBytesP = kRowTiles * kKeyTiles * kTileBytesP;
@@ -86,7 +90,7 @@ struct ForwardColumnGroups {
     static constexpr int kOffsetFactors = kOffsetP + kRowGroups * kGroupBytesP;
     static constexpr int kOffsetMatrices = kOffsetFactors + kBlockRows * 4;
     static constexpr int kOffsetLengths = kOffsetMatrices + 16;
-    // Chunks of Q that lie in shared memory, one lane's operands of a chunk together: generic kernels have no registers for them.
+    // Chunks of Q in shared memory, 16 bytes of each lane (32 rows): generic kernels of 64 rows have no registers for them.
     static constexpr int kSharedChunks = kWarpChunks == 16 && kHasScoreFeatures ? 2 : 0,
                          kRegisterChunks = kWarpChunks - kSharedChunks;
     static constexpr int kOffsetQ = kOffsetLengths + 16;
@@ -100,70 +104,73 @@ struct ForwardColumnGroups {
     using RowScores = Scores<Layout, 1, 1>;
     using Output = Accumulator[kRowTiles][kWarpChunks];
 
-    // A thread's chunks of a step of K or V: all in one row.
+    // A thread's chunks of a step of K or V: all in one row. Staging: registers for them.
     static constexpr int kThreadsPerRow = kThreads / kStep, kThreadChunks = kChunks / kThreadsPerRow;
     using Staging = uint4[kThreadChunks];
     static_assert(kThreadsPerRow % 8 == 0, "a thread's chunks have one swizzle");
 
-    // base: address of shared memory.
-    struct Place {
+    // The thread's coordinates, and its addresses in shared memory, which begins at `base`.
+    struct Coord {
         u32 base;
         Lane lane;
-        u32 thread, warp, column, group;  // column: the warp's number in its group
+        u32 thread, warp, group_warp, group;  // group_warp: the warp's number in its group; group: of warps
 
-        __device__ __forceinline__ Place(u32 base_, u32 thread_)
-            : base(base_), lane(thread_ & 31), thread(thread_), warp(thread_ / 32), column(warp % kColumnGroups),
-              group(warp / kColumnGroups) {}
+        __device__ __forceinline__ Coord(u32 base_, u32 thread_)
+            : base(base_), lane(thread_ & 31), thread(thread_), warp(thread_ / 32), group_warp(warp % kGroupWarps),
+              group(warp / kGroupWarps) {}
 
-        // Address that the lane gives to ldmatrix for K or, kOffsetV further, V.
+        // Address that the lane gives to ldmatrix for the warp's fragment 0 of K or, kOffsetV further, V (fragment_at()).
         __device__ __forceinline__ u32 fragment() const {
-            return base + swizzled<kChunks>(lane.lane % 8, kWarpChunks * column + lane.lane / 8);
+            return base + swizzled<kChunks>(lane.lane % 8, kWarpChunks * group_warp + lane.lane / 8);
         }
         // Where the thread's first chunk of K or, kOffsetV further, V goes.
         __device__ __forceinline__ u32 tile_store() const {
             return base + swizzled<kChunks>(thread / kThreadsPerRow, thread % kThreadsPerRow);
         }
+        // The lane's operands of a chunk of Q in shared memory.
         __device__ __forceinline__ u32 q(int chunk) const { return base + kOffsetQ + (chunk * kThreads + thread) * kChunkBytes; }
         // Where the lane's partial scores of quarter 0 go; the next quarter is kQuarterBytes further.
         __device__ __forceinline__ u32 score_store() const {
             return base + kOffsetScores + warp * kScoreBytes + lane.lane * kChunkBytes;
         }
-        // The warp's own quarter in the partial scores of the warp `further` places after it, cyclically, in its group.
+        // The warp's own quarter in the partial scores of the warp that is `further` numbers after it, cyclically, in its group.
         __device__ __forceinline__ u32 score_load(u32 further) const {
-            const u32 from = group * kColumnGroups + (column + further) % kColumnGroups;
-            return base + kOffsetScores + from * kScoreBytes + column * kQuarterBytes + lane.lane * kChunkBytes;
+            const u32 from = group * kGroupWarps + (group_warp + further) % kGroupWarps;
+            return base + kOffsetScores + from * kScoreBytes + group_warp * kQuarterBytes + lane.lane * kChunkBytes;
         }
-        // The lane's probabilities as operand A, kTileBytesP apart: [row tile][tile of keys].
+        // The lane's probabilities as operand A: [mt][nt], kTileBytesP apart. A warp stores those of its quarter: word r of row
+        // tile mt, where 2 * mt + r is group_warp.
         __device__ __forceinline__ u32 p_load() const { return base + kOffsetP + group * kGroupBytesP + lane.lane * kOperandBytes; }
         __device__ __forceinline__ u32 p_store() const {
-            return p_load() + column / 2 * kKeyTiles * kTileBytesP + column % 2 * sizeof(u32);
+            return p_load() + group_warp / 2 * kKeyTiles * kTileBytesP + group_warp % 2 * sizeof(u32);
         }
         // Offset in bytes, in an array of a float for each row, of a lane's two rows of row tile mt, which are neighbors there.
         __device__ __forceinline__ u32 row_floats(int mt) const { return (group * kGroupRows + 16 * mt + 2 * lane.group) * 4; }
-        __device__ __forceinline__ u32 own_row_float() const { return row_floats(column / 2) + column % 2 * 4; }
+        __device__ __forceinline__ u32 own_row_float() const { return row_floats(group_warp / 2) + group_warp % 2 * 4; }
 
-        // Whether the warp has a quarter of the summed scores; its first row, in the block.
-        __device__ __forceinline__ bool has_rows() const { return kColumnGroups == kQuarters || column < kQuarters; }
+        // Whether the warp has a quarter of the summed scores; its first row, counted from the block's.
+        __device__ __forceinline__ bool has_quarter() const { return kGroupWarps == kQuarters || group_warp < kQuarters; }
         __device__ __forceinline__ int own_row() const {
-            return group * kGroupRows + ForwardLayout::kTileQueries * (column / 2) + ForwardLayout::row_slot(column % 2);
+            return group * kGroupRows + ForwardLayout::kTileQueries * (group_warp / 2) + ForwardLayout::row_slot(group_warp % 2);
         }
     };
 
-    // Stores a lane's probabilities of the first and the second tile of keys.
-    __device__ __forceinline__ static void store_probabilities(const Place& at, u32 first, u32 second) {
+    // Stores a lane's packed probabilities of the first and the second tile of keys.
+    __device__ __forceinline__ static void store_probabilities(const Coord& at, u32 first, u32 second) {
         store_shared1(at.p_store(), first);
         store_shared1(at.p_store() + kTileBytesP, second);
     }
 
-    // Returns the address 4 * c chunks further in a swizzled row: an XOR in a group of eight chunks, which the swizzle permutes.
-    __device__ __forceinline__ static u32 at_group(u32 address, int c) {
+    // Returns the address 4 * c chunks further in a swizzled row: an XOR among the eight chunks that the swizzle permutes.
+    __device__ __forceinline__ static u32 after_fours(u32 address, int c) {
         return (address ^ c % 2 * 4 * kChunkBytes) + c / 2 * 8 * kChunkBytes;
     }
 
-    // Fragments (loads of ldmatrix) of a warp's columns: four chunks of one tile of keys each. kHalf: half of them.
+    // Fragments (loads of ldmatrix) of a warp's columns: number n has four chunks, from 4 * (n / kKeyTiles) on, of key tile
+    // n % kKeyTiles. kHalf: half of the fragments. fragment_at() returns the address of one, from that of fragment 0.
     static constexpr int kFragments = kKeyTiles * kWarpChunks / 4, kHalf = kFragments / 2;
     __device__ __forceinline__ static u32 fragment_at(u32 address, int n) {
-        return at_group(address, n / kKeyTiles) + n % kKeyTiles * ForwardLayout::kTileKeys * kPitch;
+        return after_fours(address, n / kKeyTiles) + n % kKeyTiles * ForwardLayout::kTileKeys * kPitch;
     }
     // O += P V. `address`: fragment() + kOffsetV. Calls between(n), other work of the step, before the products of fragment n.
     template <class Between>
@@ -180,10 +187,11 @@ struct ForwardColumnGroups {
         }
     }
 
-    // Loads and stores of K or V: a thread's chunks of its row of a step.
+    // Loads and stores of K or V: a thread's chunks of its row of a step. (The stream is one of loads, not stream-K.)
     struct Stream {
+        // The thread's key, counted from the step's first.
         __device__ __forceinline__ static int key_of(u32 thread) { return Layout::key_of_row(thread / kThreadsPerRow); }
-        const unsigned short* row;  // the thread's first chunk
+        const unsigned short* row;  // address of the thread's first chunk
         int chunks_left;  // of the row, from the thread's first chunk on; 0 if the row does not exist
 
         __device__ __forceinline__ Stream(const unsigned short* row_, bool exists, int columns) {
@@ -191,7 +199,7 @@ struct ForwardColumnGroups {
             row = row_ + first * kChunk;
             chunks_left = exists ? columns / kChunk - first : 0;
         }
-        // What does not exist is 0.
+        // What does not exist is 0. (ptxas would move loads of the read-only path past the barrier, next to the stores.)
         __device__ __forceinline__ void load_all(Staging& data) const {
 #pragma unroll
             for (int c = 0; c < kThreadChunks; c++) {
@@ -214,11 +222,11 @@ struct ForwardColumnGroups {
         const Problem& problem = p.problem;
         const Block block(problem);
         const BlockSeqlenInfo sequence(p, block.batch);
-        if (kVarlen && block.row >= sequence.seqlen_q()) return;
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;  // past the last query
         const Mask mask = mask_of(problem, sequence);
-        const auto place = [&] { return Place(base, remat_thread_index()); };
+        const auto coord = [&] { return Coord(base, remat_thread_index()); };
 
-        int key = first_step<kStep>(mask.key_first(block.row));
+        int key = first_step<kStep>(mask.key_first(block.row));  // rounded down to a multiple of kStep in batch-invariant kernels
         if (kHasScoreFeatures) key &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key &= ~(kPageGroup - 1);  // a group of kPageGroup (16) tokens lies in one page
         const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));
@@ -228,8 +236,8 @@ struct ForwardColumnGroups {
 
         OperandA q[kRowTiles][kRegisterChunks];
         {
-            const Place at(base, threadIdx.x);
-            const int column = kWarpColumns * at.column;
+            const Coord at(base, threadIdx.x);
+            const int column = kWarpColumns * at.group_warp;
             const unsigned short* rows = rows_of(p.q, block.batch, block.head, sequence.q_offset()) + column;
             const int first_row = block.row + at.group * kGroupRows, columns = problem.headdim - column;
             if constexpr (kSharedChunks > 0) {
@@ -242,7 +250,7 @@ struct ForwardColumnGroups {
             load_queries(q, p.q, rows + kSharedChunks * kChunk, first_row, sequence.seqlen_q(), columns - kSharedChunks * kChunk,
                          problem.sign_flip);
             // The first step multiplies probabilities of 0 by a V of 0.
-            if (at.has_rows()) store_probabilities(at, 0, 0);
+            if (at.has_quarter()) store_probabilities(at, 0, 0);
         }
 
         const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
@@ -262,10 +270,11 @@ struct ForwardColumnGroups {
             const uint2 lengths = load_shared2(base + kOffsetLengths);
             return Mask(problem, lengths.x, lengths.y);
         };
-        // Pages of the next step's K and V to be loaded: K is a step ahead of V. A thread has 1 group of 16 tokens in a step;
-        // false: page numbers are loaded by predicate, not in a branch.
+        // Pages of the next step's K and V to be loaded: K is a step ahead of V. A step is 1 page group, 16 tokens; false: page
+        // numbers are loaded by predicate, not in a branch.
         using Pages = PageIteratorIfPaged<kStep, 1, false>;
         Pages pages(p.cache, block.batch, sequence.k_offset(), key, key_end), pages_v = pages;
+        // Returns the stream of K or V of the step from `key` on. offset: where its address lies at kOffsetMatrices, 0 or 8 bytes.
         const auto stream = [&](u32 offset, const Operand& paged, const Pages& at, unsigned stride, int columns, int key) {
             const uint2 matrix = load_shared2(base + kOffsetMatrices + offset);
             const auto* from = reinterpret_cast<const unsigned short*>(matrix.x | static_cast<unsigned long long>(matrix.y) << 32);
@@ -282,21 +291,21 @@ struct ForwardColumnGroups {
 
         SoftmaxRows<Layout, 1> softmax;
         Output o = {};
-        // The softmax's factor of scores. Those of generic kernels are in log2 units already.
+        // Factor of scores in the exponent. Those of generic kernels are in log2 units already.
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 
         // K or V in flight from global to shared memory.
         Staging staging;
         stream_k(key).load_all(staging);
-        Stream::store_all(staging, place().tile_store());
+        Stream::store_all(staging, coord().tile_store());
 #pragma unroll
         for (int c = 0; c < kThreadChunks; c++) staging[c] = zero_chunk();
         pages.advance(p.cache, key + kStep, key_end);
         __syncthreads();
 
-        // Multiplies rows of the output by the factors that the warps of their quarters stored in the last step.
+        // Multiplies rows of the output by the factors that the warps of their quarters stored in the step before.
         const auto rescale_rows = [&] {
-            const Place at = place();
+            const Coord at = coord();
             const auto rescale = rescale_output<ForwardLayout>(o);
 #pragma unroll
             for (int mt = 0; mt < kRowTiles; mt++) {
@@ -307,26 +316,26 @@ struct ForwardColumnGroups {
         };
         OperandA probabilities[kRowTiles][kKeyTiles];
         const auto load_probabilities = [&] {
-            const u32 from = place().p_load();
+            const u32 from = coord().p_load();
             unrolled<kRowTiles, kKeyTiles>([&](int mt, int nt) {
                 const uint2 x = load_shared2(from + (mt * kKeyTiles + nt) * kTileBytesP);
                 probabilities[mt][nt][0] = x.x, probabilities[mt][nt][1] = x.y;
             });
         };
-        bool any_moved = false;  // whether any row_max of the block has moved, so that factors are not all 1
+        bool any_moved = false;  // whether any row_max of the block moved in the step before, so that factors are not all 1
 #pragma unroll 1
         for (; key < key_end; key += kStep) {
             float own[4];  // partial scores, over the warp's columns, of the rows that the warp sums
             {
                 Tile s;
                 s.clear();
-                const u32 address = place().fragment();
+                const u32 address = coord().fragment();
                 u32 k[2][4];
                 load_matrices(k[0], fragment_at(address, 0));
                 OperandA first[kRowTiles][kSharedChunks + 1];
 #pragma unroll
                 for (int c = 0; c < kSharedChunks; c++) {
-                    const uint4 x = load_shared(place().q(c));
+                    const uint4 x = load_shared(coord().q(c));
                     first[0][c][0] = x.x, first[0][c][1] = x.y, first[1][c][0] = x.z, first[1][c][1] = x.w;
                 }
 #pragma unroll
@@ -335,7 +344,7 @@ struct ForwardColumnGroups {
                     if (n == kHalf) {
                         // The branch waits for loads in flight: here those of V, which are stored next anyway.
                         if (any_moved) rescale_rows();
-                        Stream::store_all(staging, place().tile_store() + kOffsetV);
+                        Stream::store_all(staging, coord().tile_store() + kOffsetV);
                         stream_k(key + kStep).load_all(staging);
                     }
                     unrolled<4, kRowTiles>([&](int i, int mt) {
@@ -344,26 +353,26 @@ struct ForwardColumnGroups {
                             k[n % 2][i]);
                     });
                 }
-                const Place at = place();
+                const Coord at = coord();
 #pragma unroll
                 for (int quarter = 0; quarter < kQuarters; quarter++) {
                     const int mt = quarter / 2, r = quarter % 2;
                     const float x[4] = {s.tile[mt][0][2 * r], s.tile[mt][0][2 * r + 1], s.tile[mt][1][2 * r],
                                         s.tile[mt][1][2 * r + 1]};
-                    if (at.column != quarter)
+                    if (at.group_warp != quarter)
                         store_shared(
                             at.score_store() + quarter * kQuarterBytes,
                             make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
 #pragma unroll
-                    for (int i = 0; i < 4; i++) own[i] = quarter == 0 || at.column == quarter ? x[i] : own[i];
+                    for (int i = 0; i < 4; i++) own[i] = quarter == 0 || at.group_warp == quarter ? x[i] : own[i];
                 }
             }
             load_probabilities();
             __syncthreads();
             bool moved = false;
             const auto compute_probabilities = [&] {
-                const Place at = place();
-                if (!at.has_rows()) return;
+                const Coord at = coord();
+                if (!at.has_quarter()) return;
                 RowScores s;
                 float (&x)[4] = s.tile[0][0];
 #pragma unroll
@@ -372,9 +381,9 @@ struct ForwardColumnGroups {
                     x[0] += __uint_as_float(part.x), x[1] += __uint_as_float(part.y);
                     x[2] += __uint_as_float(part.z), x[3] += __uint_as_float(part.w);
                 };
-                if constexpr (kBatchInvariant && kColumnGroups == 4) {
-                    // Which warp sums a row depends on the row's place in the tile. So that all four warps add in one order, each
-                    // adds opposite parts first: (0 + 2) + (1 + 3).
+                if constexpr (kBatchInvariant && kGroupWarps == 4) {
+                    // A row's bits must not depend on its place in the tile, which says which warp sums it; each begins with its
+                    // own part. So that all four add in one order, each adds parts of opposite warps first: (0 + 2) + (1 + 3).
                     add(x, load_shared(at.score_load(2)));
                     const uint4 part = load_shared(at.score_load(1));
                     float other[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
@@ -383,9 +392,9 @@ struct ForwardColumnGroups {
 #pragma unroll
                     for (int i = 0; i < 4; i++) x[i] += other[i];
                 } else {
-                    static_assert(!kBatchInvariant || kColumnGroups == 4, "an order of the parts for each number of groups");
+                    static_assert(!kBatchInvariant || kGroupWarps == 4, "an order of the parts for each number of groups");
 #pragma unroll
-                    for (int further = 1; further < kColumnGroups; further++) add(x, load_shared(at.score_load(further)));
+                    for (int further = 1; further < kGroupWarps; further++) add(x, load_shared(at.score_load(further)));
                 }
                 const Mask mask_here = mask_again();
                 const int row = Block::remat_row(problem) + at.own_row();
@@ -399,7 +408,7 @@ struct ForwardColumnGroups {
                 }
                 s.apply_mask(mask_here, row, key);
                 // Moves row_max only by more than kRescaleThreshold (7, log2 units), without a branch. Passes 0 for 1 / scale,
-                // which would only set a limit.
+                // which only sets SoftmaxRow::limit, unused here.
                 SoftmaxRow& state = softmax.row[0][0];
                 const float m = row_max<Layout>(s.lane_maximum(0, 0));
                 moved = fmaf(m, scale, -state.row_max) > kRescaleThreshold;
@@ -419,10 +428,10 @@ struct ForwardColumnGroups {
                 store_probabilities(at, pack_probabilities(x[0], x[1]), pack_probabilities(x[2], x[3]));
                 if (Layout::leads_row(at.lane)) store_shared1(base + kOffsetFactors + at.own_row_float(), __float_as_uint(factor));
             };
-            add_output(o, probabilities, place().fragment() + kOffsetV, [&](int n) {
+            add_output(o, probabilities, coord().fragment() + kOffsetV, [&](int n) {
                 if (n == 1) compute_probabilities();
                 if (n == 2) {
-                    Stream::store_all(staging, place().tile_store());
+                    Stream::store_all(staging, coord().tile_store());
                     load_v(staging, key);
                 }
             });
@@ -430,12 +439,13 @@ struct ForwardColumnGroups {
         }
         // O += P V of the last step.
         if (any_moved) rescale_rows();
-        Stream::store_all(staging, place().tile_store() + kOffsetV);
+        Stream::store_all(staging, coord().tile_store() + kOffsetV);
         load_probabilities();
 
-        // Each warp gets row_max and sum of all rows of its group. write_output() adds lanes' sums, so one lane of a row keeps it.
-        const Place at = place();
-        if (at.has_rows()) {
+        // Each warp gets row_max and sum of all rows of its group. write_output() adds up the sums of a row's lanes, so one of them
+        // keeps the sum, the others 0.
+        const Coord at = coord();
+        if (at.has_quarter()) {
             const float sum = row_sum<Layout>(softmax.row[0][0].sum);
             if (Layout::leads_row(at.lane)) {
                 store_shared1(base + kOffsetScores + at.own_row_float(), __float_as_uint(softmax.row[0][0].row_max));
@@ -443,7 +453,7 @@ struct ForwardColumnGroups {
             }
         }
         __syncthreads();
-        add_output(o, probabilities, place().fragment() + kOffsetV, [](int) {});
+        add_output(o, probabilities, coord().fragment() + kOffsetV, [](int) {});
         SoftmaxRows<ForwardLayout, kRowTiles> state;
 #pragma unroll
         for (int mt = 0; mt < kRowTiles; mt++) {
@@ -454,10 +464,10 @@ struct ForwardColumnGroups {
             state.row[mt][0].sum = leads ? __uint_as_float(sum.x) : 0.f,
             state.row[mt][1].sum = leads ? __uint_as_float(sum.y) : 0.f;
         }
-        const Place last = place();
+        const Coord last = coord();
         FwdParams columns = p;  // as if out had the warp's columns only
-        columns.out.ptr += kWarpColumns * last.column * (out_is_fp32(p) ? 2 : 1);
-        columns.problem.headdim_v -= kWarpColumns * last.column;
+        columns.out.ptr += kWarpColumns * last.group_warp * (out_is_fp32(p) ? 2 : 1);
+        columns.problem.headdim_v -= kWarpColumns * last.group_warp;
         write_output(columns, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(problem),
                      Block::remat_row(problem) + last.group * kGroupRows, state, o);
     }

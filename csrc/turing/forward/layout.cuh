@@ -1,7 +1,8 @@
-// Lane layout of the turing forward kernels: which lane holds which score, operand and output element; loads of Q, and the
-// epilogue. Included by all turing forward kernels but the fast one (turing/fast). A lane's group is lane / 4, its quad lane % 4.
-// BlockSeqlenInfo has the lengths and the first row of a batch entry's sequence (seqlen_info.cuh). remat_lane() reads the lane's
-// number again, so that it holds no register in between.
+// Lane layout of the turing forward kernels: which lane holds which score, operand and output element of m16n8k8 products. Also
+// their loads of Q, load_queries(), and their epilogue, write_output(). Included by pipelined.cuh (headdim up to 256),
+// column_groups.cuh (512) and split.cuh (fp32 tensors), not by the fast kernel (turing/fast). Lane (turing/mma.cuh): group is
+// lane / 4, quad lane % 4. BlockSeqlenInfo has the lengths and the first row of a batch entry's sequence (seqlen_info.cuh).
+// remat_lane() reads the lane's number again, so that it holds no register in between.
 #pragma once
 
 #include "forward/output.cuh"
@@ -11,42 +12,47 @@
 
 namespace turing {
 
-// Layout of the scores (score_layout.cuh says what shared code expects of one). Scores are C of a product (m16n8k8) of 16 rows of Q
-// and 8 keys; the output is C of one with 8 columns of V. A step of the main loop has 16 keys, two tiles. Rows of K in shared
-// memory may be any permutation of the keys, if V has the same. Where scores are modified, a lane has four neighboring keys in the
-// two tiles, for one load of a bias and one call of dropout's generator (Philox). kHas...: the kernel has code for the feature;
-// kRequires...: all of its problems use it, and no other score feature (features.cuh). kHasScoreFeatures: for softcap, ALiBi, bias
-// or dropout. kHasFp32Output: for an fp32 out.
+// Layout of the scores, as shared code expects it (score_layout.cuh): a lane has elements v = 0 to 3 of a tile, two keys of each of
+// two query rows. A tile is C of a product of 16 rows of Q and 8 keys (the output: of P and 8 columns of V). A step, an iteration
+// of the main loop, has 16 keys, two tiles. Rows of K in shared memory may be any permutation of the keys, if V has the same. With
+// score features (softcap, ALiBi, bias, dropout) a lane so has four neighboring keys, for one load of the bias and one call of
+// dropout's generator (Philox). Keys two apart share a word of its random numbers.
+//
+//   kernel with (features.cuh)                    first_key()  first tile  second tile  kNextTile
+//   no score features                             2 * quad     + 0, 1      + 8, 9       8
+//   score features (kHasScoreFeatures)            4 * quad     + 0, 1      + 2, 3       2
+//   dropout alone, in all problems (kRequires...) 4 * quad     + 0, 2      + 1, 3       1
 struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;  // grids may have heads on their first axis
-    static constexpr bool kFourKeys = kHasScoreFeatures;  // whether a lane's keys of a step are four neighbors
-    // Whether a lane's two keys in a tile are two apart, in an aligned group of four. Their random numbers then share a word.
-    static constexpr bool kEverySecondKey = kRequiresDropout;
-    // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane's two rows share a Philox call.
+    static constexpr bool kFourKeys = kHasScoreFeatures;  // lines 2 and 3 of the table
+    static constexpr bool kEverySecondKey = kRequiresDropout;  // line 3
+    // A slot is an element's distance from the lane's first query or key. Rows of Q may be permuted too: in kernels with dropout
+    // (kHasDropout) a lane's two rows are four apart, not eight, because rows four apart share a Philox call.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {
         return kHasDropout ? l.group % 4 + l.group / 4 * 8 : l.group;
     }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return (kFourKeys ? 4 : 2) * l.quad; }
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return (v & 1) * (kEverySecondKey ? 2 : 1); }
-    // Distance, in keys, of a lane's keys in the second tile of a step from those in the first.
+    // Keys from a lane's in the first tile of a step to those in the second.
     static constexpr int kNextTile = kEverySecondKey ? 1 : kFourKeys ? 2 : kTileKeys;
-    // The key, of a step's 16, in row `row` of K and V.
+    // The key, of a step's 16, in row `row` (0 to 15) of K and V in shared memory.
     __device__ __forceinline__ static constexpr int key_of_row(int row) {
         return kFourKeys ? row % 8 / 2 * 4 + key_slot(row) + row / 8 * kNextTile : row;
     }
 
-    // kRows: rows of a lane in a tile. Element v belongs to row row_of(v), which is query first_query() + row_slot(row_of(v)).
-    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;  // kKeys: size of the aligned group of a row's keys in a tile
+    // kRows: query rows of a lane in a tile. Element v belongs to row row_of(v): query first_query() + row_slot(row_of(v)). Its
+    // keys in a row of a tile lie in one aligned group of kKeys.
+    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return (kHasDropout ? 4 : 8) * r; }
     static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.quad == 0; }
 };
-// covers_tile() for the two tiles of a step, and whether key_of_row agrees with the layout.
+// Returns whether the lanes' elements of a step's two tiles (`half`) cover each query and key once, and key_of_row() agrees.
 __device__ constexpr bool covers_step() {
     bool held[16 * 16] = {};
     for (int lane = 0; lane < 32; lane++)
@@ -62,12 +68,12 @@ __device__ constexpr bool covers_step() {
 }
 static_assert(covers_step() && has_rows<ForwardLayout>(), "each score of a tile has one place (score_layout.cuh)");
 
-// Operand A of a tile of 16 rows, for columns 8 * chunk to 8 * chunk + 7.
+// A lane's part of operand A, 16 rows of a chunk (kChunk: 8 columns). Word h: the lane's row h, columns 2 * quad and 2 * quad + 1.
 using OperandA = u32[2];
 
-// Loads RowTiles tiles of 16 rows of Q as operand A, Chunks chunks (8 columns) each, from the warp's first row `row` on; zeros for
-// rows and columns that do not exist. `base`: address of row 0; `rows`: rows that exist; `headdim`: columns. sign_flip: 0x80008000
-// for a negative softmax_scale, else 0.
+// Loads RowTiles tiles (mt) of 16 rows of Q as operand A, Chunks chunks each, from the warp's first row `row` on; zeros for rows
+// and columns that do not exist. `base`: address of row 0; `rows`: rows that exist; `headdim`: columns. sign_flip: 0x80008000, the
+// signs of two fp16, for a negative softmax_scale, else 0.
 template <int RowTiles, int Chunks>
 __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from, const unsigned short* base,
                                              int row, int rows, int headdim, u32 sign_flip) {
@@ -84,8 +90,9 @@ __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], co
     });
 }
 
-// Writes out, divided by the rows' sums, and lse of the warp's rows, from `row` on. o: the sums of P V; accumulator j of a row tile
-// has columns 8j to 8j + 7. finish_row() (forward/output.cuh) stores a row's lse and returns its output's factor, about 1 / sum.
+// Writes out, divided by the rows' sums, and softmax_lse of the warp's rows, from `row` on. o[mt][j]: P V of row tile mt, columns
+// 8j to 8j + 7. finish_row() (forward/output.cuh) stores a row's lse and returns its output's factor, about 1 / sum. out is fp32
+// where the kernel has code for that (kHasFp32Output) and the parameter says so, else fp16.
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int head, int row,
                                              const SoftmaxRows<ForwardLayout, RowTiles>& softmax,

@@ -1,26 +1,29 @@
-// Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias or dropout. (The fourth, a score
-// function, needs nothing here.) Called by the forward kernel, pipelined.cuh and pipelined_parts.cuh. ALiBi and an fp16 bias are
-// initial accumulators of Q K^T, so that nothing comes between product and softmax. An fp32 bias, which is rare, is added after the
-// product. As products are not scaled yet, ALiBi and bias are divided by |softmax_scale| (Problem::scale; a negative scale flips
-// the signs of Q). Dropout masks packed probabilities, also in generic kernels; finish_row() scales the output by 1 / (1 - p).
+// ALiBi, bias and dropout of the turing forward kernel up to headdim 256 (pipelined.cuh and pipelined_parts.cuh call this file), in
+// kernels compiled for exactly one of these. (Kernels for the fourth score feature, softcap, need nothing here.)
 //
-//   half              tile of 8 keys of a step of 16, 0 or 1. A lane has four neighboring keys of a step, two in each tile. (With
-//                     dropout alone, kEverySecondKey: keys 0 and 2, then 1 and 3.)
-//   mt, r, v          one of the warp's RowTiles tiles of 16 rows; one of a lane's two rows in it; a lane's element (0 to 3)
-//   ForwardLayout     where a lane's elements are: query first_query() + query_slot(v), key first_key() + key_slot(v) (layout.cuh)
+//   ALiBi, fp16 bias  initial accumulators of Q K^T, so that nothing comes between product and softmax. As products are not scaled
+//                     yet, they are divided by |softmax_scale|. (A negative softmax_scale has flipped the signs of Q.)
+//   fp32 bias         rare: added to the product, divided likewise
+//   dropout           masks packed probabilities of a step; also in generic kernels, whose problems may have any features. At the
+//                     end finish_row() scales the output by 1 / (1 - dropout_p)
+//
+//   step, half        16 keys, an iteration; one of its two tiles of 8 keys, 0 or 1. A lane has four neighboring keys of a step: 0
+//                     and 1 in tile 0, 2 and 3 in tile 1. (With dropout alone, kEverySecondKey: 0 and 2, then 1 and 3.)
+//   mt, r, v          one of the warp's RowTiles tiles of 16 query rows; one of a lane's two rows in it; a lane's element of a tile
+//                     (0 to 3): query first_query() + query_slot(v), key first_key() + key_slot(v) (ForwardLayout, layout.cuh)
 //   kEitherOrder      heads may be on the grid's first axis
-//   remat_*()         compute a value again at its use, so that it holds no register in between
+//   remat_*()         read a special register again at its use, so that it holds no register in between
 #pragma once
 
 #include "turing/forward/layout.cuh"
 
 namespace turing {
 
-// ALiBi as initial accumulators.
+// ALiBi as initial accumulators: neg_slope * |query position - key|.
 template <int RowTiles>
 struct InitialAlibi {
     float neg_slope;  // -slope / |softmax_scale|; Alibi::slope and scale_log2 both have a factor of log2(e)
-    float distance;  // query position minus key, of the lane's first row and the first key of a tile at key 0
+    float distance;  // position of the lane's first query minus its first key, in a tile that begins at key 0
 
     // `row`: the warp's first row.
     __device__ __forceinline__ void start(const FwdParams& p, const Mask& mask, int row) {
@@ -30,8 +33,7 @@ struct InitialAlibi {
         neg_slope = -alibi.slope / p.problem.scale_log2;
         distance = alibi.distance(row + ForwardLayout::first_query(lane), ForwardLayout::first_key(lane));
     }
-    // Sets the initial accumulators of the tile whose first key is `key`. (Slots: an element's query and key, from the lane's
-    // first.)
+    // Sets the initial accumulators of the tile whose first key is `key`.
     __device__ __forceinline__ void init_scores(Scores<ForwardLayout, RowTiles, 1>& s, int key) const {
         const float from_key = distance - static_cast<float>(key);
         s.each([&](float& x, int mt, int, int v) {
@@ -42,16 +44,16 @@ struct InitialAlibi {
     }
 };
 
-// Bias. If it is fp16, it is loaded one step ahead, the four keys of a lane at once. Rows of a bias have a multiple of four keys in
-// memory (the host copies others), so the last load stays inside.
+// Bias as initial accumulators. An fp16 bias is loaded one step ahead, the four keys of a lane at once: 8 bytes, two keys of each
+// tile. Rows of a bias have a multiple of four keys in memory (the host copies others), so the last load stays inside.
 template <int RowTiles>
 struct InitialBias {
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
-    uint2 next[RowTiles][2];  // [row tile][row]: bias of the next step's four keys
-    u32 second[RowTiles][2];  // bias of the current step's second tile
-    const char* base;  // row 0 of the bias, at the lane's first key
+    uint2 next[RowTiles][2];  // [mt][r]: the step that load() has loaded; x: keys of its tile 0, y: of tile 1
+    u32 second[RowTiles][2];  // y of a step, kept by init_scores() of tile 0 for that of tile 1: load() comes between
+    const char* base;  // row 0 of the bias of the head, at the lane's first key in a step at key 0
     unsigned row_bytes;  // from one row of the bias to the next
-    int row;  // the lane's first row
+    int row;  // the lane's first query
     float inverse_scale;  // 1 / |softmax_scale|
 
     // `row_`: the warp's first row.
@@ -74,7 +76,7 @@ struct InitialBias {
         if (uses_fp32_bias(p.score_options)) return;
         each(p, key, 2, [&](int mt, int r, const char* from) { next[mt][r] = __ldg(reinterpret_cast<const uint2*>(from)); });
     }
-    // Sets the initial accumulators of tile `half` of a step. For the first tile the step's bias has been loaded.
+    // Sets the initial accumulators of tile `half` of a step. load() of this step precedes tile 0, that of the next step tile 1.
     __device__ __forceinline__ void init_scores(Tile& s, int half) {
         unrolled<RowTiles, 2>([&](int mt, int r) {
             const float2 bias = to_float2(half ? second[mt][r] : next[mt][r].x);
@@ -94,8 +96,8 @@ struct InitialBias {
     }
 
 private:
-    // Calls f(row tile, row, address of the bias of the lane's four keys; past the last key, of the last four). bytes: an
-    // element's.
+    // Calls f(mt, r, address of the bias of the lane's four keys in the step from `key` on). Past the last key, it is that of the
+    // last four; past the last row, of the last row. bytes: of an element.
     template <class F>
     __device__ __forceinline__ void each(const FwdParams& p, int key, int bytes, F f) const {
         key = min(key, (p.problem.seqlen_k - 1 & ~3) - ForwardLayout::first_key(Lane(remat_lane())));
@@ -106,20 +108,21 @@ private:
     }
 };
 
-// Dropout mask of a step. One call of the generator (Philox) has the eight random numbers of a lane in one row tile, two in a word.
-// With dropout alone (kEverySecondKey), the two numbers of a row and tile share a word; else halves(a, b, half) makes one of the
-// lower (or upper) halves of two words. dropout_inverted is 0 if numbers from the threshold on keep their probability, and has all
-// bits set if those below do.
+// Dropout mask of a step. One call of the generator (Philox) has the eight random numbers, of 16 bits, of a lane in one row tile:
+// two rows by four keys, two numbers in a word. With dropout alone (kEverySecondKey), the two numbers of a row and tile share a
+// word. Else halves(a, b, half) makes that word of the lower (or upper) halves of two. dropout_inverted, from
+// the host, is 0 if numbers from the threshold on keep their probability, all ones if those below it do (dropout_p above 0.5).
 template <int RowTiles>
 struct StepDropoutMask {
-    // [row tile][row][tile of keys]: 0xffff in each half whose random number is not below the threshold (DropoutRule)
+    // [mt][r][half]: 0xffff for each of two keys whose random number is not below the threshold (DropoutRule, philox.cuh)
     u32 not_below[RowTiles][2][2];
 
+    // Returns the random numbers of the block's head.
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
         return DropoutBits<ForwardLayout, RowTiles>::numbers_of(p);
     }
-    // Draws the step's mask. numbers(row, key): a Philox call. `row`: the warp's first; `key`: the step's first. Sequential: the
-    // PTX makes a call wait for the one before, where registers are short.
+    // Draws the step's mask. numbers(row, key): a Philox call. `row`: the warp's first; `key`: the step's first. Sequential: where
+    // registers are short, the empty PTX makes the call of a row tile wait for the one before.
     template <bool Sequential, class Numbers>
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key, Numbers numbers) {
         const DropoutRule rule(p.score_options);
@@ -128,8 +131,8 @@ struct StepDropoutMask {
         for (int mt = 0; mt < RowTiles; mt++) {
             const uint4 drawn = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
                                         key + ForwardLayout::first_key(lane));
-            // [row r][c]: the numbers of columns c and c + 2 of the call's four, in the lower and upper half. So halves() takes
-            // columns 0 and 1, or 2 and 3.
+            // [r][c]: the numbers of keys c and c + 2 of the lane's four, in the lower and upper half. So halves() takes keys 0 and
+            // 1, or 2 and 3.
             const u32 words[2][2] = {{philox_word(drawn, 0, 0), philox_word(drawn, 0, 1)},
                                      {philox_word(drawn, 1, 0), philox_word(drawn, 1, 1)}};
 #pragma unroll

@@ -1,6 +1,6 @@
 // Forward kernel of the turing family up to headdim 256, software-pipelined: from fp16 q, k and v to out (fp16 or fp32) and
-// softmax_lse. Q, scores, P and output are in registers. csrc/entry.cu runs it, as `Pipelined` below, for most forward and prefill
-// (paged) rows of src/kernels/turing.
+// softmax_lse. Q, scores, P and output are in registers. csrc/entry.cu calls run() of `Pipelined`, at the end of this file, for
+// most forward and prefill (paged) rows of src/kernels/turing.
 //
 // m16n8k8 takes 8 keys, so a warp works on tiles of 8 keys, three of them at once in different stages:
 //
@@ -13,23 +13,31 @@
 // slots keep these apart, so every second step has a barrier. With four slots and kAhead = 2 every step has one.
 //
 // Most steps need no mask. Where registers allow (kUnmaskedLoop) they have a loop of their own, because the test alone takes 3 to
-// 6% of the time. With a block mask (Grid::kListed) lists name the blocks of 64 keys that the rows see.
+// 6% of the time. With a block mask (Grid::kListed) lists name the key blocks, of 64 keys, that the rows see.
 //
 // Row maxima lag: a tile takes the maxima so far. If a lane's two probabilities of a row then sum to more than kLargestSum, 2^7,
 // end_softmax() moves the maxima and computes the tile's probabilities again: times 2^8, as P is packed, they must fit fp16. With
-// kRescaleBeforeExp the test comes first: fewer registers, more time. A thread copies at most one chunk (8 columns) of K and of V
-// in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias, kOnlyFunction (the score function, softcap) and
-// kCarriedDropout: all problems of the kernel use that feature.
+// kRescaleBeforeExp the test comes first: fewer registers, more time. kInitialAlibi, kInitialBias, kOnlyFunction (the score
+// function, softcap) and kCarriedDropout: all problems of the kernel use that feature.
 //
 // PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers, and the reason of each constant kName below. run() is the
-// schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
-// tile), tile (one tile of the pipeline), step (two of them), and the loops over steps. StreamK and StreamV copy K and V
-// (RowStream, row_stream.cuh; not stream-K). A group is four chunks, which one ldmatrix loads. remat_* functions compute a value
-// again, so that it holds no register in between; keep_in_register stops the compiler from that.
+// schedule: it loads Q, fills kAhead slots of the ring, computes the scores of tile 0, and then runs the steps. At the end come P V
+// of the last tile and write_output() (layout.cuh). The lambdas of run():
 //
+//   load, store       copy a pass of a step: from global memory to registers; from there to a slot. A thread copies at most one
+//                     chunk (8 columns) of K and of V in a pass, and a step has kPasses, one or two
+//   copy_in_tile, copy_at  the same inside tile(), where CopyPlacement says so
+//   begin             sets a tile's initial accumulators: 0, ALiBi's terms or the bias
+//   end_softmax       ends the softmax of the tile before: moves row maxima if they lag too far, adds the tile's sums
+//   tile, step        the three stages above for one i; a barrier, where one is due, and two tiles
+//   steps, block_steps, listed_steps  loops over steps: of a range of keys; of one listed key block; of listed key blocks
+//
+//   StreamK, StreamV  a thread's copies of K and V (RowStream, row_stream.cuh; not stream-K)
 //   mt, r, c          a tile of 16 query rows of the warp; one of a lane's two rows in it; a group of four chunks
+//   fragments         a lane's operands K and V of a group c and one tile: one ldmatrix each
 //   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
 //   bits              under a block mask, which single scores exist
+//   remat_*           compute a value again, so that it holds no register in between; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh); generic: parameters choose score features
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
 //   HEADDIM, HEADDIM_V, BLOCK_ROWS, STEP, THREADS, SHARED_BYTES  the kernel's row in src/kernels: columns of Q and K, and of V;
@@ -40,7 +48,7 @@
 
 namespace turing {
 
-// A warp has 16 * RowTiles query rows. Slots: of the ring.
+// A warp has 16 * RowTiles query rows. Slots: of the ring. Grid: the policy that tells a thread block its rows, heads and keys.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots, class Grid = DenseGrid>
 struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slots, Grid> {
     using Parts = PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slots, Grid>;
@@ -58,12 +66,12 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         typename Parts::StreamK, typename Parts::StreamV, typename Parts::Tile, typename Parts::TileSoftmax;
     // Sizes: kChunks, kGroups, kTileBytes are of Q and K, those with V of V and the output. kOffsetV: bytes from K to V in a slot.
     // Choices by the registers that a kernel leaves free (kRegistersFull: few):
-    //   kFragmentsAhead   whether a group of K and V is loaded while the products of the group before run, else when it is used
+    //   kFragmentsAhead   whether fragments are loaded while the products of the group before run, else when they are used
     //   kChunkCoordsKept  whether registers keep the row and chunk that a thread copies; kStreamsKept: these chunks' addresses in
     //                     row 0; kMaskKept: the mask; kKeysKept: the keys of all Philox rounds; else they are computed again
     //   kStreamsInShared  whether those addresses lie in shared memory, after the ring
-    // kPagesInBranch: a branch guards loads of page numbers, else a predicate. kBlockLoop: loops over listed blocks and inside over
-    // their steps. kBitsAhead: steps from the load of a block mask's bits to their use. kEnd: a copy after a tile's last products.
+    // kPagesInBranch: a branch guards loads of page numbers, else a predicate. kBlockLoop: loops over listed key blocks and inside
+    // over their steps. kBitsAhead: steps from the load of a block mask's bits to their use. kEnd: a copy after a tile's products.
     // CopyPlacement; kCopiesInTiles: kLoadFirst, kStoreFirst or kBothPasses:
     //   kBetweenTiles     after the first tile, with two passes also after the second: store, then load
     //   kLoadFirst        one pass: the first tile loads, the second stores; kStoreFirst: the first stores, the second loads
@@ -76,7 +84,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         const Problem& problem = p.problem;
         const Block block(problem, grid);
         const BlockSeqlenInfo sequence(p, block.batch);
-        if (kVarlen && block.row >= sequence.seqlen_q()) return;
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;  // past the last query
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x, lane = thread & 31;
         const int row = block.row + (kHeads == 1 ? thread / 32 * kWarpRows : 0),
@@ -89,7 +97,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         if (kPaged) key_first &= ~(kPageGroup - 1);  // a step lies in one page: pages have multiples of kPageGroup (16) tokens
         const int key_end = Grid::kListed ? mask.seqlen_k : mask.key_end(block.row, kHeadRows);
         if constexpr (kPaged) {
-            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;  // out stays NaN, as the library filled it
         }
         // kBackwards: with ALiBi, scores rise toward a row's own position, so row maxima settle early if it comes first. Steps go
         // from own_key's, the position of the block's last row, down to key_first, then from key_last down to the one after it.
@@ -123,7 +131,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                              problem.headdim, problem.sign_flip);
 
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
-            // Where not all threads take part, the first ones load K, the last ones V.
+            // The thread's number for V. Where a pass needs not all threads, warps count backwards: the first load K, the last V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
             // With pages these point into page 0, and address() adds that of the step's only group of kPageGroup tokens, 0.
             const StreamK kept_k(
@@ -152,9 +160,10 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 store_shared(ring + kRingBytes + 16 * thread, make_uint4(k, k >> 32, v, v >> 32));
                 store_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread, StreamK::key_of(thread), kept_k.inside);
             }
+            // The thread's key in a step's first pass, counted from the step's first: of K, then of V.
             const int k_row = keep_in_register(StreamK::key_of(thread));
             const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : keep_in_register(StreamV::key_of(thread_v));
-            // Key of the step that comes `steps` later. (After the last one, backwards, it may be clamped to 0.)
+            // First key of the step that comes `steps` later. (After the last one, backwards, it may be clamped to 0.)
             const auto key_after = [&](int key, int steps) {
                 if (Grid::kListed) return keys.after(steps);
                 if (!kBackwards) return key + steps * kStep;
@@ -207,8 +216,9 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 const u32 v_to = kChunkCoordsKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
                 if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
-            // Copies of a loop over listed blocks, at position `at` of a tile: those that have this number in `positions`. Stores
-            // to `slot`, and loads the step whose first key is `first_key`.
+            // Copies of a loop over listed key blocks, at position `at` of tile `half` (before the products of this chunk, or
+            // kEnd): those that have this number in `positions`. Stores to `slot`, and loads the step whose first key is
+            // `first_key`.
             const auto copy_at = [&](const CopyPositions& positions, int at, int half, u32 slot, int first_key) {
                 const int pass = kPasses == 2 ? half : 0, load_pass = kPasses == 2 ? 1 - half : 0;
                 const u32 k_to = kChunkCoordsKept ? k_store : ring + StreamK::offset(remat_thread_index());
@@ -223,7 +233,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     kept_v.template load<false>(v_data, load_pass, v_stride, v_key, key_end - 1);
             };
 
-            // The softmax's factor of scores. Those of generic kernels are in log2 units already.
+            // Factor of scores in the exponent. Those of generic kernels are in log2 units already.
             const float scale = kGeneric ? 1.f : kOnlyFunction ? function_of(p).factor() : problem.scale_log2;
             Probabilities probabilities[2] = {};
             TileSoftmax tile_softmax;  // of the tile before
@@ -317,8 +327,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 unrolled<RowTiles, ForwardLayout::kRows>([&](int mt, int r) { softmax.row[mt][r].sum += tile_softmax.sum[mt][r]; });
             };
 
-            // Stores and loads of a tile (kCopiesInTiles). A lambda inside tile() costs registers in kernels that never call it:
-            // block masks at headdim 128 then spill 24 bytes. `slot` and `step_key`: of this step.
+            // Stores and loads of a tile (kCopiesInTiles). Not inside tile(): a lambda there costs registers in kernels that never
+            // call it, and block masks at headdim 128 then spill 24 bytes. `slot` and `step_key`: of this step.
             const auto copy_in_tile = [&](int half, u32 slot, int step_key) {
                 constexpr bool kStoresFirst = kCopyPlacement == CopyPlacement::kStoreFirst;
                 if (kCopyPlacement == CopyPlacement::kBothPasses) {
@@ -330,12 +340,13 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     load(0, key_after(step_key, kStoresFirst ? kAhead + 1 : kAhead));
                 }
             };
-            // Whether this listed block needs a mask. Read only where one loop runs all blocks (!kUnmaskedLoop).
+            // Whether this listed key block needs a mask. Read only where one loop runs all of them (!kUnmaskedLoop).
             bool is_masked = true;
-            // Computes one tile: scores s become probabilities p_this. Also computes the next tile's scores s_next, and O += p_last
-            // V of the tile before, whose scores s_next has on entry. K of the next and V of the last tile are at k_address and
-            // v_address; the first fragments of the next call are at k_ahead and v_ahead. step_key: first key of the step. `slot`:
-            // the step's for copy_in_tile(), the one to store to for copy_at(), which loads the step whose first key is loaded_key.
+            // Computes one tile, `half` of the step whose first key is step_key: scores s become probabilities p_this. Also
+            // computes the next tile's scores s_next, and O += P V of the tile before, whose P is p_last; its scores are s_next on
+            // entry. Shared addresses of a lane: K of the next tile (k_address), V of the tile before (v_address), the same for the
+            // next call (k_ahead, v_ahead). may_mask: the tile may need a mask. `slot`: the step's for copy_in_tile(); for
+            // copy_at() the one to store to, and loaded_key is the first key of the step to load.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
                                   int half, u32 slot, int loaded_key) {
@@ -426,6 +437,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
             u32 slot = 0;  // of this step
+            // Runs a step: a barrier, where one is due, tile 0 and tile 1, with the copies of kBetweenTiles.
             const auto step = [&](bool may_mask, const Mask& mask) {
                 if constexpr (Grid::kListed) {  // computed again, so that they hold no registers between steps
                     key = keys.first();
@@ -433,6 +445,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 }
                 if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) block_barrier();
                 const u32 next = slot_after(slot, 1);
+                // the lane's shared addresses in the slots of this step, the next and the last; then tile()'s slot and loaded_key
                 const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                 const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                 const u32 tile_slot = kBlockLoop ? slot_after(slot, kAhead) : slot;
@@ -461,12 +474,12 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
 #pragma unroll 1
                 for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) step(may_mask, mask);
             };
-            if constexpr (kBlockLoop) {  // block masks without score features: listed blocks, in each its steps
-                // Runs the steps of a listed block.
+            if constexpr (kBlockLoop) {  // block masks without score features: listed key blocks, in each its steps
+                // Runs the steps of a listed key block.
                 const auto block_steps = [&](bool may_mask) {
                     const Mask mask = remat_mask(p);
-                    // Partial blocks come first. So a block with bits is the first or follows one with bits, and the bits of its
-                    // first step are combined already.
+                    // Partial key blocks come first in a list. So a block with bits is the first or follows one with bits, and the
+                    // bits of its first step are combined already.
                     if (may_mask && kBitsAhead == 2 && !keys.has_bits()) bits.combine(keys, mask, warp_row(), true);
 #pragma unroll 1
                     do step(may_mask, mask);
@@ -491,7 +504,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 }
                 slot = keys.template number_modulo<Slots>() * kSlotBytes;
             } else if constexpr (Grid::kListed) {  // block masks with score features: one loop, because two would spill registers
-                // Runs steps until a listed block needs a mask and those before did not, or the other way round.
+                // Runs steps until a listed key block needs a mask and those before did not, or the other way round.
                 const auto listed_steps = [&](bool may_mask) {
                     const Mask mask = remat_mask(p);
                     const auto needs_mask = [&] {
@@ -554,8 +567,9 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
     }
 };
 
-// The kernel of a row in src/kernels. Its ring has as many slots as fit its shared memory, rounded down to a multiple of four. A
-// slot has STEP rows of K and V, of 2 bytes a column.
+// The kernel of a row in src/kernels, whose KERNEL is Pipelined<DenseGrid>, <HeadGroupGrid<4>> or <BlockMaskGrid<...>>. Its ring
+// has as many slots as fit its shared memory, rounded down to a multiple of four. A slot has STEP rows of K and V, of 2 bytes a
+// column.
 constexpr int kRingSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
 template <class Grid>
 using Pipelined =

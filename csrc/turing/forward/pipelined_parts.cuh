@@ -1,9 +1,12 @@
-// What the turing forward kernel (pipelined.cuh) is made of: its sizes, the choices that keep all kernels within 255 registers, and
-// the softmax of a tile. While a tile's probabilities are computed, the kernel multiplies the next tile's K and the last tile's V.
+// Base class of the turing forward kernel up to headdim 256: sizes, the choices that keep all variants within 255 registers, and
+// the softmax of a tile. ForwardPipelined (pipelined.cuh), derived from it, has the schedule: while a warp computes the
+// probabilities of a tile of keys, it multiplies Q by K of the next tile, and P by V of the tile before (p_last). Two grid policies
+// are here too: they tell a thread block its query rows, heads and steps of keys.
 //
-//   chunk, tile, step 8 columns of a row (16 bytes); 8 keys (kTileKeys); two tiles
-//   ring, slot        Slots slots of shared memory, each with a step's rows of K and V
-//   stream            a thread's part of the copies of K or V to the ring (RowStream, row_stream.cuh)
+//   chunk, tile, step 8 columns of a row (16 bytes); 8 keys (kTileKeys); two tiles, an iteration
+//   fragment, group   a lane's operands of one tile from one ldmatrix: four chunks, a group
+//   ring, slot        Slots slots of shared memory, used in turn, each with a step's rows of K and V
+//   stream            a thread's part of the copies of K or V to the ring (RowStream, row_stream.cuh; not stream-K)
 //   mt, r, half       a tile of 16 query rows of the warp; one of a lane's two rows in it (kRows); tile 0 or 1 of a step
 //   ...V, ...K        of V and the output, or of K; without a letter of Q and K
 //   scale             makes a product a score in log2 units: |softmax_scale| * log2(e), or 1 in generic kernels
@@ -25,11 +28,11 @@
 
 namespace turing {
 
-// The default grid: one block per row tile, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one. kEitherOrder:
-// heads may be on the grid's first axis.
+// The default grid policy: one thread block for each block of query rows, with all of their keys. BlockMaskGrid (block_mask.cuh)
+// is that of block-sparse masks. kEitherOrder: heads may be on the grid's first axis.
 struct DenseGrid {
-    static constexpr bool kListed = false;  // whether keys come from a block mask's lists, of blocks of 64 keys
-    static constexpr bool kBlockLoop = false;  // whether the kernel loops over listed blocks, and inside over their steps
+    static constexpr bool kListed = false;  // whether keys come from a block mask's lists, of key blocks (64 keys)
+    static constexpr bool kBlockLoop = false;  // whether the kernel loops over listed key blocks, and inside over their steps
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
@@ -38,7 +41,8 @@ struct DenseGrid {
     using Block = DenseBlock<ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>, BlockRows>;
 };
 
-// One block per row tile of Heads heads (HeadGroupBlock, forward/block.cuh).
+// One thread block for a few query rows of Heads heads, a warp for each head (HeadGroupBlock, forward/block.cuh): under a short
+// window fewer rows span fewer keys.
 template <int Heads>
 struct HeadGroupGrid : DenseGrid {
     template <int BlockRows>
@@ -64,11 +68,11 @@ struct PipelinedParts {
     static constexpr int kTileKeys = ForwardLayout::kTileKeys;
     static constexpr int kStep = 2 * kTileKeys;
     static constexpr int kChunks = Headdim / kChunk, kChunksV = HeaddimV / kChunk;
-    static constexpr int kGroups = kChunks / 4, kGroupsV = kChunksV / 4;  // of four chunks, which one instruction loads
+    static constexpr int kGroups = kChunks / 4, kGroupsV = kChunksV / 4;  // of four chunks, which one ldmatrix loads
     static constexpr int kMostGroups = kGroups > kGroupsV ? kGroups : kGroupsV;
-    static constexpr int kPitch = kChunks * kChunkBytes, kPitchV = kChunksV * kChunkBytes;
+    static constexpr int kPitch = kChunks * kChunkBytes, kPitchV = kChunksV * kChunkBytes;  // bytes of a row in shared memory
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
-    static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
+    static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);  // a slot: K, then V
     static constexpr u32 kRingBytes = Slots * kSlotBytes;
     // ---- features ----
     // Kernels that require ALiBi or a bias begin products with its terms (one_feature.cuh).
@@ -92,7 +96,8 @@ struct PipelinedParts {
 
     using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
     using StreamV = RowStream<ForwardLayout, kChunksV, kStep, kThreads>;
-    // A thread moves one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
+    // A step's copies have kPasses passes; a thread moves one chunk of K and one of V in each. With two, the first is in the middle
+    // of a step, the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
     static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards),
@@ -110,7 +115,7 @@ struct PipelinedParts {
     // found by trial, until nothing spilled.
     static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kRegistersFull = kOperandRegisters >= 192;
-    // Whether a group of K and V is loaded while the group before it multiplies. Else it is loaded when it is used.
+    // Whether fragments of K and V are loaded while the group before them multiplies. Else they are loaded when they are used.
     static constexpr bool kFragmentsAhead = !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);
     // Whether registers keep the row and chunk that a thread copies. Else each copy computes them again.
     static constexpr bool kChunkCoordsKept = !(
@@ -126,9 +131,9 @@ struct PipelinedParts {
     static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kHasScoreFeatures;  // else page loads are predicated
     static constexpr bool kMaskKept = !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged) ||
                                                            Grid::kListed));  // else each masked tile computes it again
-    // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because nothing
-    // else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.) The test compares a
-    // row's largest product with its limit. There is none with kOnlyFunction, whose row_max follows from states, not from products.
+    // Whether row maxima are tested before probabilities are computed, else after. Before takes fewer registers but more time,
+    // because nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.) The test
+    // compares a row's largest product with its limit. kOnlyFunction has no limits: row_max follows from states, not from products.
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
     static_assert(!kRescaleBeforeExp || !kOnlyFunction, "update_row_max_before_exp needs a maximum per step");
     // Whether a warp has one row tile of headdim 256, without pages.
@@ -139,11 +144,13 @@ struct PipelinedParts {
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // whether registers keep Philox's keys of all rounds
     static constexpr bool kBlockLoop = Grid::kBlockLoop;
     // ---- copies from global memory to the ring ----
-    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts both before the products of a tile.
-    // There the warp waits, because the load writes the registers that the store reads. In tiles they come after the branch for row
-    // maxima, which ptxas moves no store across: with one pass the first tile loads or stores, and the second one does the other;
-    // with two passes each tile stores one and loads the next. Loops over listed blocks do both at products (copy_positions). The
-    // choice is by simulated times.
+    // Where a step stores what was loaded, and loads what comes next. The choice is by simulated times.
+    //   kBetweenTiles     after the first tile, with two passes also after the second. ptxas puts both before the products of a
+    //                     tile; there the warp waits, because the load writes the registers that the store reads
+    //   kLoadFirst        in tiles, after the branch for row maxima: ptxas moves no store across it. One pass: the first tile
+    //                     loads, the second stores; kStoreFirst: the first stores, the second loads
+    //   kBothPasses       in tiles, two passes: each tile stores one and loads the next
+    //   kAtProducts       between the products of a tile, in loops over listed key blocks (copy_positions())
     enum class CopyPlacement { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
     // Kernels that copy between tiles. Those with pages and generic block masks were not tried otherwise. With 32 rows per warp
     // most kernels are slower with copies in tiles. Varlen kernels of headdim 256 would spill 8 bytes.
@@ -157,20 +164,20 @@ struct PipelinedParts {
                                                                           : CopyPlacement::kLoadFirst;
     static constexpr bool kCopiesInTiles =
         kCopyPlacement != CopyPlacement::kBetweenTiles && kCopyPlacement != CopyPlacement::kAtProducts;
-    // Whether unmasked steps have a loop of their own. Else one loop masks every step, or those of listed blocks that need it.
+    // Whether unmasked steps have a loop of their own. Else one loop masks every step, or those of key blocks that need it.
     static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kHasScoreFeatures || Grid::kListed));
-    // Bits of partial listed blocks, one for each score, are loaded this many steps ahead. With 2 they are combined with the causal
-    // mask one step ahead, so no step waits. This takes one more register.
+    // Bits of partial key blocks, one for each score (1: it exists), are loaded this many steps ahead. With 2 they are combined
+    // with the causal mask one step ahead, so no step waits; one more register.
     static constexpr int kBitsAhead = kRegistersFull ? 1 : 2;
 
-    // Where a tile of a loop over listed blocks stores chunks of K and V to the ring and loads others: before the products of this
-    // chunk, or at kEnd. A load waits until the store before it has read its registers, so most positions keep the two apart. The
-    // positions were found by trial.
+    // Where a tile of a loop over listed key blocks stores chunks of K and V to the ring and loads others: before the products of
+    // this chunk of the columns, or at kEnd, after all. A load waits until the store before it has read its registers, so most
+    // positions keep the two apart. The positions were found by trial.
     struct CopyPositions {
         int store_k, store_v, load_k, load_v;
     };
     static constexpr int kEnd = 4 * kMostGroups, kNever = -1;
-    // `second`: of a step's two tiles. Where a thread moves one chunk of K and of V in a step, both tiles share the work.
+    // may_mask: the tile may need a mask. `second`: of a step's two tiles. With one pass both tiles share the work.
     __device__ __forceinline__ static constexpr CopyPositions copy_positions(bool may_mask, bool second) {
         if (kPasses == 2) return {kEnd / 4 + 1, kEnd / 2 + 1, kEnd, kEnd};
         if (may_mask) return second ? CopyPositions{kNever, 0, kNever, kEnd / 2} : CopyPositions{0, kNever, 0, kNever};
@@ -190,13 +197,14 @@ struct PipelinedParts {
         return after >= kRingBytes ? after - kRingBytes : after;
     }
 
-    // Operands K and V of a tile's products: group c of four chunks.
+    // A lane's operands of a tile's products with K and V: group c of four chunks, from the lane's address in group 0.
     struct Fragments {
         u32 k[4], v[4];
         __device__ __forceinline__ void load_k(u32 address, int c) { load_matrices(k, at_group<kChunks>(address, c)); }
         __device__ __forceinline__ void load_v(u32 address, int c) { load_matrices_transposed(v, at_group<kChunksV>(address, c)); }
     };
 
+    // Return the warp's first query row, its head, and the mask.
     __device__ __forceinline__ static int remat_warp_row(const FwdParams& p) {
         return Block::remat_row(p.problem) + (kHeads == 1 ? remat_thread_index() / 32 * kWarpRows : 0);
     }
@@ -252,6 +260,7 @@ struct PipelinedParts {
                 const float score = s.tile[mt][0][2 * r + i];
                 const float x_score = kOnlyFunction ? function_of(p).state(score) : score;
                 const float exponent = fmaf(x_score, scale, -softmax.row[mt][r].row_max);
+                // a masked product, -inf, has a finite state
                 x[i] = kOnlyFunction && MayMask && score == negative_infinity() ? 0.f : exp2_approx(exponent);
             }
             sum[mt][r] = x[0] + x[1];
@@ -262,8 +271,8 @@ struct PipelinedParts {
     static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
     static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
-    // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again (<true>: s may be
-    // masked). `half`: which of the step's two tiles s is, 0 or 1. Passes 0 for 1 / scale, which only sets the unused `limit`.
+    // Without kRescaleBeforeExp: moves row maxima to those of the tile before, s, whose probabilities were too large, and computes
+    // these again (<true>: s may be masked). `half`: of s in its step. Passes 0 for 1 / scale, which only sets the unused `limit`.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
@@ -280,7 +289,7 @@ struct PipelinedParts {
         });
     }
 
-    // Whether a product exceeds its row's limit (up to rounding, where the limit is not kept), so that row_max must move first.
+    // With kRescaleBeforeExp: whether a product exceeds its row's limit (up to rounding, if not kept), so that row_max must move.
     __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
         if (kLimitsKept) return s.needs_rescale(softmax);
         bool exceeds = false;
@@ -288,7 +297,7 @@ struct PipelinedParts {
             [&](int mt, int r) { exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold; });
         return __any_sync(~0u, exceeds);
     }
-    // Moves row maxima before the probabilities of s are computed. The last tile's, p_last, are packed already: rescales them.
+    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed: rescales them.
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
         // 1 / scale, computed again so that it holds no register in between. Generic kernels have scale = 1.

@@ -1,12 +1,14 @@
-// Products of the forward kernel of fp32 tensors on turing's tensor cores: the Family argument of forward/split.cuh, which calls
-// it. Each number, scaled by src/ops/scaled.rs, is the sum of a high and a low fp16 part. Low parts are up to 2^-11 of Q, K and V,
-// whose high parts are rounded, and 2^-10 of P, whose high parts are truncated. Low times low, at most 2^-21 of a product, is left
-// out: typically near fp32's own rounding. A row in memory has all high parts, then the low ones.
+// Products of the forward kernels of fp32 tensors (forward/split.cuh, their template argument Family) on turing's tensor cores.
+// Each number is the sum of a high and a low fp16 part. The low one is at most 2^-11 of it, or 2^-10 of P, whose high part is
+// truncated. Low times low, so at most 2^-21 of the product, is left out. A row of Q, K or V has all of its high parts, then the
+// low ones: the cast kernel has split them, after scaling to fp16's range.
 //
-// split::Forward holds both parts of a step of 16 keys in shared memory: multiply() and add_output(). split::WideForward, for
-// headdims above 128, has room for one part at a time: the functions for high and low. `pitch`: bytes between rows in shared
-// memory. A chunk is 8 columns (kChunk), kChunkBytes (16) bytes. s[i].tile[0][0] has the lane's scores of tile i of a step, for the
-// warp's one row tile; o[0][j] its output in 8 columns.
+// A step is 16 keys, two tiles of 8. split::Forward (headdim up to 128) holds both parts of K and V of a step in shared memory:
+// multiply() and add_output(). split::WideForward (larger headdims), whose warps have 128 columns each, has room for one part at a
+// time: the functions for high and low. `tile`: shared address of K or V of the step; `pitch`: bytes between its rows.
+//
+// A warp has one row tile, 16 queries. s[i].tile[0][0] has the lane's scores of key tile i of a step, o[0][j] its output in columns
+// 8j to 8j + 7. A chunk (kChunk, kChunkBytes) is eight fp16 columns, 16 bytes. remat_*() read a special register again (ptx.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -16,31 +18,31 @@ namespace turing {
 
 struct Split {
     using Layout = ForwardLayout;
-    // kTiles: tiles of 8 keys in a step. kNextTile: distance of a lane's keys in a tile from those in the tile before.
+    // kTiles: tiles of 8 keys in a step. kNextTile: keys from a lane's in a tile to those in the next.
     static constexpr int kTiles = 2, kNextTile = ForwardLayout::kNextTile;
     template <int Headdim>
     static constexpr int kOutputTiles = Headdim / 8;
     template <int Headdim>
     using Output = Accumulator[1][kOutputTiles<Headdim>];
-    // The key of a step in row `row` of the shared tile.
+    // Returns the key of a step that lies in row `row` (0 to 15) of K or V in shared memory.
     __device__ __forceinline__ static constexpr int key_of_row(int row) { return ForwardLayout::key_of_row(row); }
 
-    // Address that a lane gives to load_matrices() for four matrices: the first eight keys and the other eight of a chunk of high
-    // parts, then of the chunk of their low parts.
+    // Returns the lane's address for load_matrices() (ldmatrix) of four matrices, each 8 keys by a chunk: key tiles 0 and 1 of
+    // chunk 0 of the high parts, then of the low parts. The next chunk is kChunkBytes further.
     template <int Headdim>
     __device__ __forceinline__ static u32 fragment(u32 tile, int pitch) {
         const int lane = remat_lane();
         return tile + lane % 16 * pitch + lane / 16 * (Headdim / kChunk * kChunkBytes);
     }
 
-    // Address for four matrices: the first eight keys and the other eight of a chunk, then of the next chunk.
+    // The same in a tile of one part: key tiles 0 and 1 of chunk 0, then of chunk 1.
     __device__ __forceinline__ static u32 fragment_of_part(u32 tile, int pitch) {
         const int lane = remat_lane();
         return tile + lane % 16 * pitch + lane / 16 * kChunkBytes;
     }
 
-    // A warp's 16 rows of Headdim columns of Q. In memory a row is LowColumn columns of high parts, then the low ones. In
-    // WideForward a warp has only Headdim of these LowColumn columns.
+    // A warp's 16 rows of Headdim columns of Q, both parts in registers. In global memory a row has LowColumn high parts, then the
+    // low ones. WideForward gives each warp only Headdim (128) of these columns.
     template <int Headdim, int LowColumn = Headdim>
     struct Queries {
         static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts
@@ -48,8 +50,8 @@ struct Split {
         static constexpr int kSharedBytes = 0;
         OperandA q[1][2 * kHalf];  // of each chunk the lane's part of the 16 rows: high parts, then low ones
 
-        // Loads rows from `row` on, of the `rows` that exist; others are 0. `base`: row 0. sign_flip: 0x80008000 to flip the signs
-        // of Q, for a negative softmax_scale, else 0.
+        // Loads rows from `row` on, of the `rows` that exist; others are 0. `base`: address of row 0, at the warp's first column.
+        // sign_flip: 0x80008000 to flip the signs of Q, for a negative softmax_scale, else 0.
         __device__ __forceinline__ void load(const Operand& from, const unsigned short* base, int row, int rows, u32 sign_flip, u32,
                                              int) {
             if constexpr (LowColumn == Headdim) {
@@ -60,8 +62,8 @@ struct Split {
                 load_queries(reinterpret_cast<Part&>(q[0][kHalf]), from, base + LowColumn, row, rows, Headdim, sign_flip);
             }
         }
-        // S = Q K^T. `tile`: K of the step. `small` sums products with a low part, at most 2^-11 of others. Tensor cores truncate
-        // sums, so those would lose digits in one accumulator with the large ones.
+        // S = Q K^T. `small` sums products with a low part, at most 2^-11 of the others. Tensor cores truncate sums, so small
+        // products would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[kTiles], u32 tile, int pitch) const {
             const u32 from = fragment<Headdim>(tile, pitch);
             Accumulator small[kTiles] = {}, large[kTiles] = {};
@@ -79,7 +81,7 @@ struct Split {
             }
             unrolled<kTiles, 4>([&](int i, int v) { s[i].tile[0][0][v] = large[i][v] + small[i][v]; });
         }
-        // Add the products with the high and with the low parts of K. `tile`: these parts of the step, from Q's first column on.
+        // Add the products with the high and with the low parts of K. `tile`: address of these parts, at the warp's first column.
         __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[kTiles], Scores<Layout, 1, 1> (&large)[kTiles],
                                                       u32 tile, int pitch) const {
             each_fragment(tile, pitch, [&](int c, int i, u32 k) {
@@ -90,7 +92,7 @@ struct Split {
         __device__ __forceinline__ void multiply_low(Scores<Layout, 1, 1> (&small)[kTiles], u32 tile, int pitch) const {
             each_fragment(tile, pitch, [&](int c, int i, u32 k) { mma(small[i].tile[0][0], q[0][c], k); });
         }
-        // Calls f(chunk, tile of keys, operand B) for each operand of K.
+        // Calls f(chunk, key tile, operand B) for each operand of K.
         template <class F>
         __device__ __forceinline__ static void each_fragment(u32 tile, int pitch, F f) {
             const u32 from = fragment_of_part(tile, pitch);
@@ -105,11 +107,12 @@ struct Split {
         }
     };
 
-    // A step's probabilities in high and low parts: operand A of each tile of keys. split_probabilities() multiplies them by 2^8
-    // (kPackedOne), to use the upper end of fp16's range; the row's final scale divides the output (softmax.cuh).
+    // A step's probabilities in high and low parts: operand A of each key tile. split_probabilities() multiplies them by 2^8
+    // (kPackedOne), to use the upper end of fp16's range; the factor of a finished row of output undoes that (softmax.cuh).
     struct Probabilities {
         OperandA high[kTiles], low[kTiles];
 
+        // `s`: the probabilities, fp32, in the place of the scores.
         __device__ __forceinline__ void split(const Scores<Layout, 1, 1> (&s)[kTiles]) {
             unrolled<kTiles, 2>([&](int i, int h) {
                 const Accumulator& p = s[i].tile[0][0];
@@ -119,7 +122,7 @@ struct Split {
         }
     };
 
-    // O += P V. `tile`: V of the step.
+    // O += P V.
     template <int Headdim>
     __device__ __forceinline__ static void add_output(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         const u32 from = fragment<Headdim>(tile, pitch);
@@ -140,7 +143,7 @@ struct Split {
         }
     }
 
-    // Add the products with the high and with the low parts of V. `tile`: these parts, from the output's first column on.
+    // Add the products with the high and with the low parts of V. `tile`: address of these parts, at the warp's first column.
     template <int Headdim>
     __device__ __forceinline__ static void add_high(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         add_part<Headdim>(o, tile, pitch, [&](Accumulator& x, const u32* v) {
@@ -164,7 +167,7 @@ struct Split {
             for (int w = 0; w < 4; w++) x[w] += small[w];
         });
     }
-    // Calls add(output tile, operands B) for each chunk.
+    // Calls add(accumulator of the output, operands B of the key tiles) for each chunk of V.
     template <int Headdim, class F>
     __device__ __forceinline__ static void add_part(Output<Headdim>& o, u32 tile, int pitch, F add) {
         const u32 from = fragment_of_part(tile, pitch);
@@ -178,7 +181,7 @@ struct Split {
         }
     }
 
-    // Column of element v of output tile j. quad: lane % 4.
+    // Returns the column of element v of output tile j. quad: lane % 4.
     __device__ __forceinline__ static int column(const Lane& lane, int j, int v) { return 8 * j + 2 * lane.quad + (v & 1); }
 };
 
