@@ -6,9 +6,8 @@
 // q, k and v: the fp16 numbers are the given ones times 2^exponent. The largest magnitudes of the group decide these exponents.
 //
 // Keys that no query sees (hidden keys) may hold any finite numbers: what memory held before. So they change no exponent of a
-// group, and those that are too large for fp16 become its largest number. (largest_product() counts them, cut to the size of
-// visible ones: its bound of a row's scores may then be larger than necessary.) A key is outlying if it is far larger than the
-// group's smallest one: only then is it worth the time to find out whether a query sees it.
+// group, and those that are too large for fp16 become its largest number. A key is outlying if it is far larger than the group's
+// smallest one: only then is it worth the time to find out whether a query sees it.
 //
 // With low parts (low_column not 0) a number is the sum of two fp16 numbers: the rounded one and, low_column columns further, what
 // rounding took. The first phase then casts nothing, and q and k get about the same size, so that low parts are not subnormal.
@@ -20,8 +19,8 @@
 // whatever their scale; only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent
 // (log2 units: 26 forward, 23 backward) get a smaller exponent of their own, which keeps scores where fp32 resolves them. Their
 // largest score stays so far above the others that their probabilities are 0 or 1 as before. An exception: scores that differ by
-// less than about 2^-18 of their size. Lowered to about 2^19 (backward), they are only a unit or two apart, so both get a share of
-// the probability.
+// less than about 2^-18 of their size. Lowered to about 2^19 (backward), they differ by less than 2 in log2 units, so both get a
+// share of the probability.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once
