@@ -48,7 +48,7 @@
 
 // Without a block-sparse mask: all scores inside lengths, causal mask and window exist.
 struct AllScores {
-    static constexpr bool kListed = false;
+    static constexpr bool kListed = false;  // true: a block-sparse mask lists blocks of scores
     __device__ __forceinline__ static constexpr bool is_absent() { return false; }
     template <class Layout>
     __device__ __forceinline__ void hide(typename Layout::Tile&, int, int, int) const {}
