@@ -1,10 +1,13 @@
 // ListedBlockSteps: iterates over the key blocks that a block-sparse mask lists, and over the steps (Step keys) of each. For
-// turing's forward kernels without softcap, ALiBi, bias and dropout (turing/forward/block_mask.cuh). Columns are keys:
+// turing's forward kernels without softcap, ALiBi, bias and dropout (turing/forward/block_mask.cuh). "Columns" are keys:
 //
 //   start(); while (exists()) { do step(); while (advance()); advance_block(); }
+//
+// A list belongs to 128 query rows. Its header has counts, its entries are numbers of column blocks of kListedColumns (64) keys:
+// first the partial blocks, then the full ones. A partial block has a bit tile: a bit for each of its scores, 1 if it exists.
 #pragma once
 
-#include "block_lists.cuh"  // a list's layout in memory; kExists, kHasBits, kFlags: low bits of a first column
+#include "block_lists.cuh"  // a list's layout; kExists, kHasBits, kFlags: low bits of a first column; kNoColumn: past every key
 
 // Iterates over a list in two nested loops: blocks, and the steps of a block. advance() only moves in a block; advance_block() goes
 // to the next. Entries are loaded two blocks ahead. Indexed: computes an entry's address from its number, else keeps a pointer.
@@ -33,8 +36,8 @@ class ListedBlockSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // grid.lists() is the mask. `of`: the thread block, for its list. Loads the header and the first three entries at once: none
-    // waits for another. start() follows. Unnamed: first and end column, for other iterators (start() takes the end).
+    // grid.lists() is the mask, of.list the thread block's list. Loads the header and the first three entries at once: none waits
+    // for another. start() follows. Ignores the first and the end column, which constructors of other iterators over steps take.
     template <class Grid, class Block>
     __device__ __forceinline__ ListedBlockSteps(const Grid& grid, const Block& of, int, int)
         : from_(Indexed ? of.list + kEntries : of.list + kEntries + 3) {

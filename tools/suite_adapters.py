@@ -28,17 +28,17 @@ import pytest
 
 @dataclass(frozen=True)
 class Suite:
-    #: Folder below --sources, which is copied, and the files of tests in it. Those that are missing in a release are left out.
+    #: Folder below --sources, which suites.py copies and runs, and the files of tests in it. Those that a release lacks are left out.
     folder: str
     files: tuple[str, ...]
-    #: Makes the suite's calls run on volta_fa. Returns a function: it returns a reason for each call since its own last call that ran
-    #: elsewhere. Suites whose calls all run on volta_fa return `list`, which makes [].
+    #: Makes the suite's calls run on volta_fa. Returns a function that is called after each test: it returns a reason for each call since
+    #: then that ran elsewhere. Suites whose calls all run on volta_fa return `list`, which makes [].
     install: Callable[[Any], Callable[[], list[str]]]
-    adapt: Callable[[str, Any], str] = lambda source, options: source  # changes a file's source
-    prepare: Callable[[dict, Any], None] = lambda module, options: None  # changes a file's module at its end
+    adapt: Callable[[str, Any], str] = lambda source, options: source  # changes a copied file's source
+    prepare: Callable[[dict, Any], None] = lambda module, options: None  # changes a file's globals, as its last line
     wanted: Callable[[dict], bool] = lambda case: True  # whether a case of a parameter grid runs
-    #: A regular expression by the reason that reports show. left_out: ids of tests to skip. known: failures with a known
-    #: reason, as `case: message`.
+    #: By the reason that reports show, a regular expression. left_out: for ids of tests to skip. known: for `case: message` of the
+    #: failures that this reason explains.
     left_out: dict[str, str] = field(default_factory=dict)
     known: dict[str, str] = field(default_factory=dict)
     sample: int | None = None  # cases of each test function unless --sample says how many; None: all

@@ -1,7 +1,7 @@
 // A lane's part of a 16x16 tile of P^T or dS^T (rows are keys), packed to fp16, and dropout on it. Used by store_scores.cuh, which
 // stores P and dS in both families (volta and turing), and by volta's main kernels. volta's dq kernel packs dS with it too: there
 // rows are queries, so read "query" for "key" below, and the other way round. A lane has four neighboring queries of two keys that
-// are two apart. v numbers its 8 elements in fp32, word its 4 pairs in fp16, and queries and keys count from the lane's first:
+// are two apart: 8 fp32 elements v, packed into 4 words of two fp16 each. Queries and keys count from the lane's first:
 //
 //            query 0, 1        query 2, 3
 //   key 0    v 0, 1: word 0    v 4, 5: word 1
@@ -24,7 +24,7 @@ __device__ __forceinline__ PackedTile packed(const float (&s)[8], Pack pack) {
     const auto word = [&](int i) { return pack(s[packed_element(i)], s[packed_element(i) + 1]); };
     return {{word(0), word(1), word(2), word(3)}};
 }
-// Packs s, which is P * 2^-100 (kExponentShift, probabilities.cuh), as P * 2^12: pack_shifted multiplies by 2^112 as it packs.
+// Packs s as P * 2^12. s is P * 2^-100 (kExponentShift, probabilities.cuh), because pack_shifted multiplies by 2^112 as it packs.
 __device__ __forceinline__ PackedTile pack_probability_tile(const float (&s)[8]) { return packed(s, pack_shifted); }
 // Also sets `with_signs` to the same with sign bits, which P leaves free, since it is never negative. A set bit says that fp16
 // rounded P down. From it multiply_by_probabilities() corrects P by the mean rounding error, for dS (residual_signs.cuh).
@@ -78,14 +78,15 @@ public:
         // Of eight queries, call i (0 to 3) has queries i and i + 4, for an aligned group of four keys (philox.cuh). The lane's
         // call is number odd + 2 * has_bit_of_4.
         const unsigned drawn = rule.kept_bits(philox.numbers((coord.query(0) & ~4) + odd + 2 * has_bit_of_4, coord.key(0) & ~3));
-        // own: bits of the lane's queries `odd` and odd + 2 (r = 0 and 1); others: of its other two. Key c (0 to 3) of query r has
-        // bit 2 * r + c % 2 + 16 * (c / 2). So `>> odd` moves the lane's two keys to those of keys 0 and 2. merge_calls takes
-        // has_bit_of_4 twice: it says which rows of each call are the lane's, and which call the lane made.
+        // own: bits of the lane's queries `odd` and odd + 2, for all four keys, from its own call and its query partner's. Of each
+        // call the lane has the later query if has_bit_of_4 is 1; then its own call is also the later one, with query odd + 2.
+        // others: bits of the lane's other two queries. Query r (0 or 1) of a word has key c (0 to 3) in bit 2 * r + c % 2 + 16 *
+        // (c / 2). So `>> odd` moves the bits of the lane's two keys to where those of keys 0 and 2 are.
         const unsigned own = merge_calls(drawn, __shfl_xor_sync(~0u, drawn, Layout::kQueryPartnerMask), has_bit_of_4, has_bit_of_4);
         const unsigned others = __shfl_xor_sync(~0u, own, Layout::kKeyPartnerMask);
         const unsigned even_queries = (odd ? others : own) >> odd, odd_queries = (odd ? own : others) >> odd;
-        // Number of an element's bit: 2 * (pair of queries) + 8 * (key) + 16 * (query of the pair), each 0 or 1. 0x6420 takes bytes
-        // 0 and 2 of both words, which have the bits of the first and of the second key.
+        // Bytes 0 and 2 of both words (0x6420) have the bits of the first and of the second key. So an element's bit has number
+        // 2 * (pair of queries) + 8 * (key) + 16 * (query of the pair), each 0 or 1.
         kept_ = __byte_perm(even_queries, odd_queries, 0x6420);
     }
     // Returns the sign bits (0x8000, 0x80000000) of dropped elements in word i of a packed tile.

@@ -1,8 +1,8 @@
-// First main kernel of the backward pass for large headdims (volta: above 192, turing: above 256), and for fp32 tensors of any:
-// stores P and dS in scratch memory (stored_scores.cuh). The second, stored_gradients.cuh, multiplies them to dQ, dK and dV. The
-// other main kernels keep dK, dV and their operands in an SM, where at headdim 512 neither fits. A score's two products cost 1,024
-// multiply-adds there, so writing four bytes for it, P and dS as fp16, is cheap. Reads q, k, v, dout and the row statistics; also
-// adds to the gradient of a bias.
+// First main kernel of the backward pass for large headdims (volta: above 192, turing: above 256), and for fp32 tensors of any
+// headdim: stores P and dS in scratch memory (stored_scores.cuh). The second, stored_gradients.cuh, multiplies them to dQ, dK and
+// dV. The other main kernels keep dK, dV and their operands in an SM, where at headdim 512 neither fits. There q . k and v . dout
+// cost 1,024 multiply-adds a score, so writing four bytes for it, P and dS as fp16, is cheap. Reads q, k, v, dout and the row
+// statistics (softmax_lse and delta); also adds to the gradient of a bias.
 //
 // A block computes one stored tile, kStoredRows (128) keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and
 // dS^T. Each of four warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
@@ -13,7 +13,8 @@
 // pack_shifted, which packs by integers, takes numbers times 2^-112.
 //
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
-//   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
+//   Layout                         which keys and queries of a 16x16 tile a lane has (packed_tile.cuh). Element v is of row
+//                                  row_of(v) of the lane's kRows queries. A warp has 4 by 4 tiles, Scores: float[4][4][8]
 //   load_rows                      loads row statistics, -lse / scale or -delta, of the lane's queries in a tile
 //   kLaneStatistics                a lane's statistics begin first_query(lane) * kLaneStatistics floats after the tile's
 //   tile_row(row)                  row of shared memory where a row of K, Q, V or dO goes
@@ -29,8 +30,9 @@
 // 128) high parts, then as many low ones. From kStoredUnits on, dS has a unit (see Unit) for each 64 keys by 64 queries: number
 // 2 * (key / 64) + query / 64.
 //
-// Blocks: which scores exist under a block-sparse mask: AllScores, or ListedScores (stored_block_mask.cuh). is_absent(): none of
-// the warp's. Their unit is kAbsentUnit, 0, by which stored_gradients.cuh skips them.
+// Blocks: which scores exist under a block-sparse mask: AllScores, or ListedScores (stored_block_mask.cuh). hide() sets those that
+// do not exist in a warp's tile (m, n) to -inf. is_absent(): none of the warp's exist. Their unit is kAbsentUnit, 0, by which
+// stored_gradients.cuh skips them.
 #pragma once
 
 #include "backward/iteration_range.cuh"  // UnmaskedRows: rows that need no mask
@@ -46,7 +48,7 @@
 
 // Without a block-sparse mask: all scores inside lengths, causal mask and window exist.
 struct AllScores {
-    static constexpr bool kListed = false;
+    static constexpr bool kListed = false;  // true: a block-sparse mask lists blocks of scores
     __device__ __forceinline__ static constexpr bool is_absent() { return false; }
     template <class Layout>
     __device__ __forceinline__ void hide(typename Layout::Tile&, int, int, int) const {}

@@ -10,10 +10,10 @@
 // No other block adds to these elements, so dQ, dK and dV are deterministic. If a launch lacks keys of a head, the sums of dQ stay
 // in fp32 memory (StoredScores::dq_sums) for the next launch.
 //
-// A Family (store_scores.cuh) also has, of a warp's 64 rows and 64 columns
+// A Family (store_scores.cuh) also has, for a warp's 64 rows and 64 columns of a gradient
 //   KeySums, QuerySums             a lane's 128 accumulators: of dK or dV, and of dQ
-//   key_a, key_b                   shared offset, bytes, of the lane's operand A (P^T or dS^T) from a row of the block on, and of B
-//                                  (dO or Q) from a column of the block on
+//   key_a, key_b                   offset in its tile of shared memory, bytes, of the lane's part of operand A (P^T or dS^T), from
+//                                  the warp's first row on, and of B (dO or Q), from the warp's first column on
 //   query_a, query_b               the same of dS and K
 //   kLoadParts                     in how many parts the loads of a step come, with Split: the number that spills least
 //   multiply_keys, multiply_queries  add the products of a step to c, from the shared addresses of these operands
@@ -28,8 +28,8 @@
 // A step's terms are its kStagedTerms (32) values of k, the index that a product sums: queries or keys. They are columns of an
 // operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory (SHARED_BYTES, from the row in
 // src/kernels) has two buffers of both operands, B kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128
-// queries. StoredScores has a launch's KV heads (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first, is_last:
-// whether these key tiles are the heads' first, last ones, so that sums of dQ begin with 0, or are complete.
+// queries. StoredScores has a launch's KV heads (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first: the launch
+// has the heads' first key tiles, so sums of dQ begin with 0. is_last: it has their last ones, so dQ is complete.
 //
 // Sparse (Split with a block mask): steps visit only those half tiles (64 terms of a stored tile) that have scores. Those whose
 // unit is kAbsentUnit have none.
@@ -177,7 +177,7 @@ struct BackwardGradients {
         const int batch = blockIdx.z, group = p.problem.nheads / p.problem.nheads_k;
         const int first_key = (stored.first_key_tile + key_tile) * kStoredRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        if (first_key >= sequence.seqlen_k_allocated()) return;  // rows of dK and dV; 0 from seqlen_k() on
+        if (first_key >= sequence.seqlen_k_allocated()) return;  // the rows of dK and dV; those from seqlen_k() on become 0
         const Mask mask = mask_of(p.problem, sequence);
         // queries [first, end) of a head that see any of the keys, from a whole step on
         const int first = mask.row_first(first_key) / kStagedTerms * kStagedTerms;

@@ -1,6 +1,6 @@
-// Loads K and V for four warps that need the same tokens: in tiles of 64 query rows, and of 32 from headdim 256 on. Each warp loads
-// a part of a step, and stores it in shared memory for all four. Below, a tile is eight tokens (kTileTokens), and a step is
-// kStepTiles tiles (kStepTokens tokens).
+// Loads K and V for four warps of a decode kernel (mainloop.cuh) that need the same tokens: in blocks with 64 query rows, from
+// headdim 256 on with 32. Each warp loads a part of a step, and stores it in shared memory for all four. A step is kStepTiles tiles
+// of eight tokens (kTileTokens), kStepTokens in all.
 //
 // Without this, the other warps' loads would hit L1, but L1 serves one 128-byte line a cycle, and eight lanes of an operand touch
 // four. Here a warp loads whole lines, shared memory serves eight lanes' 16 bytes a cycle, and loads in flight have more registers.
@@ -129,6 +129,7 @@ public:
     // Factor from the products of fp16 operands to those of bf16 ones, for this token of a tile and its neighbor.
     __device__ __forceinline__ float score_factor(int token) const {
         const volatile float* own = factors();  // volatile: loaded here, not before the products, where registers are few
+        // token / 4: which of the two warps that load keys has loaded it
         return own[4 + threadIdx.x / 32 % 4] * inverse_power(own[2 + token / 4]);
     }
     // Returns false after a block-table entry outside the cache. The warp stays in the loop: the others wait at the barrier.
@@ -157,7 +158,7 @@ private:
         if (both.x == shared_factor_ && both.y == shared_factor_) return 1.f;
         const float least = fminf(both.x, both.y);
         if (has_values_ && scaler_.factor() != least) {
-            // Not 0: it would turn infinities into NaN.
+            // The bound keeps it above 0, which would turn infinities into NaN.
             const float own_change = fmaxf(least / scaler_.factor(), 0x1p-60f);
             scaler_.lower(least);
 #pragma unroll 1
@@ -175,7 +176,8 @@ private:
         shared_factor_ = least;
         return change;
     }
-    // Selects by a predicate. The compiler would index the kernel parameters by a register, from local memory.
+    // Returns `other` if `second`, else `first`. The empty asm keeps `first` in a register: else the compiler would index the
+    // kernel parameters by a register, from local memory.
     template <class T>
     __device__ __forceinline__ static T select(bool second, T first, T other) {
         asm("" : "+l"(first));

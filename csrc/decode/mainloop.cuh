@@ -8,18 +8,18 @@
 // softmax.cuh), output += P V. Q and the output stay in registers; where these are too few, kSharedQueryChunks moves part of Q, or
 // all, to shared memory. One of three loaders brings K and V:
 //
-//   DirectLoader       global memory straight into operand registers; no shared memory, no barrier. Loads the keys of the next
-//                      step once the scores are done, and its values once the output is
+//   DirectLoader       from global memory straight into operand registers; no shared memory, no barrier. Loads the keys of the next
+//                      step once this step's scores are done, and its values once this step's output is
 //   CooperativeLoader  four warps with the same tokens share what each loads, through shared memory. Loads the next step's
 //                      keys and values at the start of a step
 //   StagedLoader       int4 keys with int4 values, where kStaged (tile_scheduler.cuh): through the warp's own shared memory, with
 //                      more bytes in flight
 //
-// Quantized K and V become fp16 only when a product takes them: as kScale of their Element times their codes, and int4's columns 4
-// to 7 of eight as 16 times that, which Layout::scores() and the output's factors undo (quantized.cuh). An fp8 NaN may become
-// infinity there (kNanIsInfinity): x + 0 * x makes it NaN again. Scales of tokens multiply scores and probabilities (scales.cuh),
-// those of a whole sequence scores and the output. bf16 becomes fp16 by factors, powers of two, for queries, keys and values;
-// scores and the output are divided by them (bf16_value.cuh).
+// Quantized K and V become fp16 only when a product takes them: codes times a constant, kScale of their Element, and of int4
+// columns 4 to 7 of eight times 16 more. Layout::scores() and the output's factors undo both (quantized.cuh). An fp8 NaN may become
+// infinity there (kNanIsInfinity): x + 0 * x makes it NaN again. Where each token has scales, they multiply scores and
+// probabilities (scales.cuh); those of a whole sequence multiply scores and the output. bf16 becomes fp16 by factors, powers of
+// two, for queries, keys and values; scores and the output are divided by them (bf16_value.cuh).
 //
 // Results leave through shared memory (block.cuh): run() stores each row's softmax state, then kRowsAtOnce rows of output at a
 // time. After each part it calls finish(first), which combines the token groups' results of these rows.
@@ -40,7 +40,8 @@
 //
 // Names: mt is a row tile of a warp, tile a tile of tokens of a step, j a chunk of eight columns. q, k, v and o are a lane's parts
 // of Q, K, V and the output; x its scores, then its probabilities, where x.x and x.y belong to two neighboring tokens. s is the
-// work tile: `rows` packed rows from `row` on, tokens `first` to end - 1. Draft tokens: a tree's last seqlen_q tokens (tree.cuh).
+// work tile: `rows` packed rows from `row` on, tokens `first` to end - 1. Draft tokens: the last seqlen_q tokens of a sequence in
+// kernels with a tree mask (kTree, tree.cuh), which are guesses that form a tree.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile), THREADS and SHARED_BYTES (of a block).
 #pragma once
@@ -165,7 +166,7 @@ public:
             Exchange exchange(reinterpret_cast<char*>(partials.output) + kExchangeAt, 1 + kTokenGroups * kColumnGroups);
             Keys<kKeyLoads> k[kStepTiles] = {};
             Values<kValueLoads> v[kStepTiles] = {};
-            [[maybe_unused]] StepScales next_scales;
+            [[maybe_unused]] StepScales next_scales;  // of the keys and values loaded last
             const float key_scale =
                 kQuantized && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / KeyElement::kScale : 1.f;
             float query_sum[RowTiles] = {};

@@ -34,7 +34,8 @@ constexpr bool kQuantized = kKeyFormat != CacheFormat::Unquantized;
 constexpr bool kTokenScales = KeyInfo::kTokenScales;
 // Zero points of keys: the cache is int4. Of values alone: int8k_int4v.
 constexpr bool kKeyZeroPoints = KeyInfo::kZeroPoints, kValueZeroPoints = ValueInfo::kZeroPoints;
-static_assert(kTokenScales == ValueInfo::kTokenScales && kKeyZeroPoints <= kValueZeroPoints, "StepScales numbers tensors so");
+static_assert(kTokenScales == ValueInfo::kTokenScales && kKeyZeroPoints <= kValueZeroPoints,
+              "values have scales or zero points if keys have them");
 
 // Tokens of a tile: the n (scores) or k (output) of one product.
 constexpr int kTileTokens = 8;
@@ -54,20 +55,20 @@ static_assert(!kBatchInvariant || IS_LATENTS || kQuantized || kStepTiles == 1, "
 // int4 steps have still fewer bytes, so a warp loads further steps while it computes one (staged_loader.cuh). Kernels with 16
 // rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop fills most of the instruction cache.
 constexpr bool kStaged = kKeyZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
-// Fewest steps of a block, on average: where an SM has one block 64 tokens, of latents 32, and where it has several 128, of steps
-// with two tiles 192. They limit the blocks that get work: with fewer, combining partials costs more than another block saves
-// (docs/design/trials.md).
+// Minimum steps of a working block, on average: with fewer, combining partial results costs more than another block saves
+// (docs/design/trials.md). kMinSteps: with one working block an SM, 64 tokens, of latents 32. kMinStepsOfSeveral: with several, 128
+// tokens, or 192 in steps of two tiles.
 constexpr int kMinSteps = (IS_LATENTS ? 32 : 64) / kStepTokens, kMinStepsOfSeveral = kStepTiles == 1 ? 16 : 12;
 
 // Returns about a / b, for a >= 0 and b > 0: exact below 2^20 or so, in fewer instructions than a division. For choices that need
 // not be exact.
 __device__ __forceinline__ int about_quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// Returns the number of blocks that get work, at most gridDim.x, from `steps` (not 0) in `tiles` row tiles. The grid has
-// BLOCKS_PER_SM blocks for each SM, and SMs get equal numbers of blocks. `steps_each`: steps of a row tile of one sequence. If all
-// row tiles have as many, and a block then has at most kFewSteps, each row tile gets whole blocks, because a block with parts of
-// two row tiles begins and ends twice: unless some SM would then have kMoreSteps more than the average. A row tile gets no more
-// blocks than shorten the longest.
+// Returns the number of blocks that get work, at most gridDim.x. The grid has BLOCKS_PER_SM blocks for each SM. `steps` (not 0): of
+// all `tiles` row tiles. `steps_each`: of a row tile of one sequence. Usually each SM gets as many blocks as the minimum steps
+// allow. But a block with parts of two row tiles begins and ends twice. So if all row tiles have steps_each steps, each gets whole
+// blocks of `longest` steps or fewer, and no more blocks than that takes. Not where `longest` exceeds kFewSteps, or the busiest SM
+// would have more than kMoreSteps above the average.
 __device__ __forceinline__ int working_blocks(long long steps, int tiles, int steps_each) {
     constexpr int kMoreSteps = 8, kFewSteps = 64;
     const int sms = gridDim.x / BLOCKS_PER_SM;

@@ -52,8 +52,9 @@ __device__ __forceinline__ Pair split_probabilities(float a, float b) {
 constexpr int kStep = 16;  // keys of a step
 constexpr int kWarpRows = 16;  // query rows of a warp
 
-// Grid policy of SeenKeys and ListedKeys: a block for each row tile (the rows of a block) and head. StreamKKeys
-// (split_stream_k.cuh) has the same functions for its own grid. remat_*() compute values of block() again, to hold no registers.
+// Grid policy of SeenKeys and ListedKeys: a block for each row tile (the Rows query rows of a block) and head. EitherOrder: the
+// grid may have heads on its first axis (forward/block.cuh). StreamKKeys (split_stream_k.cuh) has the same functions for its own
+// grid. remat_*() compute values of block() again, to hold no registers.
 struct RowTileGrid {
     template <int Rows, bool EitherOrder>
     __device__ __forceinline__ static ForwardBlock<Rows, EitherOrder> block(const Problem& p) {
@@ -240,7 +241,6 @@ __device__ __forceinline__ void write(const FwdParams& p, int batch, int head, i
 }
 
 // The kernel where a warp's registers hold the output of its 16 rows. Keys: SeenKeys, or ListedKeys under a block-sparse mask.
-// Layout::kEitherOrder: grids may have heads on their first axis (forward/block.cuh).
 template <class Family, class Keys = SeenKeys>
 struct Forward {
     using Layout = typename Family::Layout;

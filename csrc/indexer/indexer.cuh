@@ -3,7 +3,7 @@
 //   logits[query, key] = scale[key] * sum over heads of weight[query, head] * relu(q[query, head] . k[key])
 //
 // with q (batch, seqlen_q, nheads, 128) in fp16, bf16 or e4m3, and keys of 128 e4m3 codes with an fp32 scale each, dense or in
-// pages. logits, fp32 (batch, seqlen_q, columns), are -inf for keys outside the query's range (keys_of), if p.clean.
+// pages. logits are fp32 (batch, seqlen_q, columns). Keys outside the query's range (keys_of) get -inf if p.clean, else nothing.
 //
 // A row is one head of one query: 32 or 64 rows a query (2^head_shift), from nheads on padding. A block of eight warps computes a
 // tile of 256 or 64 rows (Rows). Each warp keeps 32 rows in registers, so products read only K from shared memory. A step is 64
@@ -137,7 +137,7 @@ struct Kernel {
                 const int tile_row = products.row() + Products::kRowStep * r;
                 // stage_queries() stores it after the row's fp16 columns
                 const float factor = __uint_as_float(load_shared1(staged + tile_row * kPitch + kColumns * 2));
-                w[mt][r] = 0.5f * factor * rows.weight(16 * mt + tile_row);  // relu(x) is half of x + |x|, which keeps NaN
+                w[mt][r] = 0.5f * factor * rows.weight(16 * mt + tile_row);  // 0.5: relu(x) is half of x + |x|, which keeps NaN
             }
             __syncwarp();
         }
@@ -153,7 +153,8 @@ struct Kernel {
         const unsigned sums = base + kSums + (warp % kRowGroups * kStep + own_key) * 4;
         const unsigned keys = base + products.key_offset() + own_key * kPitch;
         const int first_query = tile.batch * p.seqlen_q + tile.query;
-        // The key tile before, and where its sums go. Before the first it is zeros, whose slot is written again later.
+        // Scores of the key tile before, and where their sums over heads go. Before the first tile they are zeros, whose sums go to
+        // a slot that is written again before write() reads it.
         typename Products::Scores before;
         before.clear();
         unsigned sums_before = sums + (kSlots - 1) * kSumBytes;

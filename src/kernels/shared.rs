@@ -127,8 +127,9 @@ pub fn split_forward(family: Family, tiles: &[SplitTile]) -> impl Iterator<Item 
     rows().flat_map(move |row| features_of(row.headdim).map(move |features| with(row, features))).chain(listed_rows)
 }
 
-/// Returns these kernels of fp32 tensors on stream-K grids (csrc/forward/split_stream_k.cuh). Only headdim 512 has them: that of VAEs,
-/// whose one head has few row tiles. Their one feature is sinks, which only the epilogue needs: of each tile's rows, that without softcap.
+/// Returns kernels of fp32 tensors on stream-K grids (csrc/forward/split_stream_k.cuh), from `rows`, those of [`split_forward`]. Only
+/// headdim 512 has them: that of VAEs, whose one head has few tiles of query rows. Takes the rows without features of scores (softcap).
+/// Their one feature is sinks, which only the epilogue needs.
 pub fn split_stream_k(family: Family, rows: impl Iterator<Item = Variant>) -> impl Iterator<Item = Variant> {
     let source = source(
         family,
@@ -165,15 +166,15 @@ pub fn with(feature: Feature, tile: Variant) -> Variant {
 
 // ---- the backward pass ----------------------------------------------------------------------------
 //
-// A pass is a preprocess kernel (row statistics), a main kernel (dk, dv, and dq added to fp32 accumulators) and a postprocess kernel (dq in
-// its type).
+// A backward pass is a preprocess kernel (row statistics), a main kernel (dk, dv, and dq added to fp32 accumulators) and a postprocess
+// kernel (the accumulators to dq in its type).
 
 /// Returns the main kernel without its dQ product, for deterministic passes: a kernel of its own computes dq.
 pub fn dkdv(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardDkDv, ..main }
 }
 
-/// Returns the main kernel as all of a pass, for heads whose keys are all in one block.
+/// Returns the main kernel as a whole pass, without preprocess and postprocess, for heads whose keys are all in one block.
 pub fn fused(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardFused, ..main }
 }

@@ -35,7 +35,7 @@ impl Largest {
     /// number that is 2^-25 of the largest does not become 0. Terms of dlse are below 2^13, so that dS stays in fp16's range with them.
     const ONE_NUMBER: Largest = Largest { factors: 2, dlse: 13 };
     /// With `mode.split`. Kernels scale dS themselves (csrc/backward/store_scores.cuh), so magnitudes may be large. v and dout are below
-    /// 2^13 for the sake of their low parts, and dlse, which gets the powers of both, below 2^26.
+    /// 2^13, large enough for their low parts ([`LARGEST_OF_PARTS`]). dlse gets the powers of both, so it is below 2^26.
     const TWO_PARTS: Largest = Largest { factors: LARGEST_OF_PARTS as i64, dlse: 26 };
 
     fn of(mode: BackwardMode) -> Largest {

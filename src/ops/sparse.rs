@@ -55,8 +55,8 @@ fn validate(call: &Call, backend: Backend) -> Result<Attention> {
     let extra_indices = described(extra.map(|t| &t.indices).or(unused_indices.as_ref()))?;
     let extra_lengths = described(extra.and_then(|t| t.lengths.as_ref()).or(unused_lengths.as_ref()))?;
     let sinks = described(call.sinks.as_ref())?;
-    let own = problem::ChosenTokens { cache: Some(&cache), indices: Some(&indices), lengths: lengths.as_ref() };
-    let extra = problem::ChosenTokens { cache: extra_cache.as_ref(), indices: extra_indices.as_ref(), lengths: extra_lengths.as_ref() };
+    let own = problem::DescribedTokens { cache: Some(&cache), indices: Some(&indices), lengths: lengths.as_ref() };
+    let extra = problem::DescribedTokens { cache: extra_cache.as_ref(), indices: extra_indices.as_ref(), lengths: extra_lengths.as_ref() };
     problem::validate_sparse(&q, &own, &extra, sinks.as_ref(), call.softmax_scale, backend)
 }
 

@@ -10,7 +10,7 @@ use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pa
 use crate::problem::{Attention, Window};
 use crate::tuning::Shape;
 
-/// A kernel of each pass of a set.
+/// The chosen kernels of a set of passes: one for each.
 pub(super) type Chosen<const N: usize> = [ChosenKernel; N];
 
 /// A pass, and those of the problem's features that concern it: its kernel must have them.
@@ -200,12 +200,13 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
         return large;
     }
     of_all_sizes(kernels, large.variant, d).filter(|v| shares_kv_head(v, a.group())).fold(large, |best, variant| {
-        let [smaller, now] = [variant, best.variant].map(|v| OnGrid { v, a, d });
-        smaller.reason_over(&now).map_or(best, |reason| ChosenKernel { variant, reason })
+        let [smaller, best_so_far] = [variant, best.variant].map(|v| OnGrid { v, a, d });
+        smaller.reason_over(&best_so_far).map_or(best, |reason| ChosenKernel { variant, reason })
     })
 }
 
-/// A kernel on the usual grid of a problem, for [`sized`]. Percentages are limits from which on smaller blocks do not pay.
+/// A kernel on the usual grid of a problem, for [`sized`]. Methods compare it with the best kernel so far. Percentages are limits from
+/// which on smaller blocks do not pay.
 struct OnGrid<'a> {
     v: &'static Variant,
     a: &'a Attention,
@@ -244,55 +245,55 @@ impl OnGrid<'_> {
         self.v.blocks_per_sm >= 4
     }
 
-    /// Compares the rows of the busiest SM with those of `now`, the best kernel so far. Smaller blocks compute a row slower: with 32 rows a
-    /// warp instead of 48 by 10%, with 16 rows by 25 to 30%.
+    /// Compares the rows of the busiest SM. Smaller blocks compute a row slower: with 32 rows a warp instead of 48 by 10%, with 16 rows by
+    /// 25 to 30%.
     ///
     /// Where four share an SM (V100, forward, headdim 64), they hide one another's fixed parts and take 1.05 to 1.2 of the time for the
     /// same rows. There the rows of all blocks count too: long sequences, which have no fewer, are faster on a stream-K grid.
-    fn has_fewer_rows(&self, now: &OnGrid) -> bool {
+    fn has_fewer_rows(&self, best: &OnGrid) -> bool {
         if self.shares_sm() {
-            self.rows_of_sm() * 100 <= now.rows_of_sm() * 80 && self.rows() * 100 <= now.rows() * 90
+            self.rows_of_sm() * 100 <= best.rows_of_sm() * 80 && self.rows() * 100 <= best.rows() * 90
         } else {
-            self.rows_of_sm() * 100 <= now.rows_of_sm() * 70
+            self.rows_of_sm() * 100 <= best.rows_of_sm() * 70
         }
     }
 
     /// Compares the work, rows times seen keys. At 75% (129 keys, blocks of 64 and 128 rows) smaller blocks take 0.65 to 0.86 of the time,
     /// simulated on a V100 and a T4. As many of them must be resident: with one block an SM in place of two (V100, forward, headdim 128),
     /// nothing hides a block's fixed part, and they take 1.03 to 1.11. Where four share an SM, they take 0.86 at 87%, 0.97 to 1.01 at 90%.
-    fn skips_keys(&self, now: &OnGrid) -> bool {
+    fn skips_keys(&self, best: &OnGrid) -> bool {
         let percent = if self.shares_sm() { 88 } else { 80 };
-        let has_less_work = self.rows_of_sm() * self.seen() * 100 <= now.rows_of_sm() * now.seen() * percent;
-        self.seen() < now.seen() && has_less_work && self.v.blocks_per_sm >= now.v.blocks_per_sm
+        let has_less_work = self.rows_of_sm() * self.seen() * 100 <= best.rows_of_sm() * best.seen() * percent;
+        self.seen() < best.seen() && has_less_work && self.v.blocks_per_sm >= best.v.blocks_per_sm
     }
 
     /// Compares the keys before the diagonal. V100, forward, headdim 64: with 512 keys (90%) or fewer, four blocks an SM take 0.81 to 0.97
     /// of the time. They take 1.04 to 1.07 with 577 keys, and up to 1.09 with 1024.
-    fn skips_diagonal(&self, now: &OnGrid) -> bool {
+    fn skips_diagonal(&self, best: &OnGrid) -> bool {
         // twice the mean number of keys that a block sees
         let twice_seen = |grid: &OnGrid| grid.a.seqlen_k + i64::from(grid.v.block_rows);
-        self.shares_sm() && is_uneven(self.a) && twice_seen(self) * 100 <= twice_seen(now) * 90
+        self.shares_sm() && is_uneven(self.a) && twice_seen(self) * 100 <= twice_seen(best) * 90
     }
 
-    /// Returns why this kernel is faster than `now`. None: it is not, or has no smaller blocks.
-    fn reason_over(&self, now: &OnGrid) -> Option<Reason> {
-        let is_smaller = self.v.block_rows < now.v.block_rows;
-        let has_more_warps = self.v.threads > now.v.threads;
-        if !is_smaller && (self.v.block_rows > now.v.block_rows || !has_more_warps) {
+    /// Returns why this kernel is faster than `best`. None: it is not, or has no smaller blocks.
+    fn reason_over(&self, best: &OnGrid) -> Option<Reason> {
+        let is_smaller = self.v.block_rows < best.v.block_rows;
+        let has_more_warps = self.v.threads > best.v.threads;
+        if !is_smaller && (self.v.block_rows > best.v.block_rows || !has_more_warps) {
             None
         } else if self.v.heads > 1 {
-            self.skips_keys(now).then_some(Reason::ShortWindow)
+            self.skips_keys(best).then_some(Reason::ShortWindow)
         } else if self.is_resident() && !self.shares_sm() {
             Some(Reason::Resident)
-        } else if is_smaller && self.blocks() <= now.blocks() {
+        } else if is_smaller && self.blocks() <= best.blocks() {
             Some(Reason::NoMoreBlocks)
-        } else if is_smaller && self.has_fewer_rows(now) {
+        } else if is_smaller && self.has_fewer_rows(best) {
             Some(Reason::FewerRows)
-        } else if self.skips_keys(now) {
+        } else if self.skips_keys(best) {
             Some(Reason::ShortWindow)
-        } else if self.skips_diagonal(now) {
+        } else if self.skips_diagonal(best) {
             Some(Reason::ShortDiagonal)
-        } else if is_uneven(self.a) && has_more_warps && now.is_resident() {
+        } else if is_uneven(self.a) && has_more_warps && best.is_resident() {
             Some(Reason::ShorterLongest)
         } else {
             None

@@ -37,5 +37,5 @@ pub use indexer::{validate_indexer, Indexer, IndexerArgs, INDEXER_HEADDIM};
 pub use lengths::validate_lengths;
 pub use merge::{validate_merge, MergedStates};
 pub use selection::validate_kv_indices;
-pub use sparse::{validate_sparse, ChosenTokens};
+pub use sparse::{validate_sparse, DescribedTokens};
 pub use tensor::{Backend, DType, Device, Dims, Options, TensorDesc};

@@ -10,8 +10,8 @@ use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN};
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::CacheFormat;
 
-/// A cache and the tokens of it that each query chose; a second one may have neither.
-pub struct ChosenTokens<'a> {
+/// Descriptions of a cache and of the tokens of it that each query chose, for checks; a second one may have neither.
+pub struct DescribedTokens<'a> {
     /// (pages, page_size, 1, columns)
     pub cache: Option<&'a TensorDesc>,
     /// int32 (total_q, topk)
@@ -26,8 +26,8 @@ const FP8_ROW_BYTES: [(i64, i64); 2] = [(576, 512 + 4 * 4 + 64 * 2), (512, 448 +
 /// Checks a call. Returns its problem, in which each query is a batch entry, with as many keys as it has indices.
 pub fn validate_sparse(
     q: &TensorDesc,
-    own: &ChosenTokens,
-    extra: &ChosenTokens,
+    own: &DescribedTokens,
+    extra: &DescribedTokens,
     sinks: Option<&TensorDesc>,
     softmax_scale: Option<f64>,
     backend: Backend,
@@ -78,13 +78,13 @@ pub fn validate_sparse(
 }
 
 /// Returns the first tensor that is given of these two.
-fn given<'a>(tokens: &ChosenTokens<'a>, indices: &'static str, lengths: &'static str) -> Option<(&'static str, &'a TensorDesc)> {
+fn given<'a>(tokens: &DescribedTokens<'a>, indices: &'static str, lengths: &'static str) -> Option<(&'static str, &'a TensorDesc)> {
     tokens.indices.map(|d| (indices, d)).or(tokens.lengths.map(|d| (lengths, d)))
 }
 
 /// Checks a cache, its indices and lengths, whose arguments have these names. Returns the format and the most tokens of a query.
 /// `expected`: the format, if another cache decides it.
-fn check_tokens(names: [&str; 3], tokens: &ChosenTokens, q: &TensorDesc, expected: Option<CacheFormat>) -> Result<(CacheFormat, i64)> {
+fn check_tokens(names: [&str; 3], tokens: &DescribedTokens, q: &TensorDesc, expected: Option<CacheFormat>) -> Result<(CacheFormat, i64)> {
     let [cache, indices, lengths] = names;
     let format = check_cache(cache, tokens.cache.expect("the caller has checked it"), q)?;
     if expected.is_some_and(|other| other != format) {

@@ -6,22 +6,22 @@
 // q, k and v: the fp16 numbers are the given ones times 2^exponent. The largest magnitudes of the group decide these exponents.
 //
 // Keys that no query sees (hidden keys) may hold any finite numbers: what memory held before. So they change no exponent of a
-// group, and those that are too large for fp16 become its largest number. (largest_product() counts them, cut to the size of
-// visible ones: its bound of a row's scores may then be larger than necessary.) A key is outlying if it is far larger than the
-// group's smallest one: only then is it worth the time to find out whether a query sees it.
+// group, and those that are too large for fp16 become its largest number. A key is outlying if it is far larger than the group's
+// smallest one: only then is it worth the time to find out whether a query sees it.
+//
+// Scores are products of q and k. So the exponents of q and k cancel (their sum is 0), as far as fp16 holds both factors, and no
+// kernel needs to know them. Two cases are left:
+// - Products too small for that are far below 1 and change no fp16 probability, whatever their scale. Only the gradients need the
+//   digits of q and k.
+// - Rows of q whose scores could exceed 2^max_score_exponent (log2 units: 26 forward, 23 backward) get a smaller exponent of their
+//   own, which keeps scores where fp32 resolves them. Their largest score stays so far above the others that their probabilities
+//   are 0 or 1 as before. An exception: scores that differ by less than about 2^-18 of their size. Lowered to about 2^19
+//   (backward), they differ by less than 2 in log2 units, so both get a share of the probability.
 //
 // With low parts (low_column not 0) a number is the sum of two fp16 numbers: the rounded one and, low_column columns further, what
 // rounding took. The first phase then casts nothing, and q and k get about the same size, so that low parts are not subnormal.
 // Where all scores are tiny, low parts are subnormal all the same. Scores lose nothing by that, but dk and dq, which are products
 // with q and k, would. So the backward pass casts q and k once more, with exponents that do not cancel.
-//
-// Scores are products of q and k. So the exponents of q and k cancel (their sum is 0), as far as fp16 holds both factors, and no
-// kernel needs to know them. Two cases are left. Products too small for that are far below 1 and change no fp16 probability,
-// whatever their scale; only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent
-// (log2 units: 26 forward, 23 backward) get a smaller exponent of their own, which keeps scores where fp32 resolves them. Their
-// largest score stays so far above the others that their probabilities are 0 or 1 as before. An exception: scores that differ by
-// less than about 2^-18 of their size. Lowered to about 2^19 (backward), they are only a unit or two apart, so both get a share of
-// the probability.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once

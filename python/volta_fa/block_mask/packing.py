@@ -1,10 +1,10 @@
 """Packs a mask into the operators' lists and bits.
 
-`source` calls `pack` with the states of cells (64 queries by 64 keys): FULL, ABSENT, or UNKNOWN, evaluated here. A tile has two cells: 128
-queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries. For each row of tiles the lists have a header of four
-numbers (partial tiles, full tiles, first tile of bits, launch order), then the columns of its partial tiles and of its full ones. The bits
-of a tile are 256 words. "Directions" are the mask and its transpose. Launches of small kernels dominate the time of packing, so both
-directions of a square mask are computed in one tensor."""
+`source` calls `pack` with the states of cells (64 queries by 64 keys): FULL (1), ABSENT (-1), or UNKNOWN (0), evaluated here. A tile has
+two cells: 128 queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries. For each row of tiles the lists have a
+header of four numbers: partial tiles, full tiles, first tile of `Lists.bits` that the row uses, launch order (of row i: the row that thread
+block i takes). Then come the columns of its partial tiles and of its full ones. The bits of a tile are 256 words. "Directions" are the mask
+and its transpose. Launches of small kernels dominate the time of packing, so those of a square mask are computed in one tensor."""
 
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
         unknown = states.numel()
     elif elements.has_uniform_squares:
         (unknown,) = _partial_counts(states[None])
-        # each square of two by two cells has one state, so half as many tiles as cells may be partial, in either direction
+        # each aligned square of two by two cells has one state, so half as many tiles as cells may be partial, in either direction
         counts = [unknown // 2] * 2
     else:
         unknown, *counts = _partial_counts(states[None], *_tiles(states))

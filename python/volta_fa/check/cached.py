@@ -107,18 +107,18 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     group, queries = min(rows - 1, 7), max(rows // 8, 1)
     # With more rows than MAX_DECODE_ROWS, an fp16 cache needs a prefill kernel beside the decode kernel, for these sequences. With
     # another cache, no decode kernel takes part in the call.
-    more = queries + 2 if cache == "float" else min(queries + 2, MAX_DECODE_ROWS // group)
-    less = _COLUMNS["" if cache in _UNQUANTIZED else cache]  # a headdim 16 bytes below the kernel's is still read in place
+    more_queries = queries + 2 if cache == "float" else min(queries + 2, MAX_DECODE_ROWS // group)
+    pad = _COLUMNS["" if cache in _UNQUANTIZED else cache]  # a headdim 16 bytes below the kernel's is still read in place
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
     if "tree" in variant["required_features"]:
         return [
             _case(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group, cache, tree=True),
-            _case(((more, 77, 0), (1, 9, 0), (0, 20, 0), (5, 417, 0)), d - less, dv - less, group, cache, tree=True, **second),
+            _case(((more_queries, 77, 0), (1, 9, 0), (0, 20, 0), (5, 417, 0)), d - pad, dv - pad, group, cache, tree=True, **second),
             _case(((queries, 81, 0), (queries, 200, 0)), d, dv, group, cache, page=64, tree=True, softcap=20.0, sinks="own"),
         ]
     return [
         _case(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group, cache),
-        _case(((more, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, cache, **second),
+        _case(((more_queries, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - pad, dv - pad, group, cache, **second),
         _case(((queries, 81, 0), (queries, 200, 0)), d, dv, group, cache, page=64, **EVERY),
     ]
 

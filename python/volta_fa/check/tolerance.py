@@ -169,12 +169,12 @@ def eager_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor 
     for name in names[3:]:  # dattn_bias and dsinks; without the d, the option's name
         leaves[name] = options[name[1:]] = options[name[1:]].detach().clone().requires_grad_()
     with torch.enable_grad():
-        found_by = attend(leaves["dq"], leaves["dk"], leaves["dv"], **options)
-        results, gradients = [found_by.out], [dout]
+        attended = attend(leaves["dq"], leaves["dk"], leaves["dv"], **options)
+        results, of_results = [attended.out], [dout]
         if dlse is not None:
-            results.append(found_by.softmax_lse)
-            gradients.append(dlse.to(found_by.softmax_lse.dtype))
-        found = torch.autograd.grad(results, list(leaves.values()), gradients, allow_unused=True)
+            results.append(attended.softmax_lse)
+            of_results.append(dlse.to(attended.softmax_lse.dtype))
+        found = torch.autograd.grad(results, list(leaves.values()), of_results, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves.values())]
 
 
@@ -218,8 +218,8 @@ class Budget:
 
     Both the largest error and the root mean square must be inside. (One key of a thousand left out changes less than the largest rounding
     error of the first rows, but more than the mean.) Eager's error may be nearly zero: with one key, every probability is exactly 1. So at
-    least the unavoidable error is allowed, which a perfect implementation has too: rounding of the result by half a unit in the last
-    place, of the sums that lead to it (`sums`), and of the probabilities in them (`rounded`)."""
+    least the unavoidable error is allowed, which a perfect implementation has too. It has three parts: the result is rounded by half a unit
+    in the last place; `sums`, from rounding scores and other sums on the way; and `rounded`, from rounding probabilities."""
 
     eager_error: float  # the largest
     eager_rms: float
@@ -230,7 +230,7 @@ class Budget:
     def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float, rounded: Rounded = Rounded()) -> Budget:
         """Returns the budget for eager attention's result and the reference."""
         errors = max_error(eager, ref), rms_error(eager, ref)
-        sizes = largest(ref), rms_error(ref, torch.zeros_like(ref))  # of the reference
+        sizes = largest(ref), rms_error(ref, torch.zeros_like(ref))  # of the reference: its largest magnitude and root mean square
         unavoidable = (cls._unavoidable(size, sums, more, eager.dtype) for size, more in zip(sizes, (rounded.largest, rounded.rms)))
         return cls(*errors, *(max(factor * error, least) for error, least in zip(errors, unavoidable)))
 

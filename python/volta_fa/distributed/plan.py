@@ -2,12 +2,13 @@
 another rank's keys, from positions and a mask alone. ring.py runs the plan; nothing here touches a tensor.
 
 A shard is one or two ranges of positions (`shard_ranges`). Rows are its queries. A call covers a rectangle of rows and keys whose positions
-have no gaps. There the mask is a window of the op (window_left, window_right), aligned to the last row and the last key. For row i and key
-j, at positions `q + i` and `k + j`, of a sequence whose keys end `shift` positions after its queries,
+have no gaps. In it row i and key j have the positions `q + i` and `k + j`. In a sequence whose keys end `shift` positions after its
+queries, row i sees the keys
 
     q + i + shift - left <= k + j <= q + i + shift + right
 
-is the op's window in a rectangle of `rows` x `keys` with
+The op aligns its window to the last row and the last key of a call: i + keys - rows - op_left <= j <= i + keys - rows + op_right. So in a
+rectangle of `rows` x `keys`
 
     op_right = right + (q + rows + shift) - (k + keys)        op_left = left - (q + rows + shift) + (k + keys)
 

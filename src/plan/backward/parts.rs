@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
 use crate::limits::MAX_GRID_YZ; // 65535
 use crate::plan::choose::{choose, of_all_sizes, sized, Chosen}; // choose: tuned or cheapest kernels; sized: smaller blocks where faster
-use crate::plan::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same
+use crate::plan::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning match
 use crate::plan::features::{features, BackwardMode};
 use crate::plan::kernel::{of_rows, planned, rows_and_heads, usual_blocks, ChosenKernel, PlannedKernel, Reason};
 use crate::plan::stream_k::pays;
@@ -79,7 +79,8 @@ impl Planner<'_> {
         choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, self.d)
     }
 
-    /// Returns kernels with atomics, of the family of a stream-K kernel that the tuning chooses: they run with it.
+    /// Returns kernels with atomics. If the tuning chooses a stream-K kernel as main kernel, they are of its family, because they run
+    /// before and after it. A main kernel that the tuning chooses comes first.
     fn around_stream_k(&self) -> Result<Chosen<3>> {
         let usual = self.with_atomics();
         if usual.as_ref().is_ok_and(|[_, main, _]| main.reason == Reason::Tuned) {
@@ -227,6 +228,7 @@ impl Planner<'_> {
     fn on_grids(&self, Parts { dq, chosen, blocks: KeyBlocks { large: blocks, tail }, stream_k }: Parts) -> BackwardPlan {
         let [preprocess, main, postprocess] = chosen;
         let [preprocess, postprocess] = [preprocess, postprocess].map(|kernel| Some(planned(kernel, self.a)));
+        // key blocks of a head in a launch; accumulators of dq
         let (of_launch, dq_accum_splits) = match dq {
             Dq::Atomics => (blocks as u32, 1),
             Dq::Launches(blocks) => (blocks, blocks),

@@ -1,7 +1,8 @@
-"""What runs: jobs of each vLLM version, and which results are compared. Import `jobs`, `COMPARISONS`, `ALONE`, `CONTROLS`.
+"""The jobs of each vLLM version, which run.py runs (`jobs`), and the pairs of jobs whose results compare.py compares (`COMPARISONS`).
 
 A job is one engine with one backend. Its keys:
-- name, version; kind: tokens, encoder, load or server; model: a name of models.py; backend: a name for --attention-backend
+- name, version; model: a name of models.py; backend: a name for --attention-backend
+- kind: tokens (generates from prompts), encoder (embeds them), server (tokens by HTTP) or load (many requests to a server)
 - engine: arguments of `vllm.LLM`; env: environment variables (VOLTA_FA_LOG prints volta_fa's kernels); gpus: GPUs that it needs
 - prompts: mixed, repeated, long, longer or images (engine.py)
 - of kinds load and server: serve, arguments of `vllm serve`; cache_bytes, its KV cache
@@ -44,7 +45,8 @@ _NOT_0_26 = ("qwen3.5", "qwen3-next", "deepseek-int8", "gemma3-text", "gemma4", 
 _VISION = {"VOLTA_FA_VLLM_VISION": "1", "VOLTA_FA_LOG": "1"}
 _SDPA = {"mm_encoder_attn_backend": "TORCH_SDPA"}
 
-#: Models with Gated DeltaNet, a linear attention, in three of four layers; and endings of names in COMPARISONS for each of them.
+#: Models with Gated DeltaNet, a linear attention, in three of four layers. Below, for each of them: endings of two jobs' names, as in
+#: COMPARISONS, and what the pair shows.
 _WITH_DELTA_NET = ("qwen3.5", "qwen3-next")
 _DELTA_NET = [
     ("-custom", "-triton", "CUDA graphs, prefix caching"),

@@ -40,7 +40,7 @@ DEVICE = torch.device("cpu")
 LIMIT = 0.01
 #: A value of --kv-cache-dtype; all but auto quantize.
 CACHE_DTYPE = os.environ.get("CACHE", "auto")
-#: The prompt of image_prompts: 300 words and three images; PaliGemma's has one image.
+#: Number of the prompt in image_prompts(): one of 300 words and three images; PaliGemma's has one image.
 WHICH = 5
 #: Where chunks end, if that is not inside of an image.
 ENDS = (150, 400, 500)
@@ -79,7 +79,7 @@ class Cache:
         self.tables, first = [], 1  # layers of several groups share the memory, so each group has blocks of its own
         for group, page in zip(self.plan.kv_cache_groups, self.page_sizes):
             block = group.kv_cache_spec.block_size
-            blocks = torch.arange(first, first := first - (-tokens // block))
+            blocks = torch.arange(first, first := first - (-tokens // block))  # enough for all tokens, rounded up
             self.tables.append((blocks[:, None] * (block // page) + torch.arange(block // page)).flatten()[None].int())
             print(f"pages of {page} tokens: {', '.join(group.layer_names)}")
 
@@ -137,7 +137,7 @@ def main() -> None:
         initialize_model_parallel(1, 1)
         model = get_model(vllm_config=config)
         for layer in config.compilation_config.static_forward_context.values():
-            layer.use_direct_call = True  # the operators that it calls else are for CUDA
+            layer.use_direct_call = True  # else it calls operators that exist for CUDA alone
         tokens, spans, embeddings = random.Random(5).choices(range(3, VOCABULARY), k=700), [], None
         if prompt is not None:
             tokens, spans, embeddings = embed(config, model, prompt)

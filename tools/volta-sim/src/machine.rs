@@ -1,6 +1,6 @@
-//! Constants of the simulated GPUs for `timing`, each with its source: the V100-SXM2's at the fields of [`Machine`], the other cards' at
-//! their values. MIO is the path of memory instructions and shuffles: a queue in each sub-partition, then a data stage of the SM, which
-//! moves a wavefront of 128 bytes at once.
+//! Constants of the simulated GPUs for the timing model (`timing`), each with its source: the V100-SXM2's at the fields of [`Machine`], the
+//! other cards' at their values. Times are cycles of the SM's clock. A CTA is a thread block. MIO is the path of memory instructions and
+//! shuffles: a queue in each sub-partition, then a data stage of the SM, which moves a wavefront of 128 bytes at once.
 //!
 //! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018); (WP)
 //! NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming
@@ -88,8 +88,8 @@ machine! {
     uniform_cycles: u64 = 0,
 
     // --- latencies from issue to the release of the write scoreboard ----------------------
-    /// HMMA.884, for an HMMA that waits for its accumulators. These are forwarded, so only the stall counts delay a chain of HMMAs (1Cat:
-    /// 8.66 cycles per m8n8k4)
+    /// HMMA.884, for an HMMA that waits for its accumulators. These are forwarded, so only the stall counts that instructions encode delay
+    /// a chain of HMMAs (1Cat: 8.66 cycles per m8n8k4)
     hmma_forward: u64 = 2,
     /// HMMA.884, for other instructions that wait: the first results of an HMMA set come after 10..12 cycles (RGA19)
     hmma_latency: u64 = 12,

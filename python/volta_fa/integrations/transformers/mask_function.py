@@ -14,7 +14,8 @@ from transformers import masking_utils
 from ...block_mask import BlockMask
 from . import sharded_sequences
 
-# Pattern: a window and packed sequences. pattern_of: the Pattern of a mask function; raises NeedsTensor if it has none.
+# Pattern: a window, and in `sequences` the packed sequence of each token. pattern_of: the Pattern of a mask function. NeedsTensor, raised
+# where neither a Pattern nor a MaskRule without blocks describes the mask: it must be a block mask or a tensor.
 from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of
 
 #: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
@@ -49,15 +50,14 @@ def mask(
 
     Returns one of:
         None, if every query sees every key, or while a `context_parallel` is open.
-        A `MaskRule` for causality, windows, packed sequences, padding at the ends, and a static cache that is not full; and, with a
-        block mask, for many tokens in any other pattern.
-        The range of keys that one query sees, int32 (2, 1, 1, batch): [0] has each entry's first key, [1] the one after its last. Four
-        dimensions, because transformers takes only such a mask as finished. For decoding (one query) after padding, and in compiled
-        code and static caches.
-        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible. It has one row for padding between tokens if
-        nothing else limits keys. All rows, where a block mask is not worth its cost (below MIN_QUERIES or MIN_ELEMENTS): for padding
-        between tokens, for padding at the end after cached keys, and for patterns that are not transformers' own. Also while tracing or
-        capturing a CUDA graph, when values are unknown.
+        A `MaskRule`, for causality, windows, packed sequences, padding at the ends, and a static cache that is not full. With a block
+        mask, for any other pattern of at least MIN_QUERIES queries and MIN_ELEMENTS elements.
+        The range of keys that one query sees, int32 (2, 1, 1, batch): [0] has each entry's first key, [1] the one after its last. For
+        decoding (one query) after padding, and in compiled code and static caches. Four dimensions, because transformers passes on
+        only such a mask unchanged.
+        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible: for other patterns below these limits, and
+        while values are unknown (tracing, capturing a CUDA graph). For padding between tokens, where nothing else limits keys, it
+        has one row.
         Eager's additive mask, for models that calculate with it.
     """
     sharded = sharded_sequences.active()  # what computes attention while a `context_parallel` is open
