@@ -57,10 +57,10 @@ struct BackwardDq {
     static constexpr int kScoreKeyTiles = kStepKeyTiles > kGroupWarps ? kStepKeyTiles / kGroupWarps : 1;
     static constexpr int kKeyWarps = kStepKeyTiles / kScoreKeyTiles, kScoreQueryTiles = 2 * kKeyWarps / kGroupWarps;
 
-    // A warp's dQ: 32 queries and every kGroupWarps-th block of 32 columns. Where that does not divide evenly, 16 queries.
+    // A warp's dQ: 32 queries and every kGroupWarps-th panel (32 columns). Where that does not divide evenly, 16 queries.
     static constexpr bool kQueryHalves = S::kHeaddim / 32 % kGroupWarps != 0;
     static constexpr int kColumnWarps = kQueryHalves ? kGroupWarps / 2 : kGroupWarps, kQueryTiles = kQueryHalves ? 1 : 2;
-    static constexpr int kBlocks = S::kHeaddim / 32 / kColumnWarps;
+    static constexpr int kPanels = S::kHeaddim / 32 / kColumnWarps;
 
     static constexpr int kScoreUnroll = S::kHeaddim <= 64 ? 1 : 2;  // chunks of headdim in one iteration of the first two products
 
@@ -131,11 +131,11 @@ struct BackwardDq {
         const int warp = threadIdx.x / 32;
         const int group = warp / kGroupWarps, group_warp = warp % kGroupWarps;
         const int first_row = blocks.template first_row<S::kRows>(p);
-        // The warp's first row (in the block) and key (in the step) of S and dP; its first row, and block of 32 columns, of dQ.
+        // The warp's first row (in the block) and key (in the step) of S and dP; its first row, and panel, of dQ.
         const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (group_warp / kKeyWarps) : 0);
         const int score_key = 16 * kScoreKeyTiles * (group_warp % kKeyWarps);
         const int gradient_row = 32 * group + (kQueryHalves ? 16 * (group_warp / kColumnWarps) : 0);
-        const int gradient_block = group_warp % kColumnWarps;
+        const int gradient_panel = group_warp % kColumnWarps;
 
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
         if (kVarlen && first_row >= sequence.seqlen_q()) return;  // past the last query
@@ -155,7 +155,7 @@ struct BackwardDq {
         const u32 packed =
             packed_address(shared + S::kScores + score_key / 32 * S::kScoreTile, lane, score_row, score_key % 32 / 8);
         const u32 score_address = score_operand(shared + S::kScores, lane, gradient_row);
-        const u32 key_address = column_operand<S>(shared + S::kStepS, lane, gradient_block);
+        const u32 key_address = column_operand<S>(shared + S::kStepS, lane, gradient_panel);
         const u32 tile_address = shared + S::kStepS + StepTiles<S>::offset();
 
         // -lse and -delta of the lane's rows, two in each tile of 16. Rows past the scratch rows get what makes P 0.
@@ -174,7 +174,7 @@ struct BackwardDq {
             }
         addends.scale(p.problem.scale_log2, 0.f);  // to -lse in log2 units, and adds 0
 
-        Gradient<kQueryTiles, kBlocks> dq = {};
+        Gradient<kQueryTiles, kPanels> dq = {};
 
         tiles.store(tile_address);
         __syncthreads();
@@ -236,12 +236,12 @@ struct BackwardDq {
 
         // Queries that see no key get 0. The factor is signed: under a negative softmax_scale, load_own flips Q's signs, not K's.
         if (gradients_are_fp32(p)) {
-            to_fp32_output<kColumnWarps>(dq, p.signed_scale, gradient_row, gradient_block, p, p.dq, blockIdx.y, sequence.q_offset(),
+            to_fp32_output<kColumnWarps>(dq, p.signed_scale, gradient_row, gradient_panel, p, p.dq, blockIdx.y, sequence.q_offset(),
                                          first_row, sequence.seqlen_q(), p.problem.headdim);
             return;
         }
         // Q is no longer needed: its tile stages dQ for the store.
-        to_shared<S, kColumnWarps>(dq, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
+        to_shared<S, kColumnWarps>(dq, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_panel);
         __syncthreads();
         shared_to_output<S>(p, p.dq, blockIdx.y, shared + S::kOwnS, sequence.q_offset(), first_row, sequence.seqlen_q(),
                             p.problem.headdim);
