@@ -19,6 +19,7 @@ if not hasattr(transformers, "Gemma4TextConfig"):
 
 import test_transformers as plain
 from test_transformers import BATCH, GENERATION, SEQLEN, TOLERANCE, WINDOW, kept, padding, profile, tokens
+from test_transformers_generation import check_continuous_batching
 from test_transformers_masks import losses as losses_of
 
 pytestmark = plain.pytestmark
@@ -110,4 +111,4 @@ def test_continuous_batching(pages, monkeypatch):
     # per_layer_config={}: no layer has options of its own. By default transformers sets head_dim (512) for global layers.
     made = config(layer_types=["full_attention"] * 3, head_dim=512, per_layer_config={})
     pair = [make(made, implementation) for implementation in ("eager", "volta_fa")]
-    plain.check_continuous_batching(*pair, pages=pages, paged=pages, monkeypatch=monkeypatch, memory=2**30)  # bytes
+    check_continuous_batching(*pair, pages=pages, paged=pages, monkeypatch=monkeypatch, memory=2**30)  # bytes
