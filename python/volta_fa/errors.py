@@ -25,10 +25,10 @@ def first_line(error: BaseException) -> str:
 
 
 def require_tensors(**tensors: Tensor | None) -> None:
-    """Raises ValueError for the first argument that is None."""
+    """Raises ValueError for the first argument that is not a tensor."""
     for name, tensor in tensors.items():
-        if tensor is None:
-            raise bad_argument(name, "None", "a tensor")
+        if not isinstance(tensor, Tensor):
+            raise bad_argument(name, "None" if tensor is None else f"an object of type {type(tensor).__name__}", "a tensor")
 
 
 def require_none(
