@@ -160,7 +160,7 @@ def _paged(
     if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.dtype != torch.int32:
         expected = f"shape {tuple(cu_seqlens_q.shape)} of dtype torch.int32, as cu_seqlens_q"
         raise bad_argument("cu_seqlens_k", f"shape {tuple(cu_seqlens_k.shape)} of dtype {cu_seqlens_k.dtype}", expected)
-    if max_seqlen_k < 0:
+    if max_seqlen_k is None or max_seqlen_k < 0:
         raise bad_argument("max_seqlen_k", max_seqlen_k, "the length of the longest sequence")
     return torch.ops.volta_fa.fwd_kvcache(
         with_unit_stride(q), k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
@@ -279,6 +279,7 @@ def flash_attn_with_kvcache(
         raise bad_argument("v", "None", "a value: k is given")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         # a Python number, unlike a tensor's values, can be checked without synchronizing
+        require_tensors(**{name: t for name, t in (("k", k), ("block_table", block_table)) if t is not None})
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
         room = capacity - (0 if k is None or k.dim() != 4 else k.shape[1])
         if not 0 <= cache_seqlens <= room:
