@@ -88,6 +88,26 @@ def test_errors_name_lists_in_place_of_tensors(name):
             getattr(volta_fa, name)(**arguments | {argument: lists[argument]})
 
 
+@pytest.mark.parametrize("form", ["jagged", "nested", "sparse", "mkldnn"])
+def test_errors_name_tensors_that_are_not_dense(form):
+    """torch's errors for these are "volta_fa.fwd.default" and the like."""
+    rows, dense = [torch.zeros(2, 1, 8), torch.zeros(3, 1, 8)], torch.zeros(2, 3, 1, 8)
+    wrong = {
+        "jagged": lambda: torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "nested": lambda: torch.nested.nested_tensor(rows),
+        "sparse": dense.to_sparse,
+        "mkldnn": dense.to_mkldnn,
+    }[form]()
+    remedy = "pass its values" if "ed" in form else "convert it with to_dense"
+    for arguments in ({"q": wrong}, {"k": wrong}, {"v": wrong}):
+        with pytest.raises(ValueError, match=f"volta_fa: {next(iter(arguments))}: got .*, expected a dense tensor: {remedy}"):
+            flash_attn_func(**{"q": dense, "k": dense, "v": dense} | arguments)
+    with pytest.raises(ValueError, match=f"volta_fa: k_cache: got .*, expected a dense tensor: {remedy}"):
+        flash_attn_with_kvcache(dense, wrong, dense, cache_seqlens=1)
+    with pytest.raises(ValueError, match=f"volta_fa: qkv: got .*, expected a dense tensor: {remedy}"):
+        volta_fa.flash_attn_qkvpacked_func(wrong)
+
+
 def test_paged_call_without_max_seqlen_k_is_an_error_that_names_it():
     q, pages, lengths = torch.zeros(2, 1, 8), torch.zeros(1, 16, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
     with pytest.raises(ValueError, match="volta_fa: max_seqlen_k: got None, expected the length of the longest sequence"):
