@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -373,6 +374,21 @@ def dtensor_model(world):
         for name, p in layer.named_parameters():
             assert isinstance(p.grad, DTensor)
             assert (p.grad.full_tensor() - one.get_parameter(name).grad).abs().max() < (1e-1 if NCCL else 1e-4), name
+
+
+@case(2)
+def dtensor_beside_plain_tensors(world):
+    """A plain q, k or v beside DTensors may be a rank's shard. It counted as replicated, so each rank took a part of its own part."""
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    mesh = world.mesh(1, world.size)["ulysses"]
+    whole = [torch.ones(2, 8, 2, 8, dtype=torch.float64) for _ in range(3)]
+    for plain, name in enumerate("qkv"):
+        operands = [t if i == plain else distribute_tensor(t, mesh, [Shard(0)]) for i, t in enumerate(whole)]
+        with pytest.raises(ValueError, match=f"volta_fa: {name}: got a plain tensor beside DTensors, expected a DTensor: "):
+            torch.ops.volta_fa.fwd(*operands)
+        with implicit_replication():
+            assert torch.equal(torch.ops.volta_fa.fwd(*operands)[0].full_tensor(), whole[2])
 
 
 @case(2, 4)

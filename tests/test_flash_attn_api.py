@@ -66,6 +66,54 @@ def test_none_for_a_tensor_is_an_error_that_names_it(name):
             getattr(volta_fa, name)(**arguments | {tensor: None})
 
 
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_errors_name_lists_in_place_of_tensors(name):
+    """Lists had no attribute `dim` or `shape`, and the error said no more."""
+    parameters = inspect.signature(getattr(volta_fa, name)).parameters.values()
+    arguments = {p.name: 2 for p in parameters if p.default is p.empty}
+    shape = {"kv": (3, 2, 1, 8), "qkv": (3, 3, 1, 8)} if "varlen" in name else {"kv": (2, 3, 2, 1, 8), "qkv": (2, 3, 3, 1, 8)}
+    operand = (3, 1, 8) if "varlen" in name else (2, 3, 1, 8)
+    for tensor in (tensors := arguments.keys() & set(TENSORS)):
+        lengths = torch.tensor([0, 1, 3], dtype=torch.int32)
+        arguments[tensor] = lengths if "cu" in tensor else torch.zeros(shape.get(tensor, operand))
+    for tensor in tensors:
+        with pytest.raises(ValueError, match=f"volta_fa: {tensor}: got an object of type list, expected a tensor$"):
+            getattr(volta_fa, name)(**arguments | {tensor: [0, 1, 3]})
+    lists = {"alibi_slopes": [1.0]}  # the dispatcher rejects these
+    if "kvcache" in name:
+        lists |= {"cache_seqlens": [1, 2], "block_table": [[0], [1]], "rotary_cos": [[1.0]], "k": [1.0]}
+        arguments |= {"cache_seqlens": 1, "v": torch.zeros(2, 1, 1, 8), "k": torch.zeros(2, 1, 1, 8)}
+    for argument in lists:
+        with pytest.raises((ValueError, RuntimeError), match=f"{argument}.*\\blist\\b"):
+            getattr(volta_fa, name)(**arguments | {argument: lists[argument]})
+
+
+@pytest.mark.parametrize("form", ["jagged", "nested", "sparse", "mkldnn"])
+def test_errors_name_tensors_that_are_not_dense(form):
+    """torch's errors for these are "volta_fa.fwd.default" and the like."""
+    rows, dense = [torch.zeros(2, 1, 8), torch.zeros(3, 1, 8)], torch.zeros(2, 3, 1, 8)
+    wrong = {
+        "jagged": lambda: torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "nested": lambda: torch.nested.nested_tensor(rows),
+        "sparse": dense.to_sparse,
+        "mkldnn": dense.to_mkldnn,
+    }[form]()
+    remedy = "pass its values" if "ed" in form else "convert it with to_dense"
+    for arguments in ({"q": wrong}, {"k": wrong}, {"v": wrong}):
+        with pytest.raises(ValueError, match=f"volta_fa: {next(iter(arguments))}: got .*, expected a dense tensor: {remedy}"):
+            flash_attn_func(**{"q": dense, "k": dense, "v": dense} | arguments)
+    with pytest.raises(ValueError, match=f"volta_fa: k_cache: got .*, expected a dense tensor: {remedy}"):
+        flash_attn_with_kvcache(dense, wrong, dense, cache_seqlens=1)
+    with pytest.raises(ValueError, match=f"volta_fa: qkv: got .*, expected a dense tensor: {remedy}"):
+        volta_fa.flash_attn_qkvpacked_func(wrong)
+
+
+def test_paged_call_without_max_seqlen_k_is_an_error_that_names_it():
+    q, pages, lengths = torch.zeros(2, 1, 8), torch.zeros(1, 16, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="volta_fa: max_seqlen_k: got None, expected the length of the longest sequence"):
+        flash_attn_varlen_func(q, pages, pages, lengths, lengths, 2, None, block_table=torch.zeros(1, 1, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("headdim", [32, 20])
 @pytest.mark.parametrize("name", CASES)
 @BACKENDS

@@ -221,6 +221,40 @@ def test_apply_rotary_emb_kv(interleaved):
     assert out.data_ptr() == kv.data_ptr()
 
 
+@pytest.mark.parametrize(
+    "starts, message",
+    [
+        ([2, 3, 10], "cu_seqlens: got 2 as its first value, expected 0"),
+        ([0, 7, 3, 10], r"cu_seqlens: got 3 after 7 \(entry 2\), expected values that never descend"),
+        ([0, 3, 11], "cu_seqlens: got 11 as its last value, expected at most 10, the rows of x"),
+        ([0.0, 3.0, 10.0], "cu_seqlens: got dtype torch.float32, expected torch.int32 or torch.int64"),
+        ([[0, 3, 10]], r"cu_seqlens: got shape \(1, 3\), expected \(batch \+ 1,\)"),
+        ([], r"cu_seqlens: got shape \(0,\), expected \(batch \+ 1,\)"),
+    ],
+)
+def test_apply_rotary_rejects_impossible_cu_seqlens(starts, message):
+    """With [2, 3, 10], tokens 0 and 1 took the rows of a sequence that does not have them."""
+    cu_seqlens = torch.tensor(starts)
+    x, offsets = torch.randn(10, 2, 8), torch.full((max(0, cu_seqlens.numel() - 1),), 9)
+    with pytest.raises(ValueError, match=message):
+        volta_fa.rotary.apply_rotary(x, *tables(20, 4), offsets, cu_seqlens, 10)
+
+
+def test_rejected_rotations_write_nothing():
+    """q and k are rotated one after the other, in place. Wrong arguments of k are found before q is written."""
+    (cos, sin), (short_cos, short_sin) = tables(9, 4), tables(3, 4)
+    qkv, q, kv = torch.randn(2, 5, 3, 2, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 9, 2, 2, 8)
+    before = qkv.clone(), q.clone()
+    for tables_k in ((short_cos, short_sin), (cos, short_sin), (cos.int(), sin), (None, short_sin), (cos.tolist(), sin)):
+        with pytest.raises(ValueError, match="volta_fa: (cos|sin): got "):
+            apply_rotary_emb_qkv_(qkv, cos, sin, *tables_k)
+    rotary = RotaryEmbedding(8)
+    for wrong in (kv, kv[:, :5, :1], kv[:, :5, ..., :4], kv[:, :5].int(), kv[:1, :5], [kv]):
+        with pytest.raises(ValueError, match="volta_fa: [a-z_]+: got "):
+            rotary(q, wrong, seqlen_offset=torch.tensor([0, 1]), max_seqlen=6)
+    assert torch.equal(qkv, before[0]) and torch.equal(q, before[1])
+
+
 #: Functions by name, and calls: the input's shape and options.
 SYMBOLIC = {
     "qkv": (apply_rotary_emb_qkv_, [((4, 21, 3, 4, 8), {}), ((4, 21, 8, 8), {"num_heads_q": 4})]),

@@ -278,6 +278,31 @@ def test_run_decompositions_follows_the_switch(backend):
     assert list(targets()) == before and all("aten._softmax.default" in found for found in before)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)], ids=["contiguous", "heads_after_tokens", "tokens_first"])
+@on("cpu-fp32")
+def test_a_decomposed_program_trains(backend, order):
+    """The result has the layout of q. An aten::copy into it had no derivative. `order`: dimensions of q, from the outermost in memory."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
+
+    q, k, v = qkv(backend, 2, 3, 9, 16)
+    q = q.permute(*order, 3).contiguous().permute(*(order.index(i) for i in range(3)), 3)
+    module = Module()
+    with enabled():
+        program = torch.export.export(module, (q, k, v)).run_decompositions().module()
+        out, found = module(q, k, v), program(q, k, v)
+        assert found.stride() == out.stride()
+        torch.testing.assert_close(found, out)
+        want = torch.autograd.grad(out.square().sum(), module.scale)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), list(program.parameters())), want)
+
+
 @on("cpu-fp32")
 def test_settings_are_in_the_key_of_the_disk_cache(backend, monkeypatch):
     """Keys of torch.compile's disk cache differ by setting (devices, precision) and by the library's op schemas."""

@@ -22,6 +22,7 @@
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
@@ -269,6 +270,24 @@ bool runs_fast(const Call& c) {
     return !c.any([](const Tensor& t) { return is_subclass(t) && has_rules(t); });
 }
 
+// Returns a copy of `out` with the strides that at::empty_like(q) has; q and `out` have one shape, and q's last stride is 1.
+Tensor copied_as(const Tensor& q, const Tensor& out) {
+    const Tensor like = at::empty_like(q);
+    const auto strides = like.sym_strides();
+    // torch.export has no value for a stride that depends on data, so such strides have no order
+    const bool ordered =
+        std::all_of(strides.begin(), strides.end(), [](const c10::SymInt& s) { return !s.is_symbolic() || s.has_hint(); });
+    if (!traced() || !ordered) return like.copy_(out);
+    // copy_ becomes aten::copy in an exported program that is decomposed. It has no derivative, and clone has one.
+    std::array<int64_t, 4> order = {0, 1, 2, 3}, back{};  // dimensions from the largest stride of q on; where each is there
+    std::stable_sort(order.begin(), order.end() - 1, [&](int64_t a, int64_t b) {
+        // at equal strides, all but one dimension have size 1
+        return strides[a] == strides[b] ? like.sym_size(a) > like.sym_size(b) : strides[a] > strides[b];
+    });
+    for (size_t i = 0; i < order.size(); ++i) back[order[i]] = static_cast<int64_t>(i);
+    return out.permute(order).clone(at::MemoryFormat::Contiguous).permute(back);
+}
+
 // Returns `out`, a transposed view of (batch, seqlen_q, heads, headdim_v) memory, with the strides of PyTorch's own result. On
 // a GPU that is such a view too. On the CPU its fused kernel returns q's layout; other calls (`no_kernel`) are contiguous.
 Tensor laid_out(const Call& c, const Tensor& out) {
@@ -278,7 +297,7 @@ Tensor laid_out(const Call& c, const Tensor& out) {
     const bool other_mask = c.has_mask() && (c.attn_mask->requires_grad() || c.attn_mask->dim() == 3);
     const bool no_kernel =
         c.dropout_p > 0.0 || c.q.sym_size(3) != c.v.sym_size(3) || other_mask || strided(c.q) || strided(c.k) || strided(c.v);
-    return no_kernel ? out.clone(at::MemoryFormat::Contiguous) : at::empty_like(c.q).copy_(out);
+    return no_kernel ? out.clone(at::MemoryFormat::Contiguous) : copied_as(c.q, out);
 }
 
 // fwd or fwd_fast, called through the dispatcher (Caller), and indices of arguments that come from PyTorch's. `mask`: name of one.

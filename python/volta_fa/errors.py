@@ -4,6 +4,7 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 
@@ -25,10 +26,22 @@ def first_line(error: BaseException) -> str:
 
 
 def require_tensors(**tensors: Tensor | None) -> None:
-    """Raises ValueError for the first argument that is None."""
+    """Raises ValueError for the first argument that is not a tensor."""
     for name, tensor in tensors.items():
-        if tensor is None:
-            raise bad_argument(name, "None", "a tensor")
+        if not isinstance(tensor, Tensor):
+            raise bad_argument(name, "None" if tensor is None else f"an object of type {type(tensor).__name__}", "a tensor")
+
+
+def require_strided(**tensors: Tensor | None) -> None:
+    """Raises ValueError for the first argument that is not a tensor, or is a nested, sparse or MKL-DNN tensor. torch's own errors for these
+    name no argument."""
+    require_tensors(**tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_nested:
+            expected = "a dense tensor: pass its values() and offsets().int() to flash_attn_varlen_func"
+            raise bad_argument(name, "a nested tensor", expected)
+        if tensor is not None and tensor.layout != torch.strided:
+            raise bad_argument(name, f"layout {tensor.layout}", "a dense tensor: convert it with to_dense()")
 
 
 def require_none(

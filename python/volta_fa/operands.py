@@ -29,8 +29,9 @@ def takes_dtype(q: Tensor) -> bool:
 
 
 def with_unit_stride(t: _T) -> _T:
-    """Returns t if its last dimension has stride 1, as the operators require, else a contiguous copy. flash-attn copies too."""
-    return t if t is None or t.dim() == 0 or t.stride(-1) == 1 else t.contiguous()
+    """Returns t if its last dimension has stride 1, as the operators require, else a contiguous copy. flash-attn copies too. Returns what
+    is no tensor as it is: the operators' error names the argument."""
+    return t if not isinstance(t, Tensor) or t.dim() == 0 or t.stride(-1) == 1 else t.contiguous()
 
 
 def reads_values(t: Tensor) -> bool:

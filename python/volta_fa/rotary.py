@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import bad_argument, require_tensors
+from .operands import reads_values
 
 __all__ = [
     "RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_",
@@ -35,8 +36,9 @@ def apply_rotary(
         cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
         seqlen_offsets: the position of each sequence's first token: an int, 0 or more, or an int tensor (batch). With a tensor or
             cu_seqlens, tokens at positions outside the table stay the same.
-        cu_seqlens: (batch + 1), where each sequence begins, and where the last ends; rows after that stay the same. max_seqlen: the
-            longest one's length.
+        cu_seqlens: int32 or int64, (batch + 1), where each sequence begins, from 0, and where the last ends; rows after that stay the
+            same. On the CPU, values that no sequences can have raise an error.
+        max_seqlen: the longest sequence's length; required with cu_seqlens.
         conjugate: rotate backwards.
 
     Returns a tensor like x; with `inplace` x itself. Raises ValueError for wrong arguments.
@@ -51,10 +53,7 @@ def apply_rotary(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Returns the first rotary_dim dimensions of x, rotated. cos and sin broadcast to (..., rotary_dim / 2). Raises ValueError for an x
-    that would be truncated."""
-    if not x.is_floating_point():
-        raise bad_argument("x", f"dtype {x.dtype}", "a floating-point dtype: convert x first")
+    """Returns the first rotary_dim dimensions of x, rotated. cos and sin broadcast to (..., rotary_dim / 2)."""
     pairs = x[..., : 2 * cos.shape[-1]].to(torch.promote_types(x.dtype, torch.float32))
     pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
     x0, x1 = pairs.unbind(-1)
@@ -92,11 +91,12 @@ def _rows(
         positions = torch.arange(x.shape[1], device=x.device)
         positions = positions + (seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
     else:
+        cu_seqlens = cu_seqlens.contiguous()
         tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
         sequence = (torch.searchsorted(cu_seqlens, tokens, right=True) - 1).clamp(max=len(cu_seqlens) - 2)
         positions = tokens - cu_seqlens[sequence]
         positions = positions + (seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
-        positions = positions.where(tokens < cu_seqlens[-1], -1)
+        positions = positions.where((tokens >= cu_seqlens[0]) & (tokens < cu_seqlens[-1]), -1)
     cos, sin = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (cos, sin))
     if isinstance(seqlen_offsets, Tensor) or cu_seqlens is not None:  # values are not read, so positions may lie outside the tables
         inside = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
@@ -119,21 +119,45 @@ def _check_shapes(
         raise bad_argument("cos", f"shape {tuple(cos.shape)}", f"(seqlen, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}")
     if sin.shape != cos.shape:
         raise bad_argument("sin", f"shape {tuple(sin.shape)}", f"cos' shape {tuple(cos.shape)}")
+    longest = x.shape[1] if cu_seqlens is None else max_seqlen
+    if longest is None:
+        raise bad_argument("max_seqlen", None, "the longest sequence's length: cu_seqlens is given")
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, x.shape[0])
     batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     _check_offsets("seqlen_offsets", seqlen_offsets)
     if isinstance(seqlen_offsets, Tensor) and seqlen_offsets.shape != (batch,):
         raise bad_argument("seqlen_offsets", f"shape {tuple(seqlen_offsets.shape)}", f"({batch},)")
-    longest = x.shape[1] if cu_seqlens is None else max_seqlen
-    if longest is None:
-        raise bad_argument("max_seqlen", None, "the longest sequence's length: cu_seqlens is given")
     needed = longest if isinstance(seqlen_offsets, Tensor) else longest + seqlen_offsets
     if cos.shape[0] < needed:
         raise bad_argument("cos", f"{cos.shape[0]} positions", f"at least {needed}")
 
 
+def _check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
+    """Raises ValueError for wrong arguments of `apply_rotary`. Checks values only where `reads_values`. total: rows of x."""
+    require_tensors(cu_seqlens=cu_seqlens)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise bad_argument("cu_seqlens", f"shape {tuple(cu_seqlens.shape)}", "(batch + 1,)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise bad_argument("cu_seqlens", f"dtype {cu_seqlens.dtype}", "torch.int32 or torch.int64")
+    if not reads_values(cu_seqlens):
+        return
+    starts = cu_seqlens.tolist()
+    if starts[0] != 0:
+        raise bad_argument("cu_seqlens", f"{starts[0]} as its first value", 0)
+    for entry, (start, end) in enumerate(zip(starts, starts[1:]), 1):
+        if end < start:
+            raise bad_argument("cu_seqlens", f"{end} after {start} (entry {entry})", "values that never descend")
+    if starts[-1] > total:
+        raise bad_argument("cu_seqlens", f"{starts[-1]} as its last value", f"at most {total}, the rows of x")
+
+
 def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raises ValueError for a missing tensor, and for tables that a conversion to float32 would change."""
+    """Raises ValueError for a missing tensor, for an x whose result would be truncated, and for tables that a conversion to float32
+    would change."""
     require_tensors(x=x, cos=cos, sin=sin)
+    if not x.is_floating_point():
+        raise bad_argument("x", f"dtype {x.dtype}", "a floating-point dtype: convert x first")
     for name, t in (("cos", cos), ("sin", sin)):
         if not t.is_floating_point():
             raise bad_argument(name, f"dtype {t.dtype}", "a floating-point dtype: pass the real and imaginary part of a complex table")
@@ -142,7 +166,7 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _check_offsets(name: str, offsets: int | Tensor) -> None:
     """Raises ValueError for positions, the argument `name`, that are not integers, and for a negative int."""
     if isinstance(offsets, Tensor):
-        if offsets.is_floating_point():
+        if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
             raise bad_argument(name, f"dtype {offsets.dtype}", "torch.int32 or torch.int64")
     elif not isinstance(offsets, SupportsIndex) or offsets < 0:
         raise bad_argument(name, offsets, "an int, 0 or more, or an int tensor (batch)")
@@ -163,7 +187,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], inplace: bool, options: dict[str, Any]) -> Tensor:
-    """Returns x with parts of it rotated, in place or in a copy. Differentiable in x."""
+    """Returns x with parts of it rotated, in place or in a copy. Differentiable in x. Raises ValueError before it writes anything."""
+    for index, cos, sin in parts:
+        _check_shapes(x[index], cos, sin, options["seqlen_offsets"], options.get("cu_seqlens"), options.get("max_seqlen"))
     if not torch.compiler.is_compiling():
         return _Rotate.apply(x, parts, inplace, options)
     # torch.compile traces no autograd function whose sizes are symbolic: neither slices of them as arguments, nor sizes that a check
@@ -237,11 +263,15 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0) -> Tensor:
     """Rotates k inside kv, (batch, seqlen, 2, nheads_k, headdim), in place, and returns kv. Raises ValueError for
     shapes that do not match."""
+    return _rotate(kv, [(_keys_of(kv), cos, sin)], inplace=True, options={"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+
+
+def _keys_of(kv: Tensor) -> tuple[slice | int, ...]:
+    """Returns the index of k in kv, (batch, seqlen, 2, nheads_k, headdim). Raises ValueError for another shape."""
     require_tensors(kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise bad_argument("kv", f"shape {tuple(kv.shape)}", "(batch, seqlen, 2, nheads_k, headdim)")
-    k = (slice(None), slice(None), 0)
-    return _rotate(kv, [(k, cos, sin)], inplace=True, options={"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+    return slice(None), slice(None), 0
 
 
 #: gamma of xPos (arXiv 2212.10554): pair i has the base scale (2 i / dim + gamma) / (1 + gamma).
@@ -346,4 +376,6 @@ class RotaryEmbedding(torch.nn.Module):
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
         if cos_k is None or sin_k is None:
             cos_k, sin_k = cos, sin
+        # before q is written
+        _check_shapes(kv[_keys_of(kv)], cos_k, sin_k, seqlen_offset, None, None)
         return apply_rotary_emb(qkv, cos, sin, inplace=True, **options), apply_rotary_emb_kv_(kv, cos_k, sin_k, **options)

@@ -2,7 +2,8 @@
 
 Each dimension of the mesh shards the batch, the heads or nothing. The placements of the first sharded tensor decide, and the other
 tensors are redistributed. A single KV head is replicated where query heads are sharded. Options with a batch or heads are sharded alike;
-plain tensors count as replicated. Inside PyTorch's `context_parallel` the sequence is sharded, and the operators run as a ring.
+plain tensors count as replicated. q, k and v are DTensors, unless PyTorch's `implicit_replication` is on. Inside PyTorch's
+`context_parallel` the sequence is sharded, and the operators run as a ring.
 
 The rules are handlers of DTensor's dispatcher, as those of PyTorch's context parallelism, because strategies of its sharding propagator
 do not see tensors among keyword arguments. `integrations.dtensor` calls `register` when an operator first receives a DTensor."""
@@ -47,6 +48,7 @@ def _fwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if _is_context_parallel(args[0]):
             return _ring_fwd(*args, **kwargs)
         q, k, v = args
+        _require_dtensors(q=q, k=k, v=v)
         call = _Sharding(q, (k, v))
         generator = call.generator(q, kwargs.get("dropout_p", 0.0), kwargs.get("generator"))
         local = call.operands(q, k, v)
@@ -82,6 +84,17 @@ def _bwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             if sinks is None
             else _wrap(call.mesh, dsinks, sinks.shape, call.summed(call.sinks)),
         )
+
+
+def _require_dtensors(**operands: Tensor) -> None:
+    """Raises ValueError for a plain tensor beside DTensors, as DTensor does for PyTorch's operators. It may be a rank's own shard, of which
+    each rank would take a part again; and its gradient would be a DTensor."""
+    if getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False):
+        return
+    for name, t in operands.items():
+        if not isinstance(t, DTensor):
+            expected = "a DTensor: DTensor.from_local or distribute_tensor makes one"
+            raise bad_argument(name, "a plain tensor beside DTensors", expected)
 
 
 def _lse_shape(q: Tensor) -> tuple[int, ...]:  # of softmax_lse, for a packed or a dense q

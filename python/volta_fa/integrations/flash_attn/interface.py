@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument, require_none, require_tensors
+from ...errors import bad_argument, require_none, require_strided, require_tensors
 from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
 
 __all__ = [
@@ -151,7 +151,7 @@ def _paged(
 ) -> tuple[Tensor, Tensor]:
     """Computes `flash_attn_varlen_func` over pages. Returns out and softmax_lse. `options`: what `_options` and `_lengths` return, and
     seqused_k, the sequences' lengths, unless those in cu_seqlens_k count."""
-    require_tensors(q=q, k=k, v=v)
+    require_strided(q=q, k=k, v=v)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = (
         options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k")
     )
@@ -160,7 +160,7 @@ def _paged(
     if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.dtype != torch.int32:
         expected = f"shape {tuple(cu_seqlens_q.shape)} of dtype torch.int32, as cu_seqlens_q"
         raise bad_argument("cu_seqlens_k", f"shape {tuple(cu_seqlens_k.shape)} of dtype {cu_seqlens_k.dtype}", expected)
-    if max_seqlen_k < 0:
+    if max_seqlen_k is None or max_seqlen_k < 0:
         raise bad_argument("max_seqlen_k", max_seqlen_k, "the length of the longest sequence")
     return torch.ops.volta_fa.fwd_kvcache(
         with_unit_stride(q), k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
@@ -266,7 +266,7 @@ def flash_attn_with_kvcache(
     synchronizes. Otherwise an entry with impossible lengths or pages gets NaN in out and softmax_lse, and the kernels access no
     memory of other entries for it.
     """
-    require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    require_strided(q=q, k_cache=k_cache, v_cache=v_cache)
     for name, operand in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if operand.dim() != 4:
             expected = "rank 4, (batch, seqlen, nheads, headdim)"
@@ -279,6 +279,7 @@ def flash_attn_with_kvcache(
         raise bad_argument("v", "None", "a value: k is given")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         # a Python number, unlike a tensor's values, can be checked without synchronizing
+        require_tensors(**{name: t for name, t in (("k", k), ("block_table", block_table)) if t is not None})
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
         room = capacity - (0 if k is None or k.dim() != 4 else k.shape[1])
         if not 0 <= cache_seqlens <= room:
@@ -318,7 +319,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], dropout_p: float, deterministic: bool, return_attn_probs: bool
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes all functions for training. options: what `_options` and `_lengths` return."""
-    require_tensors(q=q, k=k, v=v)
+    require_strided(q=q, k=k, v=v)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
     out, softmax_lse, rng_state = _fwd(q, k, v, **options)
     if not return_attn_probs:
@@ -366,7 +367,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tenso
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
     """Returns the `count` tensors in dimension -3 of `packed`. `leading` names the dimensions before it, for the error. torch.unbind's
     backward stacks the gradients once. Separate slices would fill and add `count` tensors of the whole size."""
-    require_tensors(**{name: packed})
+    require_strided(**{name: packed})
     expected = (*leading.split(", "), str(count), "nheads" if count == 3 else "nheads_k", "headdim")
     if packed.dim() != len(expected) or packed.shape[-3] != count:
         raise bad_argument(name, f"shape {tuple(packed.shape)}", f"({', '.join(expected)})")
