@@ -1,5 +1,6 @@
-// Grid mapping of all forward kernels: a block's query rows, head and batch entry, from blockIdx. remat_* functions (rematerialize,
-// ptx.cuh) read a special register again where the value is needed, so that it holds no register in between.
+// Grid mapping of the forward kernels: a block's query rows, head and batch entry, from blockIdx. (Stream-K grids have one of their
+// own, tile_split.cuh.) remat_* functions (rematerialize, ptx.cuh) read a special register again where the value is needed, so that
+// it holds no register in between.
 #pragma once
 
 #include "mask.cuh"

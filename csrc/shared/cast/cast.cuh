@@ -42,7 +42,8 @@ enum Phase : int {  // CastParams::phase
     kRestoreLse,  // restores softmax_lse of rows that got an exponent of their own
 };
 enum Tensor : int { kQ, kK, kV };  // that a block casts
-// Rows of CastParams::largest, which has a number for each group: the fp32 bits of a magnitude, which compare as integers. 0: none.
+// Rows of CastParams::largest, which has a number for each group: the fp32 bits of a magnitude, which compare as integers. 0: none,
+// as the host sets all before the first phase.
 enum Magnitude : int {
     kLargest,  // rows 0 to 2: of q, k and v, finite elements
     kSmallest = 3,  // rows 3 and 4: of k and v, ~bits, for atomicMax: the least nonzero maximum of a lane's part of a row
