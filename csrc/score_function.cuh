@@ -10,7 +10,7 @@
 // class like Softcap, with a feature of its own.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx.cuh"  // remat_parameter()
 #include "softmax.cuh"  // exp2_approx(), log2_approx(), kLog2e
 #include "volta_fa_params.h"  // generated from src/params: Problem (scale_log2: softmax_scale * log2(e)), ScoreOptions
 

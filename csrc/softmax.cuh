@@ -19,7 +19,7 @@
 // that sees nothing else, as with scores of -inf.
 #pragma once
 
-#include "half.cuh"
+#include "half.cuh"  // upper_halves(): of two words, in one
 
 // How far a scaled score may exceed row_max before row_max moves, log2 units.
 constexpr float kRescaleThreshold = 7.f;

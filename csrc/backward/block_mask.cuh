@@ -11,7 +11,7 @@
 
 #include "backward/score_coord.cuh"  // Layout: which lane has which score; BwdParams (src/params)
 #include "listed_steps.cuh"  // ListedSteps: iterator over a list; HeadLists, BlockLists: lists in memory; kListedRows: 128
-#include "ptx.cuh"
+#include "ptx.cuh"  // load_int_if(): a predicated load; remat_thread_index()
 
 // Bits of a warp's scores, Rows rows by at most 32 columns of a step: a lane holds the word of one row, and hide() shuffles words
 // to the lanes with that row's scores. The Layout (score_coord.cuh) says which these are: an element's slots count from the lane's

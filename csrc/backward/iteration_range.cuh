@@ -8,7 +8,7 @@
 
 #include "mask.cuh"  // Mask: row_first(), row_end(): rows that see any of some keys; key_first(), key_end(): keys that rows see
 #include "ptx.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // kVarlen; BwdParams (src/params)
 
 // Query rows that a block of Keys keys visits in steps of Step.
 template <int Keys, int Step>

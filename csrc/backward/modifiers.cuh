@@ -12,7 +12,7 @@
 #pragma once
 
 #include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; BwdParams (src/params)
-#include "ptx.cuh"
+#include "ptx.cuh"  // remat_block_batch(); add_global(): an atomic addition
 #include "score_mod.cuh"  // Alibi, Bias, Philox (random numbers), uses_...(): whether the problem has a feature
 
 // Moves all tiles but the first down by one: the rolled loop's next tile becomes the first.

@@ -8,8 +8,8 @@
 #pragma once
 
 #include "backward/scratch.cuh"  // RowStats; rounded_row(), rounded_rows(): rows in scratch memory; BwdParams (src/params)
-#include "half.cuh"
-#include "softmax.cuh"
+#include "half.cuh"  // to_float2(): packed fp16 to fp32
+#include "softmax.cuh"  // positive_infinity()
 #include "tile.cuh"  // kChunk: 8 columns, 16 bytes; rows_of(): address of a row
 
 // Dot product of eight pairs of fp16.

@@ -11,7 +11,7 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS and SHARED_BYTES (of a block).
 #pragma once
 
-#include "batch_invariant.cuh"
+#include "batch_invariant.cuh"  // kBatchInvariant: a row's output bits do not depend on the batch
 #include "conditional.cuh"
 #include "decode/partials.cuh"  // RowState: a row's softmax state; SharedPartials, combine_...(), Write...; quotient(): a division
 #include "decode/split_partials.cuh"  // WriteSplit, join_splits(): of batch-invariant kernels

@@ -6,9 +6,9 @@
 #pragma once
 
 #include "conditional.cuh"
-#include "decode/tile_scheduler.cuh"
-#include "ptx.cuh"
-#include "quantized.cuh"
+#include "decode/tile_scheduler.cuh"  // kKeyFormat, kValueFormat: the cache's formats; kQuantized
+#include "ptx.cuh"  // load_columns(): loads words if their columns exist
+#include "quantized.cuh"  // Element: conversion of a format; CacheFormatInfo (src/kernels): its bits and scales
 
 namespace decode {
 

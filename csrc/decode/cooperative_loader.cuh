@@ -17,7 +17,7 @@
 #pragma once
 
 #include "decode/bf16_value.cuh"  // Bf16Scaler: multiplies bf16 by a power of two, factor(), that makes them fit fp16
-#include "decode/cache_registers.cuh"
+#include "decode/cache_registers.cuh"  // of tile_scheduler.cuh: WorkTile s, the block's tokens and rows; kStepTiles
 #include "decode/column_groups.cuh"  // kGroupHeaddim, first_column(): columns of this warp
 #include "decode/page_iterator.cuh"  // PageIterator: page numbers along a sequence
 

@@ -8,9 +8,9 @@
 // memory. Where four warps need the same tokens, CooperativeLoader loads for all instead.
 #pragma once
 
-#include "decode/cache_registers.cuh"
+#include "decode/cache_registers.cuh"  // of tile_scheduler.cuh: WorkTile s, the block's tokens and rows; kStepTiles
 #include "decode/column_groups.cuh"
-#include "decode/page_iterator.cuh"
+#include "decode/page_iterator.cuh"  // PageIterator: page numbers along a sequence
 #include "decode/scales.cuh"  // StepScales: scales and zero points of a step, kRegisters of them in each lane
 
 namespace decode {

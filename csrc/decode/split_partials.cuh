@@ -10,7 +10,7 @@
 #pragma once
 
 #include "decode/partials.cuh"  // RowState: a row's row_max and sum; kColumns; WriteOutput
-#include "decode/split_scheduler.cuh"
+#include "decode/split_scheduler.cuh"  // SplitTile: a split of a row tile, as work of a block
 
 namespace decode {
 

@@ -14,7 +14,7 @@
 // that any row sees. THREADS: of a block. BLOCKS_PER_SM: blocks that an SM runs at once. IS_LATENTS: K and V are one latent (MLA).
 #pragma once
 
-#include "decode/tile_scheduler.cuh"
+#include "decode/tile_scheduler.cuh"  // SequenceWork, WorkTile; next_sequence(): skips those without row tiles
 
 namespace decode {
 

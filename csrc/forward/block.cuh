@@ -3,7 +3,7 @@
 // it holds no register in between.
 #pragma once
 
-#include "mask.cuh"
+#include "mask.cuh"  // Mask: key_first(), key_end(): keys that rows see
 #include "tile.cuh"
 #include "volta_fa_params.h"  // generated from src/params: Problem
 

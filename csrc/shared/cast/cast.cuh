@@ -26,11 +26,11 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once
 
-#include "half.cuh"
+#include "half.cuh"  // to_half2(), to_float2(), unpack8(): of fp16 or bf16
 #include "seqlen_info.cuh"  // SeqlenInfo; CastParams, Operand, Output (src/params): strides in elements
 #include "shared/cast/visible_keys.cuh"  // VisibleKeys: whether any query sees a key
-#include "softmax.cuh"
-#include "tile.cuh"
+#include "softmax.cuh"  // kLog2e
+#include "tile.cuh"  // load_global(): 16 bytes
 
 namespace cast {
 

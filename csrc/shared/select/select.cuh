@@ -8,8 +8,8 @@
 // The kernel's row in src/kernels gives THREADS and SHARED_BYTES (of a block).
 #pragma once
 
-#include "half.cuh"
-#include "lengths.cuh"
+#include "half.cuh"  // bf16x2_to_float2(), to_half2(): pairs of numbers
+#include "lengths.cuh"  // load_length(); load_int_if() (ptx.cuh): a predicated load
 #include "volta_fa_params.h"  // generated from src/params: SparseMlaParams, ChosenTokens (indices of one cache)
 
 namespace select {
