@@ -4,7 +4,7 @@
 // decode kernels; docs/design/batch-invariance.md lists all differences.
 #pragma once
 
-#include "softmax.cuh"
+#include "softmax.cuh"  // RescaledRows: which rows move
 
 #ifdef BATCH_INVARIANT
 constexpr bool kBatchInvariant = true;

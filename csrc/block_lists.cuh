@@ -27,7 +27,8 @@
 // Constructors take (grid, thread block, first column, end of columns); that of ListedSteps in backward kernels takes (block lists,
 // address of a list, end of columns). ListedSteps loads an entry one block before use; its template parameter Ahead is the largest
 // n. CompactListedSteps holds three registers fewer and waits for loads at each block. ListedBlockSteps is for kernels that loop
-// over a block's steps. The file of each has its name.
+// over a block's steps: advance_block() goes to the next block, start() waits for the constructor's loads. The file of each has its
+// name.
 #pragma once
 
 #include "tile.cuh"

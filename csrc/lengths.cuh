@@ -2,7 +2,7 @@
 // cache.cuh, decode/partials.cuh and shared/select/select.cuh.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx.cuh"  // load_int(): a volatile load
 #include "volta_fa_params.h"  // generated from src/params: Lengths
 
 // Loads one length, page number or index.

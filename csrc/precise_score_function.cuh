@@ -2,7 +2,7 @@
 // backward/store_scores.cuh. For 16-bit tensors score_function.cuh has a cheaper one, with an error of about 2^-23 of the cap.
 #pragma once
 
-#include "score_function.cuh"
+#include "score_function.cuh"  // reciprocal_approx(), exp2_approx(); Problem, ScoreOptions (src/params)
 
 // softcap * tanh(x / softcap). function_parameter is softcap, inverse_function_parameter 1 / softcap.
 class PreciseSoftcap {

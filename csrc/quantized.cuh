@@ -3,7 +3,7 @@
 // number is (code - zero point) * scale; only int4 has zero points. python/volta_fa/kv_cache/formats.py defines the formats.
 #pragma once
 
-#include "half.cuh"
+#include "half.cuh"  // half2_sub(), half2_mul(): on two fp16; lower_halves(), upper_halves()
 #include "volta_fa_params.h"  // generated from src/params: Operand, CacheScale, CacheFormat, CacheFormatInfo
 
 // Address of row `row` of a page of K or V, for KV head `head`. Strides count bytes.

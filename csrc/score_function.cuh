@@ -10,7 +10,7 @@
 // class like Softcap, with a feature of its own.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx.cuh"  // remat_parameter()
 #include "softmax.cuh"  // exp2_approx(), log2_approx(), kLog2e
 #include "volta_fa_params.h"  // generated from src/params: Problem (scale_log2: softmax_scale * log2(e)), ScoreOptions
 
@@ -27,7 +27,7 @@ class Softcap {
     float cap_;  // softcap, in log2 units
 
 public:
-    static constexpr unsigned kFeature = kFeatureSoftcap;
+    static constexpr unsigned kFeature = kFeatureSoftcap;  // bit in sets of features (features.cuh)
 
     __device__ __forceinline__ Softcap(const Problem& p, const ScoreOptions& o)
         : to_exponent_(2.f * p.scale_log2 * o.inverse_function_parameter), cap_(o.function_parameter * kLog2e) {}
@@ -42,7 +42,7 @@ public:
 
     __device__ __forceinline__ float factor() const { return -2.f * cap_; }
     __device__ __forceinline__ float constant() const { return cap_; }
-    __device__ __forceinline__ static float constant_of(float factor) { return -.5f * factor; }
+    __device__ __forceinline__ static float constant_of(float factor) { return -.5f * factor; }  // constant(), from factor()
 
     __device__ __forceinline__ float state(float product) const { return state(product, kPlain); }
     // Return the score minus constant(), plus `offset`: of a state, and of a product.

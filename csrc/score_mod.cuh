@@ -23,10 +23,10 @@
 
 #include "conditional.cuh"
 #include "features.cuh"  // kHas..., kRequired...: score features that the kernel has code for
-#include "half.cuh"
-#include "philox.cuh"
+#include "half.cuh"  // to_float2(): packed fp16 to fp32; halves()
+#include "philox.cuh"  // Philox, DropoutRule: dropout, for includers
 #include "score_function.cuh"
-#include "softmax.cuh"
+#include "softmax.cuh"  // kLog2e; kLargestScore: 2^24
 #include "volta_fa_params.h"  // generated from src/params: Problem, ScoreOptions (strides in elements; null: not used)
 
 // Whether the problem uses a feature. Kernels that require features (kRequiredFeatures, compile time) need no test.

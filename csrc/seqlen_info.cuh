@@ -9,7 +9,7 @@
 #include "cache.cuh"  // CacheSeqlenInfo
 #include "features.cuh"  // kVarlen, kPaged: compiled features
 #include "lengths.cuh"  // packed_range(): rows of a packed sequence; Problem, Lengths, FwdParams (src/params)
-#include "mask.cuh"
+#include "mask.cuh"  // Mask: which keys a row sees
 
 template <bool Varlen, bool Paged = false>
 class SeqlenInfo;

@@ -19,14 +19,14 @@
 // that sees nothing else, as with scores of -inf.
 #pragma once
 
-#include "half.cuh"
+#include "half.cuh"  // upper_halves(): of two words, in one
 
 // How far a scaled score may exceed row_max before row_max moves, log2 units.
 constexpr float kRescaleThreshold = 7.f;
 constexpr float kPackedOne = 256.f;  // what a probability of 1 is packed as
-constexpr float kPackingShift = 1.92592994e-34f;  // 2^-112
+constexpr float kPackingShift = 1.92592994e-34f;  // 2^-112: factor of the numbers that pack_shifted() takes
 constexpr float kLargestScore = 16777216.f;  // 2^24: bound of |score * scale_log2|
-constexpr float kLowest = -3e38f;  // below every finite score; with -inf, inf - inf would give NaN
+constexpr float kLowest = -3e38f;  // a row's first `limit`: below every finite score, so the first tile with one updates row_max
 constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kLog2e = 1.4426950408889634f;
 

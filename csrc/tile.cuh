@@ -7,7 +7,7 @@
 // not load rows and columns outside the matrix: registers keep their contents, and the caller clears them.
 #pragma once
 
-#include "ptx.cuh"
+#include "ptx.cuh"  // load_global_if(), store_shared(): 16 bytes
 #include "unrolled.cuh"
 #include "volta_fa_params.h"  // generated from src/params: Operand (read) and Output (written), strides in elements
 

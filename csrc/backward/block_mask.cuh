@@ -11,11 +11,11 @@
 
 #include "backward/score_coord.cuh"  // Layout: which lane has which score; BwdParams (src/params)
 #include "listed_steps.cuh"  // ListedSteps: iterator over a list; HeadLists, BlockLists: lists in memory; kListedRows: 128
-#include "ptx.cuh"
+#include "ptx.cuh"  // load_int_if(): a predicated load; remat_thread_index()
 
 // Bits of a warp's scores, Rows rows by at most 32 columns of a step: a lane holds the word of one row, and hide() shuffles words
 // to the lanes with that row's scores. The Layout (score_coord.cuh) says which these are: an element's slots count from the lane's
-// first query and key. remat_thread_index() reads threadIdx.x again, so that it holds no register in between (ptx.cuh).
+// first query and key. kKeyRows: rows are keys. remat_thread_index() (ptx.cuh) reads threadIdx.x again: it then holds no register.
 template <class Layout, int Rows>
 class ScoreBits {
     static_assert(Rows <= 32, "a word a lane");
@@ -24,9 +24,10 @@ class ScoreBits {
     bool any_;
 
 public:
-    // Loads the bits of the current step of `steps` (0 steps later). `row`: the warp's first key (transposed list) or query.
-    // `column`: the warp's first column, counted from the step's. `columns`: number of the sequence's. A step past them, and a bit
-    // tile outside the mask's tensor, hide all scores: the word stays 0.
+    // Loads the bits of the current step of `steps`. tile_after(n) is the number of the bit tile of the step n later, and
+    // column_in_tile(n) its first column there. `row`: the warp's first key (transposed list) or query. `column`: the warp's first
+    // column, counted from the step's. `columns`: number of the sequence's. A step past them, and a bit tile outside the mask's
+    // tensor, hide all scores: the word stays 0.
     template <class Blocks, class Steps>
     __device__ __forceinline__ void load(const Blocks& blocks, const Steps& steps, int row, int column, int columns) {
         any_ = steps.has_bits() || steps.first() >= columns;
@@ -75,7 +76,8 @@ public:
 };
 
 // A thread block visits the steps of its list. DenseBlocks (dense_blocks.cuh) has the same interface without a block mask. BitsOf:
-// ScoreBits, or turing's StepBits. Ahead: how many steps later the iterator also tells the columns of, for loads.
+// ScoreBits, or turing's StepBits, which loads bits one step ahead. Ahead: the iterator also tells the columns of as many later
+// steps, for loads.
 template <int Ahead, template <class, int> class BitsOf>
 class ListedBlocksOf {
     const BlockLists& lists_;

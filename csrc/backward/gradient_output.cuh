@@ -2,7 +2,7 @@
 // main, dq and postprocess kernels write gradients.
 #pragma once
 
-#include "half.cuh"
+#include "half.cuh"  // to_half2(): two fp32 to packed fp16
 #include "seqlen_info.cuh"  // kHasFp32Gradients
 #include "tile.cuh"
 #include "volta_fa_params.h"  // generated from src/params: BwdParams

@@ -6,9 +6,9 @@
 // computing a bound again in every step. kVarlen kernels (features.cuh) read each sequence's lengths from memory.
 #pragma once
 
-#include "mask.cuh"  // Mask: rows and keys that see each other; UnmaskedRows, UnmaskedKeys: steps without a mask
+#include "mask.cuh"  // Mask: row_first(), row_end(): rows that see any of some keys; key_first(), key_end(): keys that rows see
 #include "ptx.cuh"
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // kVarlen; BwdParams (src/params)
 
 // Query rows that a block of Keys keys visits in steps of Step.
 template <int Keys, int Step>

@@ -7,11 +7,12 @@
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
 // parameters of features and blockIdx.z (remat_block_batch()), so that they hold no registers in between.
 //
-// Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element in it, r its query, j a key.
+// Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element in it, r its query, j a key. A
+// lane has kRows queries of a tile by kKeys (2 or 4) keys of each: element(r, j). row_slot(r) and key_slot(v) count from its first.
 #pragma once
 
 #include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; BwdParams (src/params)
-#include "ptx.cuh"
+#include "ptx.cuh"  // remat_block_batch(); add_global(): an atomic addition
 #include "score_mod.cuh"  // Alibi, Bias, Philox (random numbers), uses_...(): whether the problem has a feature
 
 // Moves all tiles but the first down by one: the rolled loop's next tile becomes the first.
@@ -42,7 +43,7 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
     const ScoreOptions& options = p.score_options;
     const Bias bias(p.problem, options, batch, head);
     if constexpr (Layout::kKeys == 2) {
-        // A load brings an aligned group of four keys. The lane has two of them: (0, 2) or (1, 3).
+        // A load brings an aligned group of four keys. The lane has two of them, (0, 2) or (1, 3), which every_second() picks.
         uint4 loaded[Layout::kRows];
 #pragma unroll
         for (int r = 0; r < Layout::kRows; r++)

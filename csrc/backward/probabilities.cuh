@@ -8,8 +8,8 @@
 // tile's rows are keys.
 #pragma once
 
-#include "softmax.cuh"
-#include "unrolled.cuh"
+#include "softmax.cuh"  // exp2_approx(): 2^x by one instruction
+#include "unrolled.cuh"  // unrolled(): nested unrolled loops
 
 // P is kept in fp16 as P * 2^12, so that small P are normal numbers. It overflows fp16 (65504) only above P = 15.99: rounding of S
 // and lse can make P larger than 1, where |S * scale_log2| is about 2^24.

@@ -3,12 +3,13 @@
 // (probabilities.cuh). It has the unit of a product Q K^T, so one factor, scale_log2 = scale * log2(e), turns both into log2 units.
 // volta's accumulators of dO V^T begin with the second, so that dP - delta costs nothing; turing's kernels add it in multiply-adds.
 // Written by the preprocess kernel, or by the fused kernel (write_row_statistics). Eight lanes compute a row's delta, in loads of
-// 16 bytes each. RowStats (scratch.cuh) is their memory layout: volta's accumulators need two copies of each.
+// 16 bytes each. RowStats (scratch.cuh) is their memory layout: kRowFloats floats a query, kCopies copies of each statistic (two
+// for volta's accumulators), kCopyDistance floats apart.
 #pragma once
 
-#include "backward/scratch.cuh"  // rounded_row(), rounded_rows(): rows in scratch memory; BwdParams (src/params)
-#include "half.cuh"
-#include "softmax.cuh"
+#include "backward/scratch.cuh"  // RowStats; rounded_row(), rounded_rows(): rows in scratch memory; BwdParams (src/params)
+#include "half.cuh"  // to_float2(): packed fp16 to fp32
+#include "softmax.cuh"  // positive_infinity()
 #include "tile.cuh"  // kChunk: 8 columns, 16 bytes; rows_of(): address of a row
 
 // Dot product of eight pairs of fp16.

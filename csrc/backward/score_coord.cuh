@@ -19,8 +19,8 @@
 
 #include "score_layout.cuh"
 #include "seqlen_info.cuh"  // BlockSeqlenInfo, mask_of(): lengths and mask of a sequence
-#include "softmax.cuh"
-#include "unrolled.cuh"
+#include "softmax.cuh"  // negative_infinity()
+#include "unrolled.cuh"  // unrolled(): nested unrolled loops
 #include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // Returns whether a layout's rows, keys and elements agree. For a static_assert after each layout.

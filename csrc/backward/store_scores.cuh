@@ -44,7 +44,7 @@
 #include "backward/staged_tiles.cuh"  // StagedTile, staged_steps(): operands through shared memory
 #include "backward/stored_scores.cuh"  // kStored...: layout of P and dS; StoredScores, BwdParams (src/params)
 #include "conditional.cuh"
-#include "precise_score_function.cuh"
+#include "precise_score_function.cuh"  // PreciseScoreFunction: softcap with fp32's digits; function_score(): score and slope
 
 // Without a block-sparse mask: all scores inside lengths, causal mask and window exist.
 struct AllScores {

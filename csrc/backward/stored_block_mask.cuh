@@ -3,7 +3,7 @@
 // block has a tile of bits, 1 where the score exists. A thread block has the 128 queries of one list, and a warp one block of keys.
 #pragma once
 
-#include "backward/store_scores.cuh"
+#include "backward/store_scores.cuh"  // the kernel; AllScores there has this interface without a mask; kStoredRows: 128
 #include "block_lists.cuh"  // BlockLists, HeadLists: lists in memory; bits_of(): address of a word; clamped_...(): counts
 
 // What the list says of a thread block's tile, 128 queries by 128 keys.

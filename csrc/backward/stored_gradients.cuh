@@ -169,8 +169,8 @@ struct BackwardGradients {
 
     // Computes dK or dV of 128 keys, over the queries of all heads of the KV head's group. `key_tile`: counted from the launch's
     // first. `column`: the block's first column of the gradient.
-    static __device__ __forceinline__ void keys(const BwdParams& p, const StoredScores& stored, int key_head, int key_tile,
-                                                int column, bool is_dv) {
+    static __device__ __forceinline__ void key_gradients(const BwdParams& p, const StoredScores& stored, int key_head, int key_tile,
+                                                         int column, bool is_dv) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const unsigned shared = shared_address(shared_memory);
         const Lane lane(threadIdx.x % 32);
@@ -268,8 +268,8 @@ struct BackwardGradients {
     }
 
     // Computes dQ of 128 queries, over the launch's keys. `launch_head`: query head, from the launch's first. `column`: first.
-    static __device__ __forceinline__ void queries(const BwdParams& p, const StoredScores& stored, int launch_head, int query_tile,
-                                                   int column) {
+    static __device__ __forceinline__ void query_gradients(const BwdParams& p, const StoredScores& stored, int launch_head,
+                                                           int query_tile, int column) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const unsigned shared = shared_address(shared_memory);
         const Lane lane(threadIdx.x % 32);
@@ -354,13 +354,13 @@ struct BackwardGradients {
         if (tile < key_blocks) {
             const int column = tile % (columns_k + columns_v);
             const bool is_dv = column >= columns_k;
-            keys(p, stored, key_head, tile / (columns_k + columns_v), (is_dv ? column - columns_k : column) * kStagedColumns,
-                 is_dv);
+            key_gradients(p, stored, key_head, tile / (columns_k + columns_v),
+                          (is_dv ? column - columns_k : column) * kStagedColumns, is_dv);
         } else {
             tile = gridDim.x / stored.heads - 1 - tile;
-            const int row = tile / columns_k;
-            queries(p, stored, (key_head - stored.first_head) * group + row % group, row / group,
-                    tile % columns_k * kStagedColumns);
+            const int item = tile / columns_k;  // number of (query tile, head of the group), heads fastest
+            query_gradients(p, stored, (key_head - stored.first_head) * group + item % group, item / group,
+                            tile % columns_k * kStagedColumns);
         }
     }
 };

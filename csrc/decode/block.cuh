@@ -11,11 +11,11 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS and SHARED_BYTES (of a block).
 #pragma once
 
-#include "batch_invariant.cuh"
+#include "batch_invariant.cuh"  // kBatchInvariant: a row's output bits do not depend on the batch
 #include "conditional.cuh"
-#include "decode/partials.cuh"
-#include "decode/split_partials.cuh"
-#include "decode/tree.cuh"
+#include "decode/partials.cuh"  // RowState: a row's softmax state; SharedPartials, combine_...(), Write...; quotient(): a division
+#include "decode/split_partials.cuh"  // WriteSplit, join_splits(): of batch-invariant kernels
+#include "decode/tree.cuh"  // DraftTokens, load_draft_tokens(); kTree (features.cuh): the kernel has a tree mask
 
 namespace decode {
 
@@ -128,7 +128,7 @@ struct Block {
 
 private:
     // Returns the RowInfo of a row of a tile (SplitTile is a WorkTile). Rows past the last one get that of the last, which keeps
-    // indices in bounds.
+    // indices in bounds. p.group.divisor: query heads of a KV head.
     __device__ __forceinline__ static RowInfo row_info_of(const DecodeParams& p, const WorkTile& s, int row) {
         row = s.row + min(row, s.rows - 1);
         const int query = quotient(row, p.group), head = s.head_k * p.group.divisor + row - query * p.group.divisor;

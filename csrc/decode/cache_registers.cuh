@@ -2,13 +2,13 @@
 // takes them (quantized.cuh has the conversions). Used by the decode loaders, mainloop.cuh and volta/decode/mla.cuh.
 //
 // A chunk is eight columns of one row as fp16: uint4. Products read all operands by chunk(number), whether they come from
-// registers, from shared memory (CooperativeLoader) or are constants (Ones). A row tile is eight query rows.
+// registers, from shared memory (CooperativeLoader) or are constants (Ones). A row tile is here eight query rows, of a warp.
 #pragma once
 
 #include "conditional.cuh"
-#include "decode/tile_scheduler.cuh"
-#include "ptx.cuh"
-#include "quantized.cuh"
+#include "decode/tile_scheduler.cuh"  // kKeyFormat, kValueFormat: the cache's formats; kQuantized
+#include "ptx.cuh"  // load_columns(): loads words if their columns exist
+#include "quantized.cuh"  // Element: conversion of a format; CacheFormatInfo (src/kernels): its bits and scales
 
 namespace decode {
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "decode/tile_scheduler.cuh"
-#include "ptx.cuh"
+#include "ptx.cuh"  // named_sync(): a barrier of some warps
 
 namespace decode {
 

@@ -16,10 +16,10 @@
 //   value_slot(lane)          for the first of the lane's two tokens of a tile (Layout::value_token); the other's is 32 slots on
 #pragma once
 
-#include "decode/bf16_value.cuh"
-#include "decode/cache_registers.cuh"
-#include "decode/column_groups.cuh"
-#include "decode/page_iterator.cuh"
+#include "decode/bf16_value.cuh"  // Bf16Scaler: multiplies bf16 by a power of two, factor(), that makes them fit fp16
+#include "decode/cache_registers.cuh"  // of tile_scheduler.cuh: WorkTile s, the block's tokens and rows; kStepTiles
+#include "decode/column_groups.cuh"  // kGroupHeaddim, first_column(): columns of this warp
+#include "decode/page_iterator.cuh"  // PageIterator: page numbers along a sequence
 
 namespace decode {
 
@@ -143,7 +143,8 @@ private:
     }
     __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlotBytes); }
     // Scales loaded bf16 and converts it to fp16 in place. The factor goes to shared memory. Outlying keys saturate: they decide
-    // the softmax anyway, and the other keys keep their digits. Values do not saturate.
+    // the softmax anyway, and the other keys keep their digits. Values do not saturate. The lambda, called when a factor falls, is
+    // for rescaling earlier results: here unify_value_scale() does that, and score_factor() divides scores by each step's factor.
     __device__ __forceinline__ void convert() {
         if (has_values_)
             scaler_.convert(loaded_, [](float) {});

@@ -8,15 +8,16 @@
 // memory. Where four warps need the same tokens, CooperativeLoader loads for all instead.
 #pragma once
 
-#include "decode/cache_registers.cuh"
+#include "decode/cache_registers.cuh"  // of tile_scheduler.cuh: WorkTile s, the block's tokens and rows; kStepTiles
 #include "decode/column_groups.cuh"
-#include "decode/page_iterator.cuh"
-#include "decode/scales.cuh"
+#include "decode/page_iterator.cuh"  // PageIterator: page numbers along a sequence
+#include "decode/scales.cuh"  // StepScales: scales and zero points of a step, kRegisters of them in each lane
 
 namespace decode {
 
-// Which token and columns of a tile (eight tokens) a lane loads, from the family's Layout. first_column(), kGroupHeaddim: first and
-// number of the warp's columns (V: first_column_v(), kGroupHeaddimV). Above headdim 256 two warps divide a row (column_groups.cuh).
+// Which token and columns of a tile (eight tokens) a lane loads, by Layout ({volta,turing}/decode/layout.cuh). first_column(),
+// kGroupHeaddim: first and number of the warp's columns (V: first_column_v(), kGroupHeaddimV). Above headdim 256 two warps divide a
+// row (column_groups.cuh).
 //
 // A lane has a chunk of eight columns of every 32 of K and of every 64 of V. Keys<n> and Columns<format, n, 64> are a lane's n
 // chunks (cache_registers.cuh). In the tensor the chunks of one 16-byte load are adjacent, but products take columns in another
@@ -40,7 +41,7 @@ template <class Coords>
 class DirectLoader {
     PageIterator pages_;
     const CacheUnit *k_, *v_;  // the lane's columns of its token; a CacheUnit is 16 bits, or a byte of a quantized cache
-    const float* scale_[StepScales::kRegisters];  // where the lane's scales are, if tokens have any (kTokenScales; scales.cuh)
+    const float* scale_[StepScales::kRegisters];  // where the lane's scales are, if tokens have any (kTokenScales)
     const CacheUnit *k_base_, *v_base_;  // k_ and v_ at row 0 of page 0, kept because quantized steps enter pages often
     bool page_valid_;  // false: the block table names a page outside the cache
     int token_;  // the step's first; all lanes have the same, and add Coords' token of a tile
@@ -97,7 +98,8 @@ public:
                                       v_ + row * p.cache.v.row_stride);
             }
     }
-    // Loads a step's scales: lane % kStepTokens is the token. Tokens that do not exist get 0. Predicated, without a branch.
+    // Loads a step's scales and zero points. Register i of a lane gets that of token lane % kStepTokens, from the tensor
+    // lane_scale(i). Lanes from kLanes on have none. Tokens that do not exist get 0. Predicated, without a branch.
     __device__ __forceinline__ void load_scales(const DecodeParams& p, int seqlen_k, StepScales& scales) const {
         const int lane = threadIdx.x & 31;
         const bool exists = lane < StepScales::kLanes && token_ + lane % kStepTokens < seqlen_k;

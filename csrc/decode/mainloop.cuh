@@ -47,13 +47,13 @@
 #pragma once
 
 #include "decode/bf16_value.cuh"
-#include "decode/block.cuh"
+#include "decode/block.cuh"  // RowInfo: position and ALiBi slope of a row; SharedPartials
 #include "decode/column_groups.cuh"
 #include "decode/direct_loader.cuh"
 #include "decode/cooperative_loader.cuh"
 #include "decode/staged_loader.cuh"
-#include "score_layout.cuh"
-#include "score_mod.cuh"
+#include "score_layout.cuh"  // row_max(), row_sum(): over the lanes of a row
+#include "score_mod.cuh"  // Alibi; ScoreFunction (softcap), whose parameter() is 0 if the problem has none
 
 namespace decode {
 

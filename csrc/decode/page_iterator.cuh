@@ -4,7 +4,7 @@
 // cache is one page: the sequence's entry. A page has p.cache.rows tokens. (forward/pages.cuh has another PageIterator.)
 #pragma once
 
-#include "decode/tile_scheduler.cuh"
+#include "decode/tile_scheduler.cuh"  // WorkTile: tokens and rows that a block computes; kStaged, kStepTokens
 
 namespace decode {
 

@@ -10,9 +10,9 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS, THREADS (of a block) and HEADDIM_V.
 #pragma once
 
-#include "semaphore.cuh"
-#include "decode/tile_scheduler.cuh"
-#include "forward/output.cuh"
+#include "semaphore.cuh"  // is_last_block(): true in the last of the blocks that this launch (launch_id) counts at a semaphore
+#include "decode/tile_scheduler.cuh"  // WorkTile; quotient(): n / divisor by a multiplication
+#include "forward/output.cuh"  // add_sink(); SoftmaxResult: a row's lse, and the factor of its output
 
 namespace decode {
 
@@ -124,7 +124,7 @@ struct GlobalPartials {
         const int slots = 2 * gridDim.x;
         return reinterpret_cast<float2*>(output_at(partials, slots)) + (level * slots + slot) * static_cast<long long>(BLOCK_ROWS);
     }
-    __device__ __forceinline__ int slot_of(int i) const { return slot(first + i * distance, first_block); }
+    __device__ __forceinline__ int partial_slot(int i) const { return slot(first + i * distance, first_block); }
 
     // Loads the states of `count` partials and returns their weights. All threads of the block call it.
     __device__ __forceinline__ RowWeights<kMost> weights(int count, int rows) const {
@@ -132,7 +132,7 @@ struct GlobalPartials {
         const int row = remat_thread_index();
         if (row < rows)
             found.set(count, row, [&](int i) {
-                const float2 x = __ldcg(states_at(partials, level, slot_of(i)) + row);
+                const float2 x = __ldcg(states_at(partials, level, partial_slot(i)) + row);
                 return RowState{x.x, x.y};
             });
         __syncthreads();
@@ -140,7 +140,7 @@ struct GlobalPartials {
     }
     __device__ __forceinline__ const float* place(int row, int column) const { return partials + offset(row, column); }
     __device__ __forceinline__ void load(int i, const float* place, float4 (&x)[2]) const {
-        const float* from = place + slot_of(i) * static_cast<long long>(BLOCK_ROWS * HEADDIM_V);
+        const float* from = place + partial_slot(i) * static_cast<long long>(BLOCK_ROWS * HEADDIM_V);
         for (int half = 0; half < 2; half++) x[half] = __ldcg(reinterpret_cast<const float4*>(from + half * kHalf));
     }
 };
@@ -196,7 +196,7 @@ struct WriteOutputAs {
         const Problem& problem = p.problem;
         row += first;
         const int group = p.group.divisor, packed = s.row + row;
-        // a division in batch-invariant kernels: those of latents have no registers for a quotient() here, and would spill
+        // Batch-invariant kernels divide: those of MLA's latents have no registers for quotient() here, and would spill.
         const int query = kBatchInvariant ? packed / group : quotient(packed, p.group);
         const int head = s.head_k * group + packed - query * group;
         const float sum_of_keys = state.sum, max_of_keys = state.row_max;

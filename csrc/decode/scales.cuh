@@ -5,7 +5,7 @@
 // the probabilities, because the product P V mixes tokens whose scales differ. Scales of keys multiply the scores directly.
 #pragma once
 
-#include "decode/tile_scheduler.cuh"
+#include "decode/tile_scheduler.cuh"  // kTokenScales, kKeyZeroPoints, kValueZeroPoints: what the cache's formats have
 
 namespace decode {
 

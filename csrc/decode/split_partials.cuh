@@ -9,8 +9,8 @@
 // problem's headdim_v; a slot has room for all).
 #pragma once
 
-#include "decode/partials.cuh"
-#include "decode/split_scheduler.cuh"
+#include "decode/partials.cuh"  // RowState: a row's row_max and sum; kColumns; WriteOutput
+#include "decode/split_scheduler.cuh"  // SplitTile: a split of a row tile, as work of a block
 
 namespace decode {
 
@@ -43,7 +43,7 @@ struct SplitSlots {
     float4* base;
     int rows;  // of a slot
 
-    // make_opaque: else the compiler keeps this number in a register, which kernels that use all lack.
+    // make_opaque (ptx.cuh): else the compiler keeps this number in a register throughout, and kernels that use all would spill.
     __device__ __forceinline__ explicit SplitSlots(const DecodeParams& p)
         : base(reinterpret_cast<float4*>(p.partials)),
           rows(min(p.problem.seqlen_q * (p.problem.nheads / p.problem.nheads_k), BLOCK_ROWS)) {
@@ -80,7 +80,7 @@ struct SplitSlots {
 // Takes a split's result for eight columns of a row (a `write` of combine_partials). Writes the output if it is the row tile's only
 // split, or the last of a block that takes all, one after the other (`whole`). Until then, that block keeps the joint result in its
 // one slot, which serves all of its splits. Other blocks store each split's partial in a slot of its own, for the last to arrive.
-// SplitTile has TileScheduler's names: `first_block` is the split's number among `blocks` splits.
+// SplitTile is a WorkTile, as WriteOutput takes: there `first_block` is the split's number among `blocks` splits.
 struct WriteSplit {
     const DecodeParams& p;
     const SplitTile& s;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTi
     const SplitSlots slots(p);
     constexpr int kChunks = HEADDIM_V / kColumns, kAhead = 8;  // parts of a row; parts that a thread loads at once
 #pragma unroll 1
-    for (int i = remat_thread_index(); i < s.rows * kChunks; i += THREADS) {
+    for (int i = remat_thread_index(); i < s.rows * kChunks; i += THREADS) {  // remat_: threadIdx read again, to hold no register
         const int row = i / kChunks, column = i % kChunks * kColumns;
         if (column >= p.problem.headdim_v) continue;
         SplitSlots::Place place = slots.at(begin, row, column);

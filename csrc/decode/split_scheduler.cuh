@@ -11,10 +11,10 @@
 //                 whose partials would take much memory
 //
 // SequenceWork (tile_scheduler.cuh) has a sequence's number of row tiles, over all KV heads, and the range of tokens [first, end)
-// that any row sees. THREADS: of a block.
+// that any row sees. THREADS: of a block. BLOCKS_PER_SM: blocks that an SM runs at once. IS_LATENTS: K and V are one latent (MLA).
 #pragma once
 
-#include "decode/tile_scheduler.cuh"
+#include "decode/tile_scheduler.cuh"  // SequenceWork, WorkTile; next_sequence(): skips those without row tiles
 
 namespace decode {
 

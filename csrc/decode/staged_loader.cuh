@@ -7,7 +7,7 @@
 // Only this warp reads or writes its part, so __syncwarp is the only synchronization. Scales travel the same way.
 #pragma once
 
-#include "decode/direct_loader.cuh"
+#include "decode/direct_loader.cuh"  // DirectLoader; OperandCoords; StepScales (scales.cuh): scales in registers
 
 namespace decode {
 

@@ -12,9 +12,9 @@
 // STEP, not the step above: rows of a warp, or of MLA the rows of output that shared memory holds at a time (volta/decode/mla.cuh).
 #pragma once
 
-#include "batch_invariant.cuh"
-#include "cache.cuh"
-#include "mask.cuh"
+#include "batch_invariant.cuh"  // kBatchInvariant
+#include "cache.cuh"  // CacheSeqlenInfo: lengths of a sequence; DecodeParams (src/params)
+#include "mask.cuh"  // Mask: key_first(), key_end(): tokens that queries see
 
 // Returns n / d.divisor, for 0 <= n < 2^31, by a multiplication and a shift, because a division is some twenty instructions.
 // d.factor is 2^d.shift / d.divisor, rounded up.

@@ -7,7 +7,7 @@
 // window counts by depth: a query's position is that of the first draft token plus its depth. So it hides the lowest set bits.
 #pragma once
 
-#include "decode/tile_scheduler.cuh"
+#include "decode/tile_scheduler.cuh"  // WorkTile: batch entry, lengths and rows of a block's work; DecodeParams
 #include "features.cuh"
 
 namespace decode {

@@ -1,8 +1,9 @@
-// Grid mapping of all forward kernels: a block's query rows, head and batch entry, from blockIdx. remat_* functions (rematerialize,
-// ptx.cuh) read a special register again where the value is needed, so that it holds no register in between.
+// Grid mapping of the forward kernels: a block's query rows, head and batch entry, from blockIdx. (Stream-K grids have one of their
+// own, tile_split.cuh.) remat_* functions (rematerialize, ptx.cuh) read a special register again where the value is needed, so that
+// it holds no register in between.
 #pragma once
 
-#include "mask.cuh"
+#include "mask.cuh"  // Mask: key_first(), key_end(): keys that rows see
 #include "tile.cuh"
 #include "volta_fa_params.h"  // generated from src/params: Problem
 

@@ -37,7 +37,8 @@ __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTil
 }
 
 // Adds an attention sink (one extra logit per head in the softmax's denominator) to a finished row's row_max and sum. Returns the
-// factor for its output. The sink merges as a row with one key of probability 1, whose output is 0, so other_factor is unused.
+// factor for its output. SoftmaxRow::merge() joins a row's states over two sets of keys, and gives a factor for either's output.
+// The sink merges as a row with one key of probability 1, whose output is 0, so other_factor is unused.
 __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head, float& row_max, float& sum) {
     float factor = 1.f;
     if (options.sinks) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
 
 // Finishes the lane's row r of the warp's row tile mt. `row` is the warp's first row, `lse` that of the sequence's row 0. Writes
 // the lse if the row exists, and returns the factor for its output. All lanes of the warp call it together, because row_sum
-// shuffles.
+// shuffles. SoftmaxResult: the row's lse, and output_scale, which divides its output by the sum.
 //
 // Packed: P V took probabilities rounded to fp16, while the sum has them unrounded. From |row_max| = kInexactRowMax (8192) on,
 // row_max is so coarse in fp32 that the probability of a row's only visible key may not be 1. The sum that divides `out` is then

@@ -13,7 +13,7 @@
 #include "mask.cuh"  // Mask: row i sees keys i + low to i + high
 #include "score_layout.cuh"
 #include "score_mod.cuh"  // ScoreFunction, Alibi, Bias; Philox, DropoutRule: dropout
-#include "seqlen_info.cuh"
+#include "seqlen_info.cuh"  // BlockSeqlenInfo, for output.cuh, which includes this file
 #include "softmax.cuh"  // SoftmaxRow: a row's lazy maximum, its limit and the sum
 #include "tile.cuh"
 

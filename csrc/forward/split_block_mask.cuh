@@ -5,7 +5,7 @@
 // keys of a step, 16; kWarpRows: rows of a warp, 16; kListedRows: rows of a list, 128.
 #pragma once
 
-#include "compact_listed_steps.cuh"
+#include "compact_listed_steps.cuh"  // CompactListedSteps: iterator over the steps of a list
 #include "forward/block_mask.cuh"  // MaskBits: bits of partial blocks; HeadLists, BlockLists: lists in memory
 #include "forward/split.cuh"  // RowTileGrid: a thread block for each row tile and head
 

@@ -40,7 +40,7 @@ struct TileCoord {
     int row, head, batch;
     __device__ __forceinline__ TileCoord(const Problem& p, int row_block) {
         const int tiles_of_head = (p.seqlen_q + BlockRows - 1) / BlockRows;  // row tiles
-        if (kPaged) {  // last rows of all heads first, because they see most keys; a launch has one sequence
+        if (kPaged) {  // the planner takes these grids for one sequence alone. Last rows of all heads first: they see most keys
             const int from_last = row_block / p.nheads;
             row = (tiles_of_head - 1 - from_last) * BlockRows;
             batch = 0;
@@ -54,7 +54,7 @@ struct TileCoord {
     }
 };
 
-// Coordinates and keys of a block.
+// A block's TileCoord, its KV head, and its split.
 template <int BlockRows>
 struct SplitBlock : TileCoord<BlockRows> {
     TileSplit split;

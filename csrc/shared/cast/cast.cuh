@@ -26,11 +26,11 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once
 
-#include "half.cuh"
+#include "half.cuh"  // to_half2(), to_float2(), unpack8(): of fp16 or bf16
 #include "seqlen_info.cuh"  // SeqlenInfo; CastParams, Operand, Output (src/params): strides in elements
 #include "shared/cast/visible_keys.cuh"  // VisibleKeys: whether any query sees a key
-#include "softmax.cuh"
-#include "tile.cuh"
+#include "softmax.cuh"  // kLog2e
+#include "tile.cuh"  // load_global(): 16 bytes
 
 namespace cast {
 
@@ -42,7 +42,8 @@ enum Phase : int {  // CastParams::phase
     kRestoreLse,  // restores softmax_lse of rows that got an exponent of their own
 };
 enum Tensor : int { kQ, kK, kV };  // that a block casts
-// Rows of CastParams::largest, which has a number for each group: the fp32 bits of a magnitude, which compare as integers. 0: none.
+// Rows of CastParams::largest, which has a number for each group: the fp32 bits of a magnitude, which compare as integers. 0: none,
+// as the host sets all before the first phase.
 enum Magnitude : int {
     kLargest,  // rows 0 to 2: of q, k and v, finite elements
     kSmallest = 3,  // rows 3 and 4: of k and v, ~bits, for atomicMax: the least nonzero maximum of a lane's part of a row

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block_lists.cuh"  // HeadLists: lists in memory; clamped_...(): counts; a listed block: 128 queries by 64 keys
-#include "half.cuh"
+#include "half.cuh"  // to_float2(): packed fp16 to fp32
 #include "seqlen_info.cuh"  // Mask, SeqlenInfo; CastParams (src/params)
 
 namespace cast {

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "cache.cuh"  // CacheSeqlenInfo: lengths and offsets of a sequence; page_of(), has_page()
-#include "half.cuh"
+#include "half.cuh"  // pack2(): two fp32 to fp16 or bf16
 #include "quantized.cuh"  // bytes_of_page(), scale_of_page(): addresses; CacheFormatInfo: facts of a format
 #include "volta_fa_params.h"  // generated from src/params: DequantizeParams; Output, strides in elements
 

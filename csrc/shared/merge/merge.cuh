@@ -9,8 +9,8 @@
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows of a block) and THREADS (of a block).
 #pragma once
 
-#include "half.cuh"
-#include "softmax.cuh"
+#include "half.cuh"  // unpack8(), pack2(): fp16 or bf16, from and to fp32
+#include "softmax.cuh"  // positive_infinity(), negative_infinity()
 #include "volta_fa_params.h"  // generated from src/params: MergeParams, whose strides count elements
 
 namespace merge {

@@ -8,8 +8,8 @@
 // The kernel's row in src/kernels gives THREADS and SHARED_BYTES (of a block).
 #pragma once
 
-#include "half.cuh"
-#include "lengths.cuh"
+#include "half.cuh"  // bf16x2_to_float2(), to_half2(): pairs of numbers
+#include "lengths.cuh"  // load_length(); load_int_if() (ptx.cuh): a predicated load
 #include "volta_fa_params.h"  // generated from src/params: SparseMlaParams, ChosenTokens (indices of one cache)
 
 namespace select {
@@ -45,7 +45,7 @@ __device__ __forceinline__ int append(const ChosenTokens& tokens, bool is_extra,
     return length;
 }
 
-// Makes a query's list, and the start values of its rows' max_logits. The blocks of query 0 bound the sinks.
+// Makes a query's list, and the start values of its rows' max_logits. The block of query 0 also bounds the sinks.
 __device__ __forceinline__ void make_list(const SparseMlaParams& p, int query) {
     extern __shared__ uint4 shared_memory[];
     static_assert(SHARED_BYTES == kWarps * sizeof(int), "the row in src/kernels and the kernel disagree");
