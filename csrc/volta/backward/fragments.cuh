@@ -116,9 +116,10 @@ __device__ __forceinline__ PackedTile load_packed(u32 address, int m, int n) {
 
 // ---- initial accumulators -------------------------------------------------------------------------
 
-// RowStats (backward/scratch.cuh) is the layout of -lse/scale and -delta (delta = rowsum(dO * O)) in global memory. Either
-// statistic of four queries is eight floats, each value twice, kCopyDistance floats apart: two 16-byte loads fill an accumulator,
-// whose elements are two keys of each query. `stats`: the statistic to load, of the lane's queries in tile 0 (lane_stats_offset()).
+// RowStats (backward/scratch.cuh) is the layout of -lse/scale and -delta (delta = rowsum(dO * O)) in global memory: kRowFloats (4)
+// floats a query. Either statistic of four queries is eight floats, each value twice: query r's at offset(r), and kCopyDistance
+// floats further. Two 16-byte loads fill an accumulator, whose elements are two keys of each query. `stats`: the statistic to load,
+// of the lane's queries in tile 0 (lane_stats_offset()).
 
 // Returns whether float v of a statistic of four queries is the value of element v's query, for all v.
 __device__ constexpr bool statistics_fill_an_accumulator() {

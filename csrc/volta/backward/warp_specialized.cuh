@@ -24,8 +24,10 @@
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO),
 //                     kScores (P^T and dS^T); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
+//   KeysLayout        of a tile a lane has four queries of two keys; score_own(lane, m, v): key of element v of tile m, from the
+//                     warp's first (fragments.cuh)
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
-//                     kRowFloats a query (backward/scratch.cuh)
+//                     kRowFloats a query; rounded_row(): the sequence's first row there, of all heads (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
 //   queries           with a block-sparse mask: iterator over listed steps; first(): a step's first query; after(n): n steps later
@@ -66,9 +68,10 @@ struct BackwardWarpSpecialized {
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore, kStreamK = Grid::kStreamK;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
-    // Products take half of the code in kernels whose step would not fit the instruction cache: lists and dQ from headdim 128 on.
+    // Products take half of the code in kernels whose step would not fit the instruction cache: those with score features, and
+    // those with lists and dQ above headdim 64.
     static constexpr bool kCompact = kHasScoreFeatures || (Blocks::kListed && kWithDq && Headdim > 64);
-    using Dq = DqProduct<S, kCompact>;
+    using Dq = DqProduct<S, kCompact>;  // dQ += dS K of a step: multiply(), then add_to() or store() (dq_product.cuh)
     using Coord = ScoreCoord<KeysLayout>;
     static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
     static_assert(S::kThreads == 256, "two roles of four warps");
@@ -188,7 +191,7 @@ struct BackwardWarpSpecialized {
                     add_bias_gradient(x, p, head, coord);
             }
             if (uses_score_function(options)) multiply(x, copy);
-            // Only keys that exist: for others the first role stored 0, which the next step reads.
+            // Only keys that exist: for others the tile keeps the 0 (cleared by run()) that the next step reads as P.
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);
         }

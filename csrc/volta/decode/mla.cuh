@@ -156,7 +156,8 @@ class MlaMainloop {
         }
     }
 
-    // The thread's part of the next step's latents, in registers.
+    // The thread's part of the next step's latents, in registers. PageIterator has the step's page: number() in the cache, and row
+    // `row` of the step's first token in it; advance() returns true on entering a new page. unpack8() turns eight codes into fp16.
     class LatentLoader {
         decode::PageIterator pages_;
         const decode::CacheUnit* from_;  // of this thread

@@ -196,6 +196,7 @@ struct ForwardSharedQ {
         typename Grid::template Steps<kTileKeys> keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kTileKeys>;
         Bits bits;
+        // load steps of K and V, in turn, from tensors or through the pages of a KV cache (forward/pages.cuh)
         KvTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads, Grid::template Stream> tiles(thread, p, block, sequence.k_offset(),
                                                                                              key, key_end);
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
