@@ -52,7 +52,7 @@ struct BackwardSingleRoleHalves {
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys, a half 16 queries");
     static_assert(!kHasScoreFeatures, "registers leave no room for features of scores");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8, kHalfTiles = kColumnTiles / 2;
-    using Layout = KeysLayout<2>;  // which scores a lane has, of 32 keys by 8 queries (fragments.cuh)
+    using Layout = KeysLayout<2>;  // of 32 keys by 8 queries a lane has four keys, key_of_lane(lane, m, h), of two queries
     using Dq = DqProduct<S>;
     static_assert(Dq::kAllPairs % Dq::kColumnWarps == 0, "each warp has Dq::kPairs pairs");
 

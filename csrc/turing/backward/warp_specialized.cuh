@@ -93,7 +93,7 @@ struct BackwardWarpSpecialized {
     // Staggered, with one slot of Q and dO. Registers hold the loads of both tiles at once, but not also the end of the loop over
     // heads, so that is computed again for each head (remat_heads_end).
     static constexpr bool kOneSlotStaggered = kStaggered && Slots == 1;
-    using Layout = KeysLayout<kKeyTiles>;  // which scores a lane has (fragments.cuh)
+    using Layout = KeysLayout<kKeyTiles>;  // of a column tile a lane has two queries of 2 * kKeyTiles keys (fragments.cuh)
     using Scores = Accumulator[kColumnTiles][kKeyTiles];  // fp32, [n][m]
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];  // fp16, [n][m][h]: words of the lane's two queries
     using Bits = typename Blocks::template Bits<Layout, kKeys>;
@@ -224,7 +224,7 @@ struct BackwardWarpSpecialized {
         if constexpr (kOneCallPerLane) {  // kernels with dropout alone (fragments.cuh)
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
-                TileDropoutMask kept;
+                TileDropoutMask kept;  // of_key[i]: of the lane's key i, 0xffff for each of two queries that dropout keeps
                 kept.draw(Layout(), p, philox, row + 8 * n, key);
                 unrolled<kKeyTiles, 2>([&](int m, int h) {
                     const u32 halves = kept.of_key[2 * m + h];
