@@ -46,14 +46,14 @@
 #pragma once
 
 #include "backward/dense_blocks.cuh"
-#include "backward/modifiers.cuh"
-#include "backward/residual_signs.cuh"
-#include "backward/scratch.cuh"
-#include "backward/tiles.cuh"
-#include "turing/backward/one_feature.cuh"
-#include "turing/backward/products.cuh"
-#include "turing/backward/shape.cuh"
-#include "turing/backward/step_loads.cuh"
+#include "backward/modifiers.cuh"  // score features: add_alibi(), add_bias(), draw_kept_tile(); apply_mask(): -inf where masked
+#include "backward/residual_signs.cuh"  // signs that say which way P was rounded
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/tiles.cuh"  // clear_shared(): zeros
+#include "turing/backward/one_feature.cuh"  // InitialScores, TileDropoutMask: kernels that require one feature
+#include "turing/backward/products.cuh"  // products; score_gradient(): dS from P and dP
+#include "turing/backward/shape.cuh"  // Shape, HeadRows, load_own_keys(); DqMode: what becomes of dQ
+#include "turing/backward/step_loads.cuh"  // StepStats; StepTileLoader: load() of a step's Q and dO, store() to shared memory
 
 namespace turing {
 

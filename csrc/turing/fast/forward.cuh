@@ -37,11 +37,11 @@
 
 #include "conditional.cuh"
 #include "features.cuh"
-#include "forward/block.cuh"
-#include "softmax.cuh"
+#include "forward/block.cuh"  // ForwardBlock: a block's rows, head and batch entry; remat_head()
+#include "softmax.cuh"  // exp2_approx(); pack_shifted(): packs x * 2^-112 as fp16 x
 #include "tile.cuh"
 #include "turing/fast/mma.cuh"
-#include "turing/fast/queries.cuh"
+#include "turing/fast/queries.cuh"  // load_queries(); codes.cuh: KeyCodes, v_exponent()
 #include "turing/fast/span_mask.cuh"
 #include "turing/fast/state.cuh"
 

@@ -19,9 +19,9 @@
 #pragma once
 
 #include "batch_invariant.cuh"
-#include "forward/block.cuh"
-#include "dense_steps.cuh"
-#include "forward/pages.cuh"
+#include "forward/block.cuh"  // ForwardBlock, kBlockHeads: a block's rows and heads, of which only HeadGroupGrid has several
+#include "dense_steps.cuh"  // DenseSteps: iterator over a range of keys; NoMaskBits: no single scores are hidden
+#include "forward/pages.cuh"  // for pipelined.cuh: K and V in a KV cache's pages (kPaged kernels)
 #include "turing/forward/layout.cuh"
 #include "turing/forward/one_feature.cuh"
 #include "turing/forward/row_stream.cuh"

@@ -27,14 +27,14 @@
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
-#include "backward/dense_blocks.cuh"
-#include "backward/modifiers.cuh"
-#include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "backward/tiles.cuh"
-#include "backward/iteration_range.cuh"
-#include "volta/backward/products.cuh"
+#include "backward/dense_blocks.cuh"  // DenseBlocks: all keys of a range
+#include "backward/modifiers.cuh"  // score features: function_score(), add_position_terms(), draw_kept_rows(), dropped_gradient()
+#include "backward/probabilities.cuh"  // exponentials(), ExponentAddends: P = 2^(score - lse)
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; apply_mask(), mask_tile(): -inf where masked
+#include "backward/tiles.cuh"  // load_own(), StepTiles: rows from global to shared memory; shared_to_output(): back
+#include "backward/iteration_range.cuh"  // KeyRange: keys that the block's queries see
+#include "volta/backward/products.cuh"  // Fragments, accumulate(): products; to_shared(), to_fp32_output(): dQ at the end
 
 namespace volta {
 

@@ -16,10 +16,10 @@
 //   swizzled(r, c)    byte offset of chunk c of row r in a tile with permuted chunks; chunk_after(x, n): address n chunks after x
 #pragma once
 
-#include "backward/packed_tile.cuh"
+#include "backward/packed_tile.cuh"  // PackedTile: a lane's eight scores as fp16
 #include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "tile.cuh"
+#include "backward/score_coord.cuh"  // what both layouts promise to shared code: covers_tile(), has_rows_and_keys()
+#include "tile.cuh"  // swizzled(), chunk_after(); load_shared() 16 bytes, load_shared2() 8
 #include "volta/backward/shape.cuh"
 #include "volta/mma.cuh"
 

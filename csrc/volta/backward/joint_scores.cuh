@@ -17,10 +17,10 @@
 //   kHas...           whether the kernel is compiled for the feature (features.cuh)
 #pragma once
 
-#include "backward/modifiers.cuh"
-#include "backward/probabilities.cuh"
-#include "volta/backward/bias_gradient.cuh"
-#include "volta/backward/key_block.cuh"
+#include "backward/modifiers.cuh"  // score features: Alibi, Bias, philox_of() (random numbers); uses_...(): the problem has one
+#include "backward/probabilities.cuh"  // ExponentAddends, kExponentShift, kExponentUnit
+#include "volta/backward/bias_gradient.cuh"  // store_bias_gradient(): dbias as fp16
+#include "volta/backward/key_block.cuh"  // KeyBlock: number() of the thread block's block of keys
 
 namespace volta {
 

@@ -13,7 +13,7 @@
 //   remat_*()         reads special registers again (ptx.cuh)
 #pragma once
 
-#include "backward/gradient_output.cuh"
+#include "backward/gradient_output.cuh"  // store_gradient2(): two neighbors of a gradient
 #include "backward/tiles.cuh"
 #include "volta/backward/fragments.cuh"
 

@@ -30,17 +30,17 @@
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
-#include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "backward/tiles.cuh"
-#include "backward/iteration_range.cuh"
-#include "backward/gradient_output.cuh"
+#include "backward/probabilities.cuh"  // exponentials(), ExponentAddends: P = 2^(score - lse); kExponentShift
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/score_coord.cuh"  // apply_mask(): -inf where masked
+#include "backward/tiles.cuh"  // load_own(), StepTiles: rows from global to shared memory; shared_to_output(): back
+#include "backward/iteration_range.cuh"  // QueryRange
+#include "backward/gradient_output.cuh"  // DqMode; gradients_are_fp32(): whether dk and dv are fp32, else fp16
 #include "backward/row_statistics.cuh"
-#include "volta/backward/key_block.cuh"
+#include "volta/backward/key_block.cuh"  // KeyBlock
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/joint_scores.cuh"
-#include "volta/backward/products.cuh"
+#include "volta/backward/products.cuh"  // Fragments, accumulate(): products; to_shared(), to_fp32_output(): dK and dV at the end
 
 namespace volta {
 

@@ -38,22 +38,23 @@
 //   kHas...           score features (softcap, ALiBi, bias, dropout) that this kernel is compiled for (features.cuh)
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
-//   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS in words of two elements, whose sign bits are 0x8000 and 0x80000000
+//   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS in words of two elements, whose sign bits are 0x8000 and 0x80000000;
+//                     with_signs_of(x, y): x with y's sign bits; DroppedKeys: signs(i) marks dropped elements (packed_tile.cuh)
 #pragma once
 
-#include "backward/dense_blocks.cuh"
-#include "backward/modifiers.cuh"
-#include "backward/residual_signs.cuh"
-#include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "backward/tiles.cuh"
-#include "backward/iteration_range.cuh"
-#include "backward/gradient_output.cuh"
-#include "backward/row_statistics.cuh"
-#include "volta/backward/bias_gradient.cuh"
-#include "volta/backward/key_block.cuh"
+#include "backward/dense_blocks.cuh"  // DenseBlocks: all queries of a range
+#include "backward/modifiers.cuh"  // score features: function_score(), add_position_terms(), dropped_gradient() and others
+#include "backward/residual_signs.cuh"  // signs that say which way P was rounded
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; apply_mask(), mask_tile(): -inf where masked
+#include "backward/tiles.cuh"  // load_own(), StepTiles: rows from global to shared memory; shared_to_output(): back
+#include "backward/iteration_range.cuh"  // QueryRange
+#include "backward/gradient_output.cuh"  // DqMode; gradients_are_fp32(): whether dk and dv are fp32, else fp16
+#include "backward/row_statistics.cuh"  // write_row_statistics(): -lse/scale and -delta, in the fused kernel
+#include "volta/backward/bias_gradient.cuh"  // store_bias_gradient(): dbias as fp16
+#include "volta/backward/key_block.cuh"  // KeyBlock
 #include "volta/backward/dq_product.cuh"
-#include "volta/backward/products.cuh"
+#include "volta/backward/products.cuh"  // Fragments, accumulate(): products; to_shared(), to_fp32_output(): dK and dV at the end
 
 namespace volta {
 

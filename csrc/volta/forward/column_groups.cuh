@@ -30,8 +30,8 @@
 #pragma once
 
 #include "forward/block.cuh"
-#include "forward/pages.cuh"
-#include "volta/forward/required_features.cuh"
+#include "forward/pages.cuh"  // PagedTileStream: loads of a KV cache; has_pages(): whether it has all pages of the sequence
+#include "volta/forward/required_features.cuh"  // layout.cuh: ForwardLane, ForwardLayout, grid policies
 #include "volta/forward/output_product.cuh"
 
 namespace volta {

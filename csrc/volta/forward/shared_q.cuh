@@ -28,9 +28,9 @@
 //                     and blocks that an SM has room for
 #pragma once
 
-#include "forward/block.cuh"
-#include "forward/pages.cuh"
-#include "volta/forward/required_features.cuh"
+#include "forward/block.cuh"  // kBlockHeads: query heads of a block, more than 1 under HeadGroupGrid alone
+#include "forward/pages.cuh"  // KvTiles: loads K and V, from tensors or a KV cache's pages; has_pages(): whether it has all pages
+#include "volta/forward/required_features.cuh"  // Features; from layout.cuh Probabilities (of P V), grid policies
 #include "volta/forward/output_product.cuh"
 
 namespace volta {
@@ -196,7 +196,6 @@ struct ForwardSharedQ {
         typename Grid::template Steps<kTileKeys> keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kTileKeys>;
         Bits bits;
-        // load steps of K and V, in turn, from tensors or through the pages of a KV cache (forward/pages.cuh)
         KvTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads, Grid::template Stream> tiles(thread, p, block, sequence.k_offset(),
                                                                                              key, key_end);
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
