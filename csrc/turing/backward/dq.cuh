@@ -89,7 +89,7 @@ struct BackwardDq {
                 return m ? x[kRowTiles - 1][r] : x[0][r];  // kRowTiles is 1 or 2: a choice of two needs no index
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
-            // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
+            // The score function (softcap; parameter 0: none) maps a product to a state, from which score and derivative follow.
             if (ScoreFunction::parameter(options) > 0.f) {
                 const ScoreFunction function(p.problem, options);
 #pragma unroll

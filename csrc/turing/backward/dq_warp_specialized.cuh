@@ -111,7 +111,7 @@ struct BackwardDqWarpSpecialized {
             const int n = tile / kRowTiles, m = tile % kRowTiles;
             const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 8 * n);
             Accumulator& score = s[0][0];
-            // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
+            // The score function (softcap; parameter 0: none) maps a product to a state, from which score and derivative follow.
             if (ScoreFunction::parameter(options) > 0.f) {
                 const ScoreFunction function(p.problem, options);
                 float slope[4];

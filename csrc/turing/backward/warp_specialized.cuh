@@ -234,7 +234,9 @@ struct BackwardWarpSpecialized {
             }
             return;
         }
-        u32 kept = 0;  // bits 4 * n to 4 * n + 3 of both halves say which scores the lane keeps of column tile n (draw_kept_tile)
+        // Bits 4 * n to 4 * n + 3 of both halves say which scores the lane keeps of column tile n (draw_kept_tile). sign_masks()
+        // below widens each sign bit to all 16 bits.
+        u32 kept = 0;
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
             kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))

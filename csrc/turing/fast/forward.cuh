@@ -35,14 +35,14 @@
 //   BLOCK_ROWS, SHARED_BYTES  query rows and shared memory of a block: the kernel's row in src/kernels
 #pragma once
 
-#include "conditional.cuh"
+#include "conditional.cuh"  // Conditional<B, X, Y>::Type: X if B, else Y
 #include "features.cuh"
 #include "forward/block.cuh"  // ForwardBlock: a block's rows, head and batch entry; remat_head()
 #include "softmax.cuh"  // exp2_approx(); pack_shifted(): packs x * 2^-112 as fp16 x
 #include "tile.cuh"
-#include "turing/fast/mma.cuh"
+#include "turing/fast/mma.cuh"  // multiply_int8(), multiply_add_int8(), multiply_add_fp16(): products; kSumZero
 #include "turing/fast/queries.cuh"  // load_queries(); codes.cuh: KeyCodes, v_exponent()
-#include "turing/fast/span_mask.cuh"
+#include "turing/fast/span_mask.cuh"  // SpanMask; kHasMask
 #include "turing/fast/state.cuh"
 
 namespace turing {

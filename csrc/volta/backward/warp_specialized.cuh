@@ -145,7 +145,8 @@ struct BackwardWarpSpecialized {
                 const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), coord);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    with_signs.x[i] = probabilities.x[i] | dropped.signs(i);  // a set sign bit marks a dropped probability
+                    // A set sign bit marks a dropped probability. sign_masks() widens it to all 16 bits.
+                    with_signs.x[i] = probabilities.x[i] | dropped.signs(i);
                     probabilities.x[i] &= ~sign_masks(dropped.signs(i));
                 }
             }
@@ -183,7 +184,7 @@ struct BackwardWarpSpecialized {
             // P is kept times kProbabilityUnit, 2^12 (probabilities.cuh). So dP - delta is divided by it.
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
-            multiply_by_probabilities(x, probabilities, !uses_dropout(options));
+            multiply_by_probabilities(x, probabilities, !uses_dropout(options));  // without dropout, signs correct P's rounding
             if (kHasBias && p.dbias) {
                 const Coord coord(Lane(remat_thread_index() & 31), row + 16 * n, key + 16 * m);
                 if (p.dbias_is_fp16)
@@ -229,6 +230,7 @@ struct BackwardWarpSpecialized {
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * group_warp : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * group_warp : 0;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        // rows of K in the tensor, at least seqlen_k(); those from seqlen_k() on get gradients of 0
         if (!kFused && first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key, kFused);
 

@@ -51,7 +51,7 @@ class DropoutFeature {
         return (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
                ::remat_head<ForwardLayout::kEitherOrder>(p.problem);
     }
-    // Loads the generator's state again; volatile, so that the loads stay here.
+    // Loads the second number of the generator's state, its offset (the first is the seed); volatile, so that loads stay here.
     __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) { return load_global1(p.score_options.rng_state + 1); }
     // Returns the terms of the lane's first row: the constructor's are those of row 0.
     __device__ __forceinline__ static PhiloxTerms remat_terms(const FwdParams& p, const ForwardLane& lane, int row) {

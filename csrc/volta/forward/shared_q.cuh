@@ -158,7 +158,7 @@ struct ForwardSharedQ {
         const int group = thread / 32 / kGroupWarps, group_key = group * Step;  // key group; its first key in a step
         const int row = block.row + (kHeads == 1 ? warp_row : 0);
 
-        if constexpr (kHeads == 1) {
+        if constexpr (kHeads == 1) {  // the block's rows of Q to shared memory
             constexpr int kRows = kThreads / threads_per_row(kChunks);
             TileLoader<kChunks, kRows, kThreads> q(
                 thread, rows_of(p.q, block.batch, block.head, sequence.q_offset()) + block.row * p.q.row_stride, p.q.row_stride,

@@ -12,9 +12,9 @@
 // block waits, and the output is deterministic.
 #pragma once
 
-#include "forward/tile_split.cuh"
+#include "forward/tile_split.cuh"  // TileSplit, SplitBlock; TileCoord: first row, head and batch entry of a row tile
 #include "semaphore.cuh"
-#include "volta/forward/required_features.cuh"
+#include "volta/forward/required_features.cuh"  // layout.cuh: store_partial(), combine_partial(): softmax state and output
 
 namespace volta {
 
