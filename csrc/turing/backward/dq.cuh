@@ -10,6 +10,9 @@
 //   S (Shape)         sizes (shape.cuh): kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row, kSlotBytes of
 //                     a slot (K, and kStepTile after it V)
 //   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
+//   QueriesLayout     of 16 queries by 8 keys a lane has kRows (2) queries r, row_slot(r) after its first_query(), each with two
+//                     keys. Element v (0 to 3) is of query row_of(v) (fragments.cuh)
+//   Accumulator, OperandA  a lane's part of C, 16 rows by 8 columns, as fp32; and of A, 16 rows by 8, as fp16 (turing/mma.cuh)
 //   keys_by_rows(), keys_by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dQ (products.cuh)
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query;
@@ -22,12 +25,12 @@
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
-#include "backward/dense_blocks.cuh"
-#include "backward/modifiers.cuh"
+#include "backward/dense_blocks.cuh"  // DenseBlocks: all keys of a range
+#include "backward/modifiers.cuh"  // score features: add_position_terms(), draw_kept_tile(); mask_tile(): -inf where masked
 #include "backward/probabilities.cuh"
-#include "turing/backward/products.cuh"
-#include "turing/backward/shape.cuh"
-#include "turing/backward/step_loads.cuh"
+#include "turing/backward/products.cuh"  // products, mask_scores(): -inf where masked
+#include "turing/backward/shape.cuh"  // Shape; KeyRange; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "turing/backward/step_loads.cuh"  // StepTileLoader: a step's K and V, load() to registers, store() to shared memory
 
 namespace turing {
 
@@ -86,7 +89,7 @@ struct BackwardDq {
                 return m ? x[kRowTiles - 1][r] : x[0][r];  // kRowTiles is 1 or 2: a choice of two needs no index
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
-            // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
+            // The score function (softcap; parameter 0: none) maps a product to a state, from which score and derivative follow.
             if (ScoreFunction::parameter(options) > 0.f) {
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
@@ -99,7 +102,7 @@ struct BackwardDq {
             } else {
 #pragma unroll
                 for (int v = 0; v < 4; v++) x[v] = fmaf(x[v], p.problem.scale_log2, of_row(neg_lse, v));
-                if (options.rng_state) {
+                if (options.rng_state) {  // dropout; kept: a bit for each element that it keeps
                     const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                     for (int v = 0; v < 4; v++) dx[v] = is_kept<Layout>(kept, v) ? dx[v] * options.dropout_scale : 0.f;
@@ -139,7 +142,8 @@ struct BackwardDq {
         const int key_origin = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
                   seqlen_k = sequence.seqlen_k();
 
-        // A negative softmax_scale flips the signs of Q (sign_flip), not of dO (0).
+        // Loads the warp's queries as operand A; query_of_lane() says which rows a lane has (fragments.cuh). A negative
+        // softmax_scale flips the signs of Q (sign_flip), not of dO (0).
         OperandA q[kRowTiles][S::kChunks], dout[kRowTiles][S::kChunks];
         load_own_fragments(q, p.q, rows_of(p.q, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row),
                            sequence.seqlen_q(), p.problem.headdim, p.problem.sign_flip, query_of_lane);

@@ -10,6 +10,9 @@
 //   S (Shape)         sizes (shape.cuh): kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row, kSlotBytes of
 //                     a slot (K, and kStepTile after it V)
 //   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
+//   QueriesLayout     of 16 queries by 8 keys a lane has kRows (2) queries r, row_slot(r) after its first_query(), each with two
+//                     keys. Element v (0 to 3) is of query row_of(v) (fragments.cuh)
+//   Accumulator, OperandA  a lane's part of C, 16 rows by 8 columns, as fp32; and of A, 16 rows by 8, as fp16 (turing/mma.cuh)
 //   keys_by_rows(), keys_by_chunks()  give lanes' addresses for ldmatrix; pair_after(x, n): the address 2 * n chunks after x
 //   multiply_pair(), accumulate_pair()  add the products of 16 columns to S or dP; add to 16 columns of dQ (products.cuh)
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query;
@@ -22,13 +25,13 @@
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
-#include "backward/dense_blocks.cuh"
-#include "backward/modifiers.cuh"
-#include "backward/residual_signs.cuh"
-#include "backward/tiles.cuh"
-#include "turing/backward/products.cuh"
-#include "turing/backward/shape.cuh"
-#include "turing/backward/step_loads.cuh"
+#include "backward/dense_blocks.cuh"  // DenseBlocks: all keys of a range
+#include "backward/modifiers.cuh"  // score features: add_position_terms(), draw_kept_tile(); mask_tile(): -inf where masked
+#include "backward/residual_signs.cuh"  // with_residual_signs(), from_residual_sign(): which way P was rounded, in its sign
+#include "backward/tiles.cuh"  // clear_shared(): zeros
+#include "turing/backward/products.cuh"  // products; pack_units(), score_gradient(): dS from P and dP
+#include "turing/backward/shape.cuh"  // Shape; KeyRange; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "turing/backward/step_loads.cuh"  // StepTileLoader: a step's K and V, load() to registers, store() to shared memory
 
 namespace turing {
 
@@ -108,7 +111,7 @@ struct BackwardDqWarpSpecialized {
             const int n = tile / kRowTiles, m = tile % kRowTiles;
             const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 8 * n);
             Accumulator& score = s[0][0];
-            // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
+            // The score function (softcap; parameter 0: none) maps a product to a state, from which score and derivative follow.
             if (ScoreFunction::parameter(options) > 0.f) {
                 const ScoreFunction function(p.problem, options);
                 float slope[4];
@@ -133,7 +136,7 @@ struct BackwardDqWarpSpecialized {
 #pragma unroll
             for (int v = 0; v < 4; v++) score[v] = exp2_approx(score[v]);
             OperandA probabilities = {pack_units(score[0], score[1]), pack_units(score[2], score[3])};
-            if (options.rng_state) {
+            if (options.rng_state) {  // dropout; kept: a bit for each element that it keeps
                 const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                 for (int h = 0; h < 2; h++)
@@ -189,7 +192,7 @@ struct BackwardDqWarpSpecialized {
         const int key_origin = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
                   seqlen_k = sequence.seqlen_k();
 
-        OperandA own[kRowTiles][S::kChunks];  // of Q or of dO
+        OperandA own[kRowTiles][S::kChunks];  // of Q or of dO; query_of_lane() says which rows a lane has (fragments.cuh)
         {
             const Operand& from = is_first_role() ? p.q : p.dout;
             load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(),

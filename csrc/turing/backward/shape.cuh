@@ -12,10 +12,10 @@
 #pragma once
 
 #include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
-#include "backward/iteration_range.cuh"
+#include "backward/scratch.cuh"  // rounded_row(); BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/iteration_range.cuh"  // QueryRange
 #include "backward/gradient_output.cuh"
-#include "backward/row_statistics.cuh"
+#include "backward/row_statistics.cuh"  // write_row_statistics()
 #include "turing/backward/dq_product.cuh"  // for the main kernels, which include this file: dQ += dS K
 #include "turing/backward/fragments.cuh"
 

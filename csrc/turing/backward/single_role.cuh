@@ -34,6 +34,7 @@
 //                     the factor 2^12 (kProbabilityUnit), with which small P fit fp16, and dS has none (step_loads.cuh)
 //   apply_mask()      sets scores that the mask or the sequence's lengths hide to -inf (backward/score_coord.cuh)
 //   InitialScores     what S^T begins with, terms of ALiBi or of a bias (one_feature.cuh)
+//   TileDropoutMask   of_key[i]: of the lane's key i of four, 0xffff for each of its two queries that dropout keeps
 //   remat_*()         reads special registers again, to hold no register; keep_in_register(x) computes x once (ptx.cuh)
 //   kVarlen, kHas..., kGeneric  what this kernel is compiled for (features.cuh); kGeneric: parameters choose the score features
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
@@ -41,12 +42,12 @@
 #pragma once
 
 #include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
-#include "backward/tiles.cuh"
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/tiles.cuh"  // clear_shared(): zeros
 #include "turing/backward/one_feature.cuh"
-#include "turing/backward/products.cuh"
-#include "turing/backward/shape.cuh"
-#include "turing/backward/step_loads.cuh"
+#include "turing/backward/products.cuh"  // products; pack_units(), score_gradient(): P to fp16; dS from P and dP
+#include "turing/backward/shape.cuh"  // Shape, HeadRows, load_own_keys(); DqMode: what becomes of dQ
+#include "turing/backward/step_loads.cuh"  // StepStats; StepTileLoader: load() of a step's Q and dO, store() to shared memory
 
 namespace turing {
 
@@ -61,7 +62,7 @@ struct BackwardSingleRole {
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
     static_assert(!kGeneric, "registers leave room for one feature of scores");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;  // numbers of c and n
-    using Layout = KeysLayout<2>;  // which scores a lane has, of 32 keys by 8 queries (fragments.cuh)
+    using Layout = KeysLayout<2>;  // of 32 keys by 8 queries a lane has four keys, key_of_lane(lane, m, h), of two queries
     using Dq = DqProduct<S>;
     static_assert(Dq::kPairs == 1, "compute_dq has one pair of tiles");
 

@@ -34,11 +34,11 @@
 #pragma once
 
 #include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
-#include "backward/tiles.cuh"
-#include "turing/backward/products.cuh"
-#include "turing/backward/shape.cuh"
-#include "turing/backward/step_loads.cuh"
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/tiles.cuh"  // clear_shared(): zeros
+#include "turing/backward/products.cuh"  // products; pack_units(), score_gradient(): P to fp16; dS from P and dP
+#include "turing/backward/shape.cuh"  // Shape, HeadRows, load_own_keys()
+#include "turing/backward/step_loads.cuh"  // StepStats; StepTileLoader: load() of a step's Q and dO, store() to shared memory
 
 namespace turing {
 
@@ -52,7 +52,7 @@ struct BackwardSingleRoleHalves {
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys, a half 16 queries");
     static_assert(!kHasScoreFeatures, "registers leave no room for features of scores");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8, kHalfTiles = kColumnTiles / 2;
-    using Layout = KeysLayout<2>;  // which scores a lane has, of 32 keys by 8 queries (fragments.cuh)
+    using Layout = KeysLayout<2>;  // of 32 keys by 8 queries a lane has four keys, key_of_lane(lane, m, h), of two queries
     using Dq = DqProduct<S>;
     static_assert(Dq::kAllPairs % Dq::kColumnWarps == 0, "each warp has Dq::kPairs pairs");
 

@@ -33,8 +33,8 @@ struct StepStats {
         }
     }
     // Converts x for P, which kernels keep times kProbabilityUnit (2^kProbabilityBits = 4096): -lse / scale becomes -lse in log2
-    // units plus `shift` (warp_specialized.cuh: kExponentShift, 12 - 112, because it packs P * 2^-100 by pack_shifted), and -delta
-    // is divided by kProbabilityUnit, as callers do with dP. So P * (dP - delta) is dS itself.
+    // units plus `shift`, log2 of P's factor (warp_specialized.cuh passes another one), and -delta is divided by kProbabilityUnit,
+    // as callers do with dP. So P * (dP - delta) is dS itself.
     __device__ __forceinline__ void scale(float scale_log2, float shift = kProbabilityBits) {
         const bool is_lse = remat_thread() % 32 < RowStats::kNegDeltaAt;
 #pragma unroll

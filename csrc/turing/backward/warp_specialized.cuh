@@ -46,14 +46,14 @@
 #pragma once
 
 #include "backward/dense_blocks.cuh"
-#include "backward/modifiers.cuh"
-#include "backward/residual_signs.cuh"
-#include "backward/scratch.cuh"
-#include "backward/tiles.cuh"
-#include "turing/backward/one_feature.cuh"
-#include "turing/backward/products.cuh"
-#include "turing/backward/shape.cuh"
-#include "turing/backward/step_loads.cuh"
+#include "backward/modifiers.cuh"  // score features: add_alibi(), add_bias(), draw_kept_tile(); apply_mask(): -inf where masked
+#include "backward/residual_signs.cuh"  // signs that say which way P was rounded
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/tiles.cuh"  // clear_shared(): zeros
+#include "turing/backward/one_feature.cuh"  // InitialScores, TileDropoutMask: kernels that require one feature
+#include "turing/backward/products.cuh"  // products; score_gradient(): dS from P and dP
+#include "turing/backward/shape.cuh"  // Shape, HeadRows, load_own_keys(); DqMode: what becomes of dQ
+#include "turing/backward/step_loads.cuh"  // StepStats; StepTileLoader: load() of a step's Q and dO, store() to shared memory
 
 namespace turing {
 
@@ -93,7 +93,7 @@ struct BackwardWarpSpecialized {
     // Staggered, with one slot of Q and dO. Registers hold the loads of both tiles at once, but not also the end of the loop over
     // heads, so that is computed again for each head (remat_heads_end).
     static constexpr bool kOneSlotStaggered = kStaggered && Slots == 1;
-    using Layout = KeysLayout<kKeyTiles>;  // which scores a lane has (fragments.cuh)
+    using Layout = KeysLayout<kKeyTiles>;  // of a column tile a lane has two queries of 2 * kKeyTiles keys (fragments.cuh)
     using Scores = Accumulator[kColumnTiles][kKeyTiles];  // fp32, [n][m]
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];  // fp16, [n][m][h]: words of the lane's two queries
     using Bits = typename Blocks::template Bits<Layout, kKeys>;
@@ -224,7 +224,7 @@ struct BackwardWarpSpecialized {
         if constexpr (kOneCallPerLane) {  // kernels with dropout alone (fragments.cuh)
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
-                TileDropoutMask kept;
+                TileDropoutMask kept;  // of_key[i]: of the lane's key i, 0xffff for each of two queries that dropout keeps
                 kept.draw(Layout(), p, philox, row + 8 * n, key);
                 unrolled<kKeyTiles, 2>([&](int m, int h) {
                     const u32 halves = kept.of_key[2 * m + h];
@@ -234,7 +234,9 @@ struct BackwardWarpSpecialized {
             }
             return;
         }
-        u32 kept = 0;  // bits 4 * n to 4 * n + 3 of both halves say which scores the lane keeps of column tile n (draw_kept_tile)
+        // Bits 4 * n to 4 * n + 3 of both halves say which scores the lane keeps of column tile n (draw_kept_tile). sign_masks()
+        // below widens each sign bit to all 16 bits.
+        u32 kept = 0;
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
             kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))

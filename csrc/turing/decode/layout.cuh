@@ -34,7 +34,7 @@ struct DecodeLayout {
     __device__ __forceinline__ static int key_token(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int key_column(const Lane& l) { return 8 * l.quad; }
     __device__ __forceinline__ static int value_token(const Lane& l) { return 2 * l.quad; }
-    static constexpr int kValueTokens = 1;
+    static constexpr int kValueTokens = 1;  // from a lane's first token of V to its second
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
     // CooperativeLoader (decode/cooperative_loader.cuh) can use this layout: each of four warps loads a part of K and V, and shares
@@ -42,7 +42,8 @@ struct DecodeLayout {
     // lane reads its operand, *_slot(token, chunk) where the loader stores a token's chunk. Eight slots fill the 32 banks. By the
     // XORs no two of eight lanes share a bank, neither storing one token's chunks nor reading operands.
     static constexpr bool kCooperative = true;
-    static constexpr int kKeySlots = 32 ^ 4;  // XOR from chunks 0 to 3 of a key to the chunk 4 further: other half (32), banks (4)
+    // No count but an XOR, from the slot of a key's chunk 0 to 3 to that of the chunk 4 further: other half (32), other banks (4).
+    static constexpr int kKeySlots = 32 ^ 4;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
         return (4 * token + (chunk & 3)) ^ (chunk & 4 ? kKeySlots : 0);
@@ -78,15 +79,15 @@ struct DecodeLayout {
         for (int mt = 0; mt < RowTiles; mt++) x[mt] = make_float2(c[2 * mt], c[2 * mt + 1]);
     }
 
-    // Replaces each output x by f(x, number of its row, whether x is in the last four of a lane's eight columns: in int4, which has
-    // no turing kernel, these have another scale). row_numbers[mt] is that of the lane's score_row(): a factor or a sum.
+    // Replaces each output x by f(x, its row's value, whether x is in the last four of a lane's eight columns: in int4, which has
+    // no turing kernel, these have another scale). row_values[mt] is that of the lane's score_row(): a factor or an addend.
     template <int Loads, class F>
-    __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&row_numbers)[RowTiles], F f) {
+    __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&row_values)[RowTiles], F f) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            // The lane has outputs of rows 2 * quad and the next. Lanes 4 * row to 4 * row + 3 have a row's scores, and its number.
-            const float of_row[2] = {__shfl_sync(~0u, row_numbers[mt], 8 * l.quad),
-                                     __shfl_sync(~0u, row_numbers[mt], 8 * l.quad + 4)};
+            // The lane has outputs of rows 2 * quad and the next. Lanes 4 * row to 4 * row + 3 have a row's scores, and its value.
+            const float of_row[2] = {__shfl_sync(~0u, row_values[mt], 8 * l.quad),
+                                     __shfl_sync(~0u, row_values[mt], 8 * l.quad + 4)};
 #pragma unroll
             for (int j = 0; j < Loads; j++)
 #pragma unroll
@@ -96,7 +97,8 @@ struct DecodeLayout {
         }
     }
 
-    // Adds P V of eight tokens to the output. packed[mt]: P of the lane's two scores, fp16 times kPackedOne, 2^8.
+    // Adds P V of eight tokens to the output. packed[mt]: P of the lane's two scores, as fp16 times kPackedOne:
+    // 2^8, to use the upper end of fp16's range (softmax.cuh).
     template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane&, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {

@@ -28,19 +28,21 @@
 //   k_fragment, v_fragment  the lane's ldmatrix addresses of the first tile of K or V in a slot
 //   r, mt, t, c       one of a lane's rows, 8 apart; a tile of 16 rows; a tile of 8 keys; 64 columns of Q and K, or 16 of V
 //   State, Sources    rows' scales and references; addresses of K and V: in registers or in shared memory (state.cuh)
+//   load_piece(), store_piece()  move a piece: from global memory to registers; from there to a slot, where Offsets says
+//   OperandP          probabilities of a tile, packed: the lane's two keys in each of two rows
 //   remat_*()         compute a value again, so that it holds no register in between; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kHasMask what this kernel is compiled for: lengths from memory, a boolean mask
 //   BLOCK_ROWS, SHARED_BYTES  query rows and shared memory of a block: the kernel's row in src/kernels
 #pragma once
 
-#include "conditional.cuh"
+#include "conditional.cuh"  // Conditional<B, X, Y>::Type: X if B, else Y
 #include "features.cuh"
-#include "forward/block.cuh"
-#include "softmax.cuh"
+#include "forward/block.cuh"  // ForwardBlock: a block's rows, head and batch entry; remat_head()
+#include "softmax.cuh"  // exp2_approx(); pack_shifted(): packs x * 2^-112 as fp16 x
 #include "tile.cuh"
-#include "turing/fast/mma.cuh"
-#include "turing/fast/queries.cuh"
-#include "turing/fast/span_mask.cuh"
+#include "turing/fast/mma.cuh"  // multiply_int8(), multiply_add_int8(), multiply_add_fp16(): products; kSumZero
+#include "turing/fast/queries.cuh"  // load_queries(); codes.cuh: KeyCodes, v_exponent()
+#include "turing/fast/span_mask.cuh"  // SpanMask; kHasMask
 #include "turing/fast/state.cuh"
 
 namespace turing {
@@ -59,7 +61,8 @@ struct FastForward {
     static constexpr u32 kOffsetV = kSpan * kCodePitch, kSlotBytes = kSpan * (kCodePitch + kPitch);
     static constexpr int kSlots = 4, kAhead = 2;  // slots of the ring; a step stores the span of the step kAhead later
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
-    // After the ring: rows' state (kQuadBytes a quad) and Sources (state.cuh), unused without kSharedState; then V's exponent.
+    // After the ring: rows' state (kQuadBytes a quad, four lanes of the same rows) and Sources (state.cuh), unused without
+    // kSharedState; then V's exponent.
     static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kQuadBytes + 2 * kChunkBytes;
     // Then whether the thread block is coarse: the same for all warps, but a byte for each, so that it needs no barrier.
     static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;

@@ -29,8 +29,8 @@ struct FastPrepare {
     static constexpr int kChunks = Headdim / kChunk;  // chunks of a row, one for each of its lanes
     static constexpr int kRowsAtOnce = 32 / kChunks;  // rows of K that a warp loads at once
     static constexpr int kLoads = kScaleKeys / kScales / kRowsAtOnce;  // of a lane for the 16 keys that share a scale
-    static constexpr int kSamplesAtOnce = Threads / kChunks;  // rows that the thread block loads at once
-    static_assert(kSamplesAtOnce * Headdim * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
+    static constexpr int kBlockRowsAtOnce = Threads / kChunks;  // rows of K or V that the thread block loads at once
+    static_assert(kBlockRowsAtOnce * Headdim * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
 
     using Chunk = float[kChunk];  // a thread's columns of a row, as fp32
 
@@ -38,14 +38,14 @@ struct FastPrepare {
 
     // Sets `mean` to that of the thread's columns of K over the sequence's `keys` keys; k: its first row. Elements that are not
     // finite count as 0. `chunk`: number of the thread's chunk in a row; has_chunk: whether it exists (below p.problem.headdim).
-    // All threads of the block call it together. `shared`: a row of fp32 sums for each of the kSamplesAtOnce rows. Sums are of
+    // All threads of the block call it together. `shared`: a row of fp32 sums for each of the kBlockRowsAtOnce rows. Sums are of
     // elements divided by kMeanKeys, a power of two: bf16's largest numbers do not overflow them.
     __device__ __forceinline__ static void take_mean(Chunk& mean, float* shared, const FastParams& p, const unsigned short* k,
                                                      int keys, int chunk, bool has_chunk, bool is_bf16) {
         const int samples = min(keys, kMeanKeys);
 #pragma unroll
         for (int i = 0; i < kChunk; i++) mean[i] = 0.f;
-        for (int i = threadIdx.x / kChunks; i < samples; i += kSamplesAtOnce) {
+        for (int i = threadIdx.x / kChunks; i < samples; i += kBlockRowsAtOnce) {
             const long long key = static_cast<long long>(i) * keys / samples;
             Chunk x;
             unpack8(x, has_chunk ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk(), is_bf16);
@@ -59,7 +59,7 @@ struct FastPrepare {
 #pragma unroll
         for (int j = 0; j < kChunk; j++) {
             float sum = 0.f;
-            for (int i = 0; i < kSamplesAtOnce; i++) sum += shared[i * Headdim + chunk * kChunk + j];
+            for (int i = 0; i < kBlockRowsAtOnce; i++) sum += shared[i * Headdim + chunk * kChunk + j];
             mean[j] = sum / (static_cast<float>(samples) * (1.f / kMeanKeys));
         }
     }
@@ -140,7 +140,7 @@ struct FastPrepare {
         float largest = 0.f;
         const int end = min(keys, static_cast<int>(blockIdx.x + 1) * BlockKeys);
         if (chunk * kChunk < p.problem.headdim_v)
-            for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
+            for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kBlockRowsAtOnce) {
                 Chunk x;
                 unpack8(x, load_global(v + key * p.v.row_stride + chunk * kChunk), is_bf16);
 #pragma unroll
@@ -165,7 +165,7 @@ struct FastPrepare {
         const unsigned short* v = rows_of(p.v, blockIdx.z, blockIdx.y, k_offset) + chunk * kChunk;
         unsigned short* to = rows_of(p.v_scaled, blockIdx.z, blockIdx.y, k_offset) + chunk * kChunk;
         const int end = min(keys, static_cast<int>(blockIdx.x + 1) * BlockKeys);
-        for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
+        for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kBlockRowsAtOnce) {
             Chunk x;
             unpack8(x, load_global(v + key * p.v.row_stride), true);  // bf16: fp16 V stays as it is
             u32 words[4];

@@ -5,11 +5,11 @@
 #pragma once
 
 #include "compact_listed_steps.cuh"
-#include "conditional.cuh"
-#include "forward/block_mask.cuh"
+#include "conditional.cuh"  // Conditional<B, X, Y>::Type: X if B, else Y
+#include "forward/block_mask.cuh"  // ListedBlock: a block's list and rows; MaskBits
 #include "listed_block_steps.cuh"
 #include "listed_steps.cuh"
-#include "turing/forward/layout.cuh"
+#include "turing/forward/layout.cuh"  // OperandA; ForwardLayout: query first_query() + row_slot(h) is a lane's row h
 
 namespace turing {
 

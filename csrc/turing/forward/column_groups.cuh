@@ -30,8 +30,8 @@
 #pragma once
 
 #include "batch_invariant.cuh"
-#include "forward/block.cuh"
-#include "forward/pages.cuh"
+#include "forward/block.cuh"  // ForwardBlock: a block's rows, head and batch entry
+#include "forward/pages.cuh"  // has_pages(): whether the KV cache has all pages of the sequence; its PageIterator
 #include "turing/forward/layout.cuh"
 
 namespace turing {

@@ -26,7 +26,7 @@ struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
-    static constexpr bool kEitherOrder = true;  // grids may have heads on their first axis
+    static constexpr bool kEitherOrder = true;  // for forward/block.cuh: grids may have heads on their first axis
     static constexpr bool kFourKeys = kHasScoreFeatures;  // lines 2 and 3 of the table
     static constexpr bool kEverySecondKey = kRequiresDropout;  // line 3
     // A slot is an element's distance from the lane's first query or key. Rows of Q may be permuted too: in kernels with dropout

@@ -110,8 +110,8 @@ private:
 
 // Dropout mask of a step. One call of the generator (Philox) has the eight random numbers, of 16 bits, of a lane in one row tile:
 // two rows by four keys, two numbers in a word. With dropout alone (kEverySecondKey), the two numbers of a row and tile share a
-// word. Else halves(a, b, half) makes that word of the lower (or upper) halves of two. dropout_inverted, from
-// the host, is 0 if numbers from the threshold on keep their probability, all ones if those below it do (dropout_p above 0.5).
+// word. Else halves(a, b, half) makes that word of the lower (half = 0) or upper halves of two. dropout_inverted, from the host, is
+// 0 if numbers from the threshold on keep their probability, all ones if those below it do (dropout_p above 0.5).
 template <int RowTiles>
 struct StepDropoutMask {
     // [mt][r][half]: 0xffff for each of two keys whose random number is not below the threshold (DropoutRule, philox.cuh)

@@ -37,6 +37,7 @@
 //   fragments         a lane's operands K and V of a group c and one tile: one ldmatrix each
 //   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
 //   bits              under a block mask, which single scores exist
+//   OperandA          a lane's part of operand A: 16 rows of Q by a chunk, or P of 16 rows by 8 keys (layout.cuh)
 //   remat_*           compute a value again, so that it holds no register in between; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh); generic: parameters choose score features
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
@@ -133,7 +134,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
             // The thread's number for V. Where a pass needs not all threads, warps count backwards: the first load K, the last V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
-            // With pages these point into page 0, and address() adds that of the step's only group of kPageGroup tokens, 0.
+            // With pages these point into page 0, and pages.address() adds that of the step's only group, 0.
             const StreamK kept_k(
                 thread,
                 kPaged ? head_base(p.cache.k, 0, block.head_k) : rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
@@ -142,6 +143,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 thread_v,
                 kPaged ? head_base(p.cache.v, 0, block.head_k) : rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                 problem.headdim_v);
+            // 1: a step is one group of kPageGroup tokens. Without pages, calls compile to nothing (forward/pages.cuh).
             PageIteratorIfPaged<kStep, 1, kPagesInBranch> pages(p.cache, block.batch, sequence.k_offset(), key, key_end);
             const int head_k = kPaged ? keep_in_register(block.head_k) : 0;
             uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K past the matrix are never loaded and stay zero

@@ -19,9 +19,9 @@
 #pragma once
 
 #include "batch_invariant.cuh"
-#include "forward/block.cuh"
-#include "dense_steps.cuh"
-#include "forward/pages.cuh"
+#include "forward/block.cuh"  // ForwardBlock, kBlockHeads: a block's rows and heads, of which only HeadGroupGrid has several
+#include "dense_steps.cuh"  // DenseSteps: iterator over a range of keys; NoMaskBits: no single scores are hidden
+#include "forward/pages.cuh"  // for pipelined.cuh: K and V in a KV cache's pages (kPaged kernels)
 #include "turing/forward/layout.cuh"
 #include "turing/forward/one_feature.cuh"
 #include "turing/forward/row_stream.cuh"
@@ -297,7 +297,8 @@ struct PipelinedParts {
             [&](int mt, int r) { exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold; });
         return __any_sync(~0u, exceeds);
     }
-    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed: rescales them.
+    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed: rescales them, which
+    // rounds them again. So only rows above their limit move (kExceeding, softmax.cuh).
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
         // 1 / scale, computed again so that it holds no register in between. Generic kernels have scale = 1.

@@ -1,6 +1,7 @@
-// Stores dbias, the gradient of a bias without broadcast dimensions: each element belongs to one score, so it is dS, stored once as
-// fp16. (A broadcast bias sums its gradient by fp32 atomics: backward/modifiers.cuh.) Called by a warp for each of its 16x16 tiles
-// of dS, in the main kernels (single_role.cuh, warp_specialized.cuh: blocks own keys) and through stored.cuh.
+// Stores dbias, the gradient of a bias without broadcast dimensions, where seqlen_k is even: each element belongs to one score, so
+// it is dS, stored once as fp16. (Other gradients of a bias are added by fp32 atomics: backward/modifiers.cuh.) Called by a warp
+// for each of its 16x16 tiles of dS, in the main kernels (single_role.cuh, warp_specialized.cuh: blocks own keys) and through
+// stored.cuh. KeysLayout (fragments.cuh): such a tile's rows are keys, and a lane has four queries of two keys.
 #pragma once
 
 #include "volta/backward/fragments.cuh"

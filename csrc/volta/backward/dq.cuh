@@ -13,8 +13,10 @@
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V),
 //                     kScores (dS); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           tile of 16 queries of the warp; tile of 16 keys; a lane's element (0 to 7) of a 16x16 tile
-//   RowStats          layout of -lse/|softmax_scale| (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory, kRowFloats a
-//                     query. The rows of a sequence there are rounded up (rounded_rows())
+//   QueriesLayout     of a tile a lane has kRows (2) queries r, each with four keys j: element(r, j) is theirs, row_of(v) the r of
+//                     v. score_own(lane, m, v): query of element v of tile m, from the warp's first (fragments.cuh)
+//   RowStats          layout of -lse/|softmax_scale| (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a
+//                     query; rounded_row(): the sequence's first row there, of all heads; rounded_rows(): its rows there
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   bits              under a block-sparse mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
@@ -25,14 +27,14 @@
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
-#include "backward/dense_blocks.cuh"
-#include "backward/modifiers.cuh"
-#include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "backward/tiles.cuh"
-#include "backward/iteration_range.cuh"
-#include "volta/backward/products.cuh"
+#include "backward/dense_blocks.cuh"  // DenseBlocks: all keys of a range
+#include "backward/modifiers.cuh"  // score features: function_score(), add_position_terms(), draw_kept_rows(), dropped_gradient()
+#include "backward/probabilities.cuh"  // exponentials(), ExponentAddends: P = 2^(score - lse)
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; apply_mask(), mask_tile(): -inf where masked
+#include "backward/tiles.cuh"  // load_own(), StepTiles: rows from global to shared memory; shared_to_output(): back
+#include "backward/iteration_range.cuh"  // KeyRange: keys that the block's queries see
+#include "volta/backward/products.cuh"  // Fragments, accumulate(): products; to_shared(), to_fp32_output(): dQ at the end
 
 namespace volta {
 
@@ -77,7 +79,7 @@ struct BackwardDq {
     // needs the causal, window or length mask.
     using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
     using Bits = typename Blocks::template Bits<Layout, 16 * kScoreQueryTiles>;
-    using Addends = ExponentAddends<Layout, kScoreQueryTiles>;
+    using Addends = ExponentAddends<Layout, kScoreQueryTiles>;  // of_row[m][r]: -lse of a query, log2 units
     using LaneRows = float[kScoreQueryTiles][Layout::kRows];
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row,
                                                                    int key, const Addends& addends, const LaneRows& neg_delta,
@@ -109,7 +111,7 @@ struct BackwardDq {
             add_position_terms(x, p, remat_block_y(), p.problem.seqlen_q, coord);  // ALiBi and bias
             if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
             if (bits.any()) bits.hide(x, m, n);
-            if (uses_dropout(options)) {
+            if (uses_dropout(options)) {  // kept: a bit for each element that dropout keeps
                 const u32 kept = draw_kept_rows(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                 for (int v = 0; v < 8; v++)

@@ -14,7 +14,7 @@
 //   remat_*()         reads a special register again at its use, to hold no register in between (ptx.cuh)
 #pragma once
 
-#include "backward/gradient_output.cuh"
+#include "backward/gradient_output.cuh"  // gradients_are_fp32(): whether dq is fp32, else fp16; store_gradient2(): two neighbors
 #include "volta/backward/dq_accumulator.cuh"
 #include "volta/backward/fragments.cuh"
 

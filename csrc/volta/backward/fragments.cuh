@@ -16,10 +16,10 @@
 //   swizzled(r, c)    byte offset of chunk c of row r in a tile with permuted chunks; chunk_after(x, n): address n chunks after x
 #pragma once
 
-#include "backward/packed_tile.cuh"
+#include "backward/packed_tile.cuh"  // PackedTile: a lane's eight scores as fp16
 #include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "tile.cuh"
+#include "backward/score_coord.cuh"  // what both layouts promise to shared code: covers_tile(), has_rows_and_keys()
+#include "tile.cuh"  // swizzled(), chunk_after(); load_shared() 16 bytes, load_shared2() 8
 #include "volta/backward/shape.cuh"
 #include "volta/mma.cuh"
 
@@ -116,9 +116,10 @@ __device__ __forceinline__ PackedTile load_packed(u32 address, int m, int n) {
 
 // ---- initial accumulators -------------------------------------------------------------------------
 
-// RowStats (backward/scratch.cuh) is the layout of -lse/scale and -delta (delta = rowsum(dO * O)) in global memory. Either
-// statistic of four queries is eight floats, each value twice, kCopyDistance floats apart: two 16-byte loads fill an accumulator,
-// whose elements are two keys of each query. `stats`: the statistic to load, of the lane's queries in tile 0 (lane_stats_offset()).
+// RowStats (backward/scratch.cuh) is the layout of -lse/scale and -delta (delta = rowsum(dO * O)) in global memory: kRowFloats (4)
+// floats a query. Either statistic of four queries is eight floats, each value twice: query r's at offset(r), and kCopyDistance
+// floats further. Two 16-byte loads fill an accumulator, whose elements are two keys of each query. `stats`: the statistic to load,
+// of the lane's queries in tile 0 (lane_stats_offset()).
 
 // Returns whether float v of a statistic of four queries is the value of element v's query, for all v.
 __device__ constexpr bool statistics_fill_an_accumulator() {

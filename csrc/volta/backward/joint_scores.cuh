@@ -8,7 +8,8 @@
 // the tile's own place. Exponents have log2 units: P = 2^(score - lse), with both times log2(e).
 //
 //   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
-//   KeysLayout        of a tile a lane has kRows (4) queries r, each with two keys j; element(r, j) is theirs (fragments.cuh)
+//   KeysLayout        of a tile a lane has kRows (4) queries r, each with two keys j: element(r, j) is theirs, row_of(v) the r of
+//                     v (fragments.cuh). S::kRows is something else: the keys of a thread block
 //   RowStats          global layout of -lse/scale (at kNegLseAt) and -delta, -rowsum(dO * O) (at kNegDeltaAt): kRowFloats a query
 //   ScoreCoord        query(v), key(v) of element v of a tile in the sequence; ExponentAddends: of(n, v), what its query adds
 //   PackedTile        a lane's eight elements of a tile as fp16: four words of two, x[i] (backward/packed_tile.cuh)
@@ -16,14 +17,15 @@
 //   kHas...           whether the kernel is compiled for the feature (features.cuh)
 #pragma once
 
-#include "backward/modifiers.cuh"
-#include "backward/probabilities.cuh"
-#include "volta/backward/bias_gradient.cuh"
-#include "volta/backward/key_block.cuh"
+#include "backward/modifiers.cuh"  // score features: Alibi, Bias, philox_of() (random numbers); uses_...(): the problem has one
+#include "backward/probabilities.cuh"  // ExponentAddends, kExponentShift, kExponentUnit
+#include "volta/backward/bias_gradient.cuh"  // store_bias_gradient(): dbias as fp16
+#include "volta/backward/key_block.cuh"  // KeyBlock: number() of the thread block's block of keys
 
 namespace volta {
 
-// S: the kernel's Shape (shape.cuh). A warp has 32 keys by 32 queries: tiles [m][n] of keys m and queries n.
+// S: the kernel's Shape (shape.cuh). A warp has 32 keys by 32 queries: tiles [m][n] of keys m and queries n. "Joint": it has both
+// S^T and dP^T of these, which in warp_specialized.cuh are in different warps.
 template <class S>
 struct JointScores {
     using Scores = Accumulator[2][2];
@@ -67,7 +69,8 @@ struct JointScores {
             // -lse, loaded here; with a bias below, because the loaded biases leave no registers for it.
             ExponentAddends<KeysLayout, 1> addends;
             if (!kHasBias) load_rows(addends.of_row, stats + RowStats::kNegLseAt + 16 * n * RowStats::kRowFloats);
-            // The score function maps a product to a state, from which score and derivative follow (score_function.cuh).
+            // The score function maps a product to a state, from which score and derivative follow (score_function.cuh). score()
+            // leaves out the score's constant term, constant() (log2 units), so the addend has it.
             if (uses_score_function(options)) {
                 const ScoreFunction function = ScoreFunction::rematerialized(p.problem, options);
                 addends.scale(p.problem.scale_log2, function.constant() + kExponentShift);
@@ -153,7 +156,8 @@ private:
         constexpr int kRows = KeysLayout::kRows, kAtOnce = FP32 ? 1 : kRows;
 #pragma unroll
         for (int first = 0; first < kRows; first += kAtOnce) {
-            // Queries from row_end on read the bias of query row_end - 1: min(query, row_end - 1). A load brings four keys.
+            // Queries from row_end on read the bias of query row_end - 1: min(query, row_end - 1). load4() brings an aligned group
+            // of four keys, of which every_second() takes the lane's: 0 and 2, or 1 and 3.
             uint4 loaded[kAtOnce];
 #pragma unroll
             for (int r = 0; r < kAtOnce; r++)
@@ -170,7 +174,7 @@ private:
             }
         }
     }
-    // The coordinates of tile (m, n), computed again on each call.
+    // The coordinates of tile (m, n), computed again on each call. KeyBlock: no kernel with a score feature has a stream-K grid.
     static __device__ __forceinline__ Coord remat_coord(const BwdParams& p, int row, int m, int n) {
         const int thread = remat_thread_index();
         return Coord(Lane(thread & 31), row + 16 * n, KeyBlock::number(p) * S::kRows + thread / 32 * 32 + 16 * m);

@@ -32,6 +32,7 @@ struct KeyBlock : BatchAxis {
     }
 
 private:
+    // Number of the block of keys among those of its head in this launch.
     __device__ __forceinline__ static int in_launch(const BwdParams& p) {
         return heads_first(p) ? remat_block_y() : remat_block_x();
     }

@@ -13,7 +13,7 @@
 //   remat_*()         reads special registers again (ptx.cuh)
 #pragma once
 
-#include "backward/gradient_output.cuh"
+#include "backward/gradient_output.cuh"  // store_gradient2(): two neighbors of a gradient
 #include "backward/tiles.cuh"
 #include "volta/backward/fragments.cuh"
 
@@ -103,7 +103,8 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
 }
 
 // Calls f(row, column, x, y) for each two neighbors x, y of a row in the lane's part of a warp's gradient, times `factor`. The warp
-// has the rows from first_row on, and every PanelStep-th panel from first_panel on.
+// has the rows from first_row on, and every PanelStep-th panel from first_panel on. score_own(), column_in_panel(): row and column
+// of element v (fragments.cuh).
 template <int PanelStep, int M, int J, class F>
 __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float factor, int first_row, int first_panel, F f) {
     const Lane lane(remat_thread_index() & 31);  // else the lane is kept, or spilled, from the kernel's first use on
@@ -125,7 +126,8 @@ __device__ __forceinline__ void to_shared(const Gradient<M, J>& c, float factor,
 
 // Stores a warp's gradient as fp32 to the output `out` of `head`. The sequence begins at row `origin` of out, and the thread block
 // at row first_row of the sequence, which has all_rows rows. The warp's first row is warp_row rows further. `headdim`: columns of
-// the output. Grid gives the batch entry (key_block.cuh).
+// the output. Grid gives the batch entry (key_block.cuh). head_base() is the address of the head's row 0 as if elements were fp16,
+// fp32_element() that of the same element in fp32 (tile.cuh).
 template <int PanelStep, int M, int J, class Grid = BatchAxis>
 __device__ __forceinline__ void to_fp32_output(const Gradient<M, J>& c, float factor, int warp_row, int first_panel,
                                                const BwdParams& p, const Output& out, int head, int origin, int first_row,

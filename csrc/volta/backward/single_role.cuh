@@ -17,8 +17,10 @@
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO),
 //                     kScores (P^T, then dS^T); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
+//   KeysLayout        of a tile a lane has four queries of two keys; score_own(lane, m, v): key of element v of tile m, from the
+//                     warp's first (fragments.cuh)
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
-//                     kRowFloats a query (backward/scratch.cuh)
+//                     kRowFloats a query; rounded_row(): the sequence's first row there, of all heads (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh); AddressPair: two shared addresses in one register
@@ -28,17 +30,17 @@
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
 #pragma once
 
-#include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "backward/tiles.cuh"
-#include "backward/iteration_range.cuh"
-#include "backward/gradient_output.cuh"
+#include "backward/probabilities.cuh"  // exponentials(), ExponentAddends: P = 2^(score - lse); kExponentShift
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/score_coord.cuh"  // apply_mask(): -inf where masked
+#include "backward/tiles.cuh"  // load_own(), StepTiles: rows from global to shared memory; shared_to_output(): back
+#include "backward/iteration_range.cuh"  // QueryRange
+#include "backward/gradient_output.cuh"  // DqMode; gradients_are_fp32(): whether dk and dv are fp32, else fp16
 #include "backward/row_statistics.cuh"
-#include "volta/backward/key_block.cuh"
+#include "volta/backward/key_block.cuh"  // KeyBlock
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/joint_scores.cuh"
-#include "volta/backward/products.cuh"
+#include "volta/backward/products.cuh"  // Fragments, accumulate(): products; to_shared(), to_fp32_output(): dK and dV at the end
 
 namespace volta {
 
@@ -53,10 +55,10 @@ struct BackwardSingleRole {
     static_assert(Mode != DqMode::kStore, "storing dQ needs more registers than a thread has");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
-    static constexpr int kPanels = S::kHeaddim / 32;  // panels of 32 columns of dK, dV; a warp has all
+    static constexpr int kPanels = S::kHeaddim / 32;  // panels of 32 columns of dK, dV; a warp has all: PanelStep <1> in calls
     using Queries = QueryRange<S::kRows, S::kStep>;
-    using Dq = DqProduct<S>;
-    using Joint = JointScores<S>;
+    using Dq = DqProduct<S>;  // dQ += dS K of a step: multiply(), then add_to() the accumulator (dq_product.cuh)
+    using Joint = JointScores<S>;  // begin(): initial accumulators; run(): score features (joint_scores.cuh)
     static_assert(!kGeneric, "kernels of several features have two roles");
 
     static __device__ __forceinline__ void run(const BwdParams& p, const Grid& grid = Grid()) {

@@ -27,7 +27,7 @@ namespace volta {
 // compute one of kLoadParts equal parts of c, number `part`: loads of the next step come between the parts.
 struct StoredFamily {
     // ---- S^T = K Q^T and dP^T = V dO^T ------------------------------------------------------------
-    using Layout = KeysLayout;
+    using Layout = KeysLayout;  // of a tile a lane has four queries ("rows", kRows) of two keys (fragments.cuh)
     // Floats of row statistics (-lse/scale and -delta, RowStats) for each query: those of the lane's four queries begin
     // first_query() * kLaneStatistics floats after the tile's.
     static constexpr int kLaneStatistics = RowStats::kRowFloats;

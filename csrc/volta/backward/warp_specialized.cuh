@@ -24,8 +24,10 @@
 //                     kRowBytes of a row; offsets in shared memory: kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO),
 //                     kScores (P^T and dS^T); kOwnTile, kStepTile, kScoreTile: bytes of a tile
 //   m, n, v           a tile of 16 keys of the warp; of 16 queries; a lane's element (0 to 7) of a 16x16 tile
+//   KeysLayout        of a tile a lane has four queries of two keys; score_own(lane, m, v): key of element v of tile m, from the
+//                     warp's first (fragments.cuh)
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
-//                     kRowFloats a query (backward/scratch.cuh)
+//                     kRowFloats a query; rounded_row(): the sequence's first row there, of all heads (backward/scratch.cuh)
 //   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
 //                     rows that loads may read (backward/iteration_range.cuh)
 //   queries           with a block-sparse mask: iterator over listed steps; first(): a step's first query; after(n): n steps later
@@ -36,22 +38,23 @@
 //   kHas...           score features (softcap, ALiBi, bias, dropout) that this kernel is compiled for (features.cuh)
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
 //   SHARED_BYTES, HEADDIM_V  shared memory of a block, columns of V and dO: from the kernel's row in src/kernels
-//   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS in words of two elements, whose sign bits are 0x8000 and 0x80000000
+//   PackedTile        fp16 P * kProbabilityUnit (2^12) or dS in words of two elements, whose sign bits are 0x8000 and 0x80000000;
+//                     with_signs_of(x, y): x with y's sign bits; DroppedKeys: signs(i) marks dropped elements (packed_tile.cuh)
 #pragma once
 
-#include "backward/dense_blocks.cuh"
-#include "backward/modifiers.cuh"
-#include "backward/residual_signs.cuh"
-#include "backward/scratch.cuh"
-#include "backward/score_coord.cuh"
-#include "backward/tiles.cuh"
-#include "backward/iteration_range.cuh"
-#include "backward/gradient_output.cuh"
-#include "backward/row_statistics.cuh"
-#include "volta/backward/bias_gradient.cuh"
-#include "volta/backward/key_block.cuh"
+#include "backward/dense_blocks.cuh"  // DenseBlocks: all queries of a range
+#include "backward/modifiers.cuh"  // score features: function_score(), add_position_terms(), dropped_gradient() and others
+#include "backward/residual_signs.cuh"  // signs that say which way P was rounded
+#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; apply_mask(), mask_tile(): -inf where masked
+#include "backward/tiles.cuh"  // load_own(), StepTiles: rows from global to shared memory; shared_to_output(): back
+#include "backward/iteration_range.cuh"  // QueryRange
+#include "backward/gradient_output.cuh"  // DqMode; gradients_are_fp32(): whether dk and dv are fp32, else fp16
+#include "backward/row_statistics.cuh"  // write_row_statistics(): -lse/scale and -delta, in the fused kernel
+#include "volta/backward/bias_gradient.cuh"  // store_bias_gradient(): dbias as fp16
+#include "volta/backward/key_block.cuh"  // KeyBlock
 #include "volta/backward/dq_product.cuh"
-#include "volta/backward/products.cuh"
+#include "volta/backward/products.cuh"  // Fragments, accumulate(): products; to_shared(), to_fp32_output(): dK and dV at the end
 
 namespace volta {
 
@@ -66,9 +69,10 @@ struct BackwardWarpSpecialized {
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore, kStreamK = Grid::kStreamK;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
-    // Products take half of the code in kernels whose step would not fit the instruction cache: lists and dQ from headdim 128 on.
+    // Products take half of the code in kernels whose step would not fit the instruction cache: those with score features, and
+    // those with lists and dQ above headdim 64.
     static constexpr bool kCompact = kHasScoreFeatures || (Blocks::kListed && kWithDq && Headdim > 64);
-    using Dq = DqProduct<S, kCompact>;
+    using Dq = DqProduct<S, kCompact>;  // dQ += dS K of a step: multiply(), then add_to() or store() (dq_product.cuh)
     using Coord = ScoreCoord<KeysLayout>;
     static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
     static_assert(S::kThreads == 256, "two roles of four warps");
@@ -141,7 +145,8 @@ struct BackwardWarpSpecialized {
                 const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), coord);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    with_signs.x[i] = probabilities.x[i] | dropped.signs(i);  // a set sign bit marks a dropped probability
+                    // A set sign bit marks a dropped probability. sign_masks() widens it to all 16 bits.
+                    with_signs.x[i] = probabilities.x[i] | dropped.signs(i);
                     probabilities.x[i] &= ~sign_masks(dropped.signs(i));
                 }
             }
@@ -179,7 +184,7 @@ struct BackwardWarpSpecialized {
             // P is kept times kProbabilityUnit, 2^12 (probabilities.cuh). So dP - delta is divided by it.
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
-            multiply_by_probabilities(x, probabilities, !uses_dropout(options));
+            multiply_by_probabilities(x, probabilities, !uses_dropout(options));  // without dropout, signs correct P's rounding
             if (kHasBias && p.dbias) {
                 const Coord coord(Lane(remat_thread_index() & 31), row + 16 * n, key + 16 * m);
                 if (p.dbias_is_fp16)
@@ -188,7 +193,7 @@ struct BackwardWarpSpecialized {
                     add_bias_gradient(x, p, head, coord);
             }
             if (uses_score_function(options)) multiply(x, copy);
-            // Only keys that exist: for others the first role stored 0, which the next step reads.
+            // Only keys that exist: for others the tile keeps the 0 (cleared by run()) that the next step reads as P.
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);
         }
@@ -225,6 +230,7 @@ struct BackwardWarpSpecialized {
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * group_warp : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * group_warp : 0;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        // rows of K in the tensor, at least seqlen_k(); those from seqlen_k() on get gradients of 0
         if (!kFused && first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key, kFused);
 

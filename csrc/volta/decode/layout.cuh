@@ -39,7 +39,7 @@ struct DecodeLayout {
     __device__ __forceinline__ static int key_token(const Lane& l) { return l.t ^ ((l.lane & 8) >> 1); }
     __device__ __forceinline__ static int key_column(const Lane& l) { return 8 * quad_pair(l); }
     __device__ __forceinline__ static int value_token(const Lane& l) { return l.quad; }
-    static constexpr int kValueTokens = 4;
+    static constexpr int kValueTokens = 4;  // from a lane's first token of V to its second
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
     // CooperativeLoader (decode/cooperative_loader.cuh) can use this layout: each of four warps loads a part of K and V, and shares
@@ -47,8 +47,8 @@ struct DecodeLayout {
     // chunk) where the loader stores a token's chunk. Eight slots fill the 32 banks. So higher bits of a slot's number are XORed
     // into the lower three: no two of eight lanes then share a bank, neither storing one token's chunks nor reading operands.
     static constexpr bool kCooperative = true;
-    // 64 slots hold 8 tokens by 8 chunks (64 columns). kKeySlots: XOR from the slot of one of a key's chunks 0 to 3 to that of the
-    // chunk 4 (32 columns) further. For values, tokens 4 to 7 are in the second half.
+    // 64 slots hold 8 tokens by 8 chunks (64 columns). kKeySlots is no count but an XOR, from the slot of one of a key's chunks 0
+    // to 3 to that of the chunk 4 (32 columns) further. For values, tokens 4 to 7 are in the second half.
     static constexpr int kKeySlots = 32 ^ 2;  // 32: to the second half of the 64 slots; 2: to other banks
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
@@ -66,8 +66,8 @@ struct DecodeLayout {
     __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
     static constexpr int kRowLaneMasks[2] = {2, 8};  // shfl_xor masks that reach the other lanes of a row
 
-    // Sets x to the lane's two scores of each row tile, Q K^T of eight tokens. Keys with kTwoScales (int4) have the last four
-    // fp16 numbers of a chunk times 16, because unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these.
+    // Sets x to the lane's two scores of each row tile, Q K^T of eight tokens, not scaled. Keys with kTwoScales (int4) have the
+    // last four fp16 numbers of a chunk times 16, because unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c[RowTiles] = {}, split[RowTiles] = {};
@@ -98,15 +98,15 @@ struct DecodeLayout {
         }
     }
 
-    // Replaces each output x by f(x, number of its row, whether x is in the last four of a lane's eight columns). row_numbers[mt]
-    // is that of the lane's score_row() in row tile mt: a factor or a sum. In the last four columns int4 values are 16 times too
+    // Replaces each output x by f(x, its row's value, whether x is in the last four of a lane's eight columns). row_values[mt] is
+    // that of the lane's score_row() in row tile mt: a factor or an addend. In the last four columns int4 values are 16 times too
     // large, and f divides. A lane has outputs of two rows: its score_row and that of lane ^ 4. e & 2 tells which.
     template <int Loads, class F>
-    __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&row_numbers)[RowTiles], F f) {
+    __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&row_values)[RowTiles], F f) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            const float other = __shfl_xor_sync(~0u, row_numbers[mt], 4);
-            const float of_row[2] = {l.lane & 4 ? other : row_numbers[mt], l.lane & 4 ? row_numbers[mt] : other};
+            const float other = __shfl_xor_sync(~0u, row_values[mt], 4);
+            const float of_row[2] = {l.lane & 4 ? other : row_values[mt], l.lane & 4 ? row_values[mt] : other};
 #pragma unroll
             for (int j = 0; j < Loads; j++)
 #pragma unroll
@@ -116,8 +116,8 @@ struct DecodeLayout {
         }
     }
 
-    // Adds P V of eight tokens to the output. packed[mt]: the probabilities (a pair of fp16) of the two scores that scores() left
-    // the lane.
+    // Adds P V of eight tokens to the output. packed[mt]: the probabilities of the two scores that scores() left the lane,
+    // a pair of fp16, times 2^8 (kPackedOne, softmax.cuh: to use the upper end of fp16's range).
     template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {

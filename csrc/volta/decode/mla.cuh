@@ -27,10 +27,10 @@
 // output that shared memory holds at a time).
 #pragma once
 
-#include "decode/block.cuh"
-#include "decode/cache_registers.cuh"
+#include "decode/block.cuh"  // Block; WorkTile, RowInfo (a row's position), SharedPartials
+#include "decode/cache_registers.cuh"  // KeyElement: the cache's number format
 #include "decode/page_iterator.cuh"
-#include "decode/scales.cuh"
+#include "decode/scales.cuh"  // ProbabilityScale; quantized.cuh: scale_of_page(), scale_of_sequence(): scales in memory
 #include "volta/mma.cuh"
 
 namespace volta {
@@ -156,7 +156,8 @@ class MlaMainloop {
         }
     }
 
-    // The thread's part of the next step's latents, in registers.
+    // The thread's part of the next step's latents, in registers. PageIterator has the step's page: number() in the cache, and row
+    // `row` of the step's first token in it; advance() returns true on entering a new page. unpack8() turns eight codes into fp16.
     class LatentLoader {
         decode::PageIterator pages_;
         const decode::CacheUnit* from_;  // of this thread
@@ -196,7 +197,7 @@ class MlaMainloop {
                 load_columns<0, kRotaryWords>(1, words_ + 4 * kChunkLoads, from_ + HEADDIM_V + chunk() * (kRotaryColumns - kChunk));
             }
             if constexpr (decode::kTokenScales) {
-                const bool has_scale = exists && chunk() == 0;
+                const bool has_scale = exists && chunk() == 0;  // the 0 below: the one KV head
                 token_scale_ = load_float_or_0(has_scale, scale_of_page(p.scales.k, pages_.number(), pages_.row + token(), 0));
             }
         }

@@ -4,9 +4,9 @@
 // (1: it exists), or in full.
 #pragma once
 
-#include "forward/block_mask.cuh"
+#include "forward/block_mask.cuh"  // ListedBlock: a block's list and rows; MaskBits; ListedTileStream
 #include "listed_steps.cuh"
-#include "volta/forward/required_features.cuh"
+#include "volta/forward/required_features.cuh"  // layout.cuh: DataParallelGrid, ForwardLayout
 
 namespace volta {
 

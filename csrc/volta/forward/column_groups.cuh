@@ -8,9 +8,9 @@
 //   S = Q K^T, store partial S  |  sum, mask, softmax, store P  |  O += P V
 //
 // Two groups are a product apart: while one has its softmax, the tensor cores compute products of the other. Block barriers would
-// keep them together. So warps 0 to 3, the first group, load V, and warps 4 to 7 K. Four barriers say that V or K is complete, or
-// has been read. Each group waits at two of them, and only arrives at the other two. The second group begins its first product
-// after the first group's: together, both would wait for shared memory, and then for K and V from L2.
+// keep them together. So named barriers order them: warps 0 to 3, the first group, load V, warps 4 to 7 load K, and four barriers
+// say that V or K is complete, or has been read. Each group waits at two, and only arrives at the other two. The second group
+// begins its first product after the first group's: together, both would wait for shared memory, and then for K and V from L2.
 //
 // For sums, mask and softmax each warp has a part: eight of the group's rows with all 16 keys. So a row's state is one warp's.
 //
@@ -30,14 +30,16 @@
 #pragma once
 
 #include "forward/block.cuh"
-#include "forward/pages.cuh"
-#include "volta/forward/required_features.cuh"
+#include "forward/pages.cuh"  // PagedTileStream: loads of a KV cache; has_pages(): whether it has all pages of the sequence
+#include "volta/forward/required_features.cuh"  // layout.cuh: ForwardLane, ForwardLayout, grid policies
 #include "volta/forward/output_product.cuh"
 
 namespace volta {
 
 // Layout of the summed scores, as score_layout.cuh describes it: of a 16x16 tile of ForwardLayout the lane's first row, with its
-// four keys in their order. A warp's lanes so have eight rows; the warp's first row selects which.
+// four keys in their order. A warp's lanes so have eight rows; the warp's first row selects which. Element v is query first_query()
+// + query_slot(v) and key first_key() + key_slot(v). row_of() and row_slot() give a lane's rows so (here one row, its first).
+// kEitherOrder: grids may have heads on their first axis (forward/block.cuh). leads_row(): the one lane that reports a row.
 struct ColumnGroupsLayout {
     using Lane = volta::Lane;
     using Tile = float[4];
@@ -153,9 +155,9 @@ struct ForwardColumnGroups {
 
     // Sums of the first product, used in turn, because a product waits for its sum. Features and pages leave registers for one.
     static constexpr int kSums = (kHasScoreFeatures || kPaged) && kRowGroups == 2 ? 1 : 2;
-    using Tile = Scores<ForwardLayout, kRowTiles, 1>;
-    using RowScores = Scores<Layout, 1, 1>;
-    using RowState = SoftmaxRows<Layout, 1>;
+    using Tile = Scores<ForwardLayout, kRowTiles, 1>;  // a lane's scores of the warp's columns: tile[mt][0]
+    using RowScores = Scores<Layout, 1, 1>;  // of a part, summed
+    using RowState = SoftmaxRows<Layout, 1>;  // lazy maximum and sum of the lane's row (softmax.cuh)
     using Accumulators = Accumulator[kRowTiles][kOutputTiles];
 
     // Named barriers: one of each group (kGroup, kGroup + 1), then those between two groups. In a step the first group waits for

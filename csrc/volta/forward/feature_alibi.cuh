@@ -16,10 +16,11 @@ namespace volta {
 //
 // RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys a step (nt). r is one of a lane's two rows of a tile.
 // Grid is the kernel's grid policy, which has a block's head and batch entry. mask.low and mask.high: row i sees keys i + low to i
-// + high. ForwardLayout (layout.cuh): of each 16x16 tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and kKeys (4)
-// consecutive keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
-// SoftmaxState: row_max, subtracted from scores, is in log2 units; `limit`, the score above which row_max moves, is in the scores'
-// units. Tiles that begin at keys unmasked.first to first + span (inclusive) need no mask. LaneScratch: shared memory, unused here.
+// + high; full_first(i, rows) to full_end(i) - 1: all of `rows` rows from i on see these. ForwardLayout (layout.cuh): of each 16x16
+// tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and kKeys (4) consecutive keys from first_key() on. Its element
+// v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v). SoftmaxState: row_max, subtracted from scores, is in
+// log2 units; `limit`, the score above which row_max moves, is in the scores' units. Tiles that begin at keys unmasked.first to
+// first + span (inclusive) need no mask. LaneScratch: shared memory, unused here.
 template <int RowTiles, int KeyTiles, bool AfterFunction, class Grid>
 class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;

@@ -45,12 +45,13 @@ class DropoutFeature {
         }
     };
 
-    // remat_* functions compute or load again what would otherwise hold a register.
+    // remat_* functions compute or load again what would otherwise hold a register. Heads count over all batch entries of the call,
+    // of which this launch begins with number first_batch.
     __device__ __forceinline__ static u32 remat_head(const FwdParams& p) {
         return (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
                ::remat_head<ForwardLayout::kEitherOrder>(p.problem);
     }
-    // Loads the generator's state again; volatile, so that the loads stay here.
+    // Loads the second number of the generator's state, its offset (the first is the seed); volatile, so that loads stay here.
     __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) { return load_global1(p.score_options.rng_state + 1); }
     // Returns the terms of the lane's first row: the constructor's are those of row 0.
     __device__ __forceinline__ static PhiloxTerms remat_terms(const FwdParams& p, const ForwardLane& lane, int row) {
@@ -120,7 +121,8 @@ public:
                 philox_round(numbers.words[mt], keys[0] + round * kPhiloxKeyIncrements[0],
                              keys[1] + round * kPhiloxKeyIncrements[1]);
     }
-    // Zeroes dropped probabilities of row tile mt. x, y: pairs of the lane's two rows. u: 0 for its keys 0 and 2, 1 for 1 and 3.
+    // Zeroes dropped probabilities of row tile mt. x, y: pairs of the lane's two rows. u: 0 for its keys 0 and 2, 1 for 1 and 3:
+    // philox_word() has their two numbers, and kept_halves() 0xffff for each that is kept.
     __device__ __forceinline__ static void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) {
         static_assert(ForwardLayout::key_slot(1) == 2 && ForwardLayout::key_slot(4) == 1 && ForwardLayout::row_of(2) == 1,
                       "the words of philox_word()");

@@ -49,7 +49,7 @@ struct ForwardLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 16, kElements = 8;
-    static constexpr bool kEitherOrder = true;  // grids may have heads on their first axis (forward/block.cuh)
+    static constexpr bool kEitherOrder = true;  // for forward/block.cuh: grids may have heads on their first axis
     // Two rows, each with four consecutive keys.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.qm + 2 * (l.t & 1) + 8 * l.half; }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * (l.t & 2) + 8 * l.qn; }

@@ -27,10 +27,10 @@
 //   BLOCK_ROWS, STEP, SHARED_BYTES  query rows, keys of a step and shared memory of a block: the kernel's row in src/kernels
 #pragma once
 
-#include "conditional.cuh"
-#include "forward/block.cuh"
-#include "forward/pages.cuh"
-#include "volta/forward/required_features.cuh"
+#include "conditional.cuh"  // Conditional<B, X, Y>::Type: X if B, else Y
+#include "forward/block.cuh"  // a block's rows, head and batch entry
+#include "forward/pages.cuh"  // KvTiles; has_pages(): whether the KV cache has all pages of the sequence
+#include "volta/forward/required_features.cuh"  // Features, LaneScratch; from layout.cuh Probabilities (of P V), grid policies
 
 namespace volta {
 

@@ -28,9 +28,9 @@
 //                     and blocks that an SM has room for
 #pragma once
 
-#include "forward/block.cuh"
-#include "forward/pages.cuh"
-#include "volta/forward/required_features.cuh"
+#include "forward/block.cuh"  // kBlockHeads: query heads of a block, more than 1 under HeadGroupGrid alone
+#include "forward/pages.cuh"  // KvTiles: loads K and V, from tensors or a KV cache's pages; has_pages(): whether it has all pages
+#include "volta/forward/required_features.cuh"  // Features; from layout.cuh Probabilities (of P V), grid policies
 #include "volta/forward/output_product.cuh"
 
 namespace volta {
@@ -158,7 +158,7 @@ struct ForwardSharedQ {
         const int group = thread / 32 / kGroupWarps, group_key = group * Step;  // key group; its first key in a step
         const int row = block.row + (kHeads == 1 ? warp_row : 0);
 
-        if constexpr (kHeads == 1) {
+        if constexpr (kHeads == 1) {  // the block's rows of Q to shared memory
             constexpr int kRows = kThreads / threads_per_row(kChunks);
             TileLoader<kChunks, kRows, kThreads> q(
                 thread, rows_of(p.q, block.batch, block.head, sequence.q_offset()) + block.row * p.q.row_stride, p.q.row_stride,

@@ -120,6 +120,7 @@ struct Split {
             for (int u = 0; u < 2; u++) {
                 const auto x = ::split::split_probabilities(p[4 * u], p[4 * u + 1]);
                 const auto y = ::split::split_probabilities(p[4 * u + 2], p[4 * u + 3]);
+                // exchanges words with lane ^ 2: each lane then has four numbers of one row (layout.cuh)
                 high.pairs[0][0][u] = to_operand_rows(lane, x.high, y.high);
                 low.pairs[0][0][u] = to_operand_rows(lane, x.low, y.low);
             }

@@ -2,19 +2,19 @@
 // leave most of the GPU idle. Row tiles (BlockRows query rows of a head) left over after the full waves are split along the keys.
 // So the blocks that the GPU runs at once get equal work. src/plan/stream_k.rs decides which block takes which keys.
 //
-// TileSplit (forward/tile_split.cuh) is a block's work: a row tile (row_block), and a range of its steps of Step keys (first to
-// end). It is split number `index` of `splits`; 1 means all keys, without an end. stream_k_tile numbers the split tiles.
+// TileSplit (forward/tile_split.cuh) is a block's work: a row tile (its number is row_block), and a range of its steps of Step keys
+// (first to end). It is split number `index` of `splits`; 1 means all keys, without an end. stream_k_tile numbers the split tiles.
 //
 // Paged kernels read lengths from GPU memory. So there first and end count in kPagedParts (2^15) equal parts of the row tile's own
-// steps. A launch has one sequence. Its row tiles begin with the last rows of all heads, which see the most keys.
+// steps. A paged launch has one sequence. Its row tiles begin with the last rows of all heads, which see the most keys.
 //
 // Each split's partial result goes to scratch memory. The last block to finish a row tile combines its splits in key order. No
 // block waits, and the output is deterministic.
 #pragma once
 
-#include "forward/tile_split.cuh"
+#include "forward/tile_split.cuh"  // TileSplit, SplitBlock; TileCoord: first row, head and batch entry of a row tile
 #include "semaphore.cuh"
-#include "volta/forward/required_features.cuh"
+#include "volta/forward/required_features.cuh"  // layout.cuh: store_partial(), combine_partial(): softmax state and output
 
 namespace volta {
 
@@ -43,7 +43,7 @@ public:
     using Bits = NoMaskBits;
     template <int Chunks, int Rows, int Threads>
     using Stream = TileStream<Chunks, Rows, Threads>;
-    static_assert((!kVarlen || kPaged) && !kGeneric, "a stream-K grid has no axes for head and batch");
+    static_assert((!kVarlen || kPaged) && !kGeneric, "varlen and generic kernels need grid axes for head and batch");
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
     // A block's first row, heads and batch entry, and its keys: key_first() to key_end(). Masks may leave none: first >= end.
