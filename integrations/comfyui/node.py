@@ -15,7 +15,7 @@ from typing import Any
 
 import volta_fa
 
-from .attention import counts, describe, make_override
+from .attention import counts, describe, make_override  # the override's calls by outcome; a text of such counts; makes an override
 
 #: Names the wrapper that logs, so that a second node on a model replaces it.
 _KEY = "volta_fa"
