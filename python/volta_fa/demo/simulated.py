@@ -17,7 +17,8 @@ from torch import Tensor
 from ..check.cases import Case
 from ..check.kernels import environment, simulate  # sets environment variables for a block; runs a call in the simulator
 
-# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error; exact_forward and _backward return these.
+# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error. exact_forward returns the exact results,
+# their Parts, out and softmax_lse; exact_backward the Parts of the gradients.
 from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward
 from ..inspection import info
 
