@@ -65,7 +65,7 @@ def enable_default_attention() -> None:
     """
     choice = os.environ.get("VOLTA_FA_ENABLE_SDPA")
     try:
-        if choice is None:
+        if choice is None:  # else `import volta_fa` has done what it says
             volta_fa.enable_sdpa()
         if "xformers.ops" in sys.modules and choice in (None, "1", "force", "cpu"):
             volta_fa.enable_xformers("cpu" if choice == "cpu" else None, force=choice == "force")

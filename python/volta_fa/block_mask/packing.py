@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cells import ABSENT, CELL, FULL, UNKNOWN
-from .elements import Elements  # decides which elements of UNKNOWN cells are visible
+from .elements import Elements  # of given cells: visible() returns the visible elements, states() the states that their counts mean
 
 #: Cells that are evaluated at a time, at most: 10 M elements, 84 MB for a step of a mask function that calculates them in int64.
 CHUNK = 2560

@@ -174,7 +174,8 @@ def planned(target: Target, problem: CacheCase, variant: dict[str, Any]) -> list
         return [{"name": variant["name"], "partials": partials, "semaphores": splits * levels}]
     queries, news = max(q for q, _, _ in p.lengths), max(new for _, _, new in p.lengths)
     tokens = max(p.ends)
-    shape = (p.batch, max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.columns_v, True)  # True: is_causal
+    # `_plan` takes one number for queries and for tokens to append; True: is_causal
+    shape = (p.batch, max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.columns_v, True)
     with target.running(variant):
         plan = json.loads(torch.ops.volta_fa._plan(*shape, features=",".join(p.features), device=target.number))
     plans = plan["cache"]

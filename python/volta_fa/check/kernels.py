@@ -149,7 +149,7 @@ class Target:
         p = problem
         if not self.has_kernels:
             return []
-        shape = (p.entries, *p.longest, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)
+        shape = (p.entries, *p.longest, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)  # batch, seqlen_q, seqlen_k, ...
         with self.running(variant):
             text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, features=",".join(p.features), device=self.number)
         plan = json.loads(text)

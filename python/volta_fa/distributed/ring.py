@@ -113,8 +113,8 @@ def _arguments(p: Problem, launch: Launch, q: Tensor) -> tuple[dict[str, Any], T
 
 def _far_away(rows: int, keys: int, offset: int, distance: Distance, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Returns ALiBi where no distance changes its sign: attn_bias for each key, and a score for each row, to be added to softmax_lse.
-    `offset`: position of row 0 less that of key 0. `-slope * (offset + i - j)` is linear in i and j. The row's term changes no probability in
-    this call, only softmax_lse. The key's term counts from the nearest key, so that it is small for the largest probabilities."""
+    `offset`: position of row 0 less that of key 0. `-slope * (offset + i - j)` is linear in i and j. The row's term changes no probability
+    in this call, only softmax_lse. The key's term counts from the nearest key, so that it is small for the largest probabilities."""
     slopes = slopes.view(-1, slopes.shape[-1], 1)
     i, j = (torch.arange(n, device=slopes.device, dtype=torch.float32) for n in (rows, keys))
     if distance is Distance.BEFORE:

@@ -2,7 +2,8 @@
 
 `volta_fa` exports them, and the shim's `flash_attn` package too (`install_flash_attn_shim()`). Masks are aligned bottom-right: the last
 query sees the last key. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
-docs/guides/flash-attn.md lists the differences from flash-attn."""
+docs/guides/flash-attn.md lists the differences from flash-attn. Below the functions, `_options` and `_lengths` check arguments and return
+the operators' by name; `_attention` calls `volta_fa::fwd` for all but those over a cache or pages."""
 
 import operator
 from typing import Any
