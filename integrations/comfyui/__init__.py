@@ -20,4 +20,4 @@ else:
 
     NODE_CLASS_MAPPINGS["VoltaAttention"] = VoltaAttention
     NODE_DISPLAY_NAME_MAPPINGS["VoltaAttention"] = "volta_fa Attention"
-    enable_default_attention()
+    enable_default_attention()  # for models without the node: PyTorch's attention, and xformers' if ComfyUI imported it

@@ -1,6 +1,5 @@
-"""ComfyUI's attention on volta_fa: an override for `transformer_options["optimized_attention_override"]`, which node.py sets, and counts.
-
-ComfyUI calls an override as it calls its own attention functions, with the replaced function in front:
+"""ComfyUI's attention on volta_fa: an override for `transformer_options["optimized_attention_override"]`, and counts of its calls. node.py
+sets the override. ComfyUI calls it as it calls its own attention functions, with the replaced function in front:
 
     func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs
 
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volta_fa.integrations.devices import max_headdim, serves
+from volta_fa.integrations.devices import max_headdim, serves  # of a device's kernels; whether a GPU, by index, is a Volta or Turing
 
 #: Served dtypes: ComfyUI chooses one of these on Volta and Turing. bf16 is not among them, because no model was compared in it.
 _DTYPES = (torch.float16, torch.float32)
@@ -81,7 +80,7 @@ def make_override(
 
 
 def _has_fast_form(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether `fwd_fast` computes this call: it has no gradient, and masks must be bool."""
+    """Returns whether `fwd_fast` computes this call. It is for fp16 without a gradient, and its masks are bool."""
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     return q.dtype == torch.float16 and not needs_gradient and (bias is None or bias.dtype == torch.bool)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import volta_fa
 
-from .attention import counts, describe, make_override
+from .attention import counts, describe, make_override  # the override's calls by outcome; a text of such counts; makes an override
 
 #: Names the wrapper that logs, so that a second node on a model replaces it.
 _KEY = "volta_fa"
@@ -65,7 +65,7 @@ def enable_default_attention() -> None:
     """
     choice = os.environ.get("VOLTA_FA_ENABLE_SDPA")
     try:
-        if choice is None:
+        if choice is None:  # else `import volta_fa` has done what it says
             volta_fa.enable_sdpa()
         if "xformers.ops" in sys.modules and choice in (None, "1", "force", "cpu"):
             volta_fa.enable_xformers("cpu" if choice == "cpu" else None, force=choice == "force")

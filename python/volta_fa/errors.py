@@ -1,4 +1,4 @@
-"""The errors that this package raises: one format for arguments, one type for the command line."""
+"""The errors that this package raises, one format for arguments and one type for the command line, and checks that raise them."""
 
 import importlib.util
 import tempfile

@@ -1,5 +1,6 @@
 """Evaluates which elements of cells (64 queries by 64 keys) are visible. `packing` calls it for the cells whose state is UNKNOWN. An
-element is visible if the mask function says so, its block exists, and its query and key lie inside the lengths."""
+element is visible if the mask function says so, its query and key lie inside the lengths, and the mask's list of blocks has its block.
+These blocks are the user's, of any size."""
 
 import contextlib
 from collections.abc import Callable

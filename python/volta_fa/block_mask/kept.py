@@ -65,7 +65,7 @@ def is_causal(mask: BlockMask) -> bool:
 
 
 def forget() -> None:
-    """Drops all cached masks."""
+    """Drops all cached masks. `disable_flex` calls it."""
     with _lock:
         _entries.clear()
 

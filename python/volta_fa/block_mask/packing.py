@@ -4,7 +4,7 @@
 two cells: 128 queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries. For each row of tiles the lists have a
 header of four numbers: partial tiles, full tiles, first tile of `Lists.bits` that the row uses, launch order (of row i: the row that thread
 block i takes). Then come the columns of its partial tiles and of its full ones. The bits of a tile are 256 words. "Directions" are the mask
-and its transpose. Launches of small kernels dominate the time of packing, so those of a square mask are computed in one tensor."""
+and its transpose. Launches of small kernels dominate the time of packing. So both directions of a square mask are in one tensor."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cells import ABSENT, CELL, FULL, UNKNOWN
-from .elements import Elements  # decides which elements of UNKNOWN cells are visible
+from .elements import Elements  # of given cells: visible() returns the visible elements, states() the states that their counts mean
 
 #: Cells that are evaluated at a time, at most: 10 M elements, 84 MB for a step of a mask function that calculates them in int64.
 CHUNK = 2560

@@ -35,7 +35,7 @@ from ..inspection import info
 from . import correctness, isolation, machine, performance, report, tune
 from .correctness import KernelResult
 from .kernels import of_families, wanted  # the variants of the device's families; those of them that it can run
-from .report import Findings, Settings
+from .report import Findings, Settings  # all results, and what is wrong in them; the command line's settings
 from .state import FILE, State, made_on  # results of an unfinished check: the file's name, the file, the conditions under which they hold
 
 #: Maximum seconds of a check on a GPU, and the shares of them at which the parts "right" (correctness) and "fast" (speed) end. "tune"
@@ -54,7 +54,7 @@ def run_check(settings: Settings) -> Findings:
         )
     require_output(settings.output, is_folder=True)
     target.make_current()
-    findings = Findings(settings, trouble=machine.torch_trouble(target))
+    findings = Findings(settings, trouble=machine.torch_trouble(target))  # trouble: why this torch cannot run on the GPU, or None
     # kernels of the device's families that it cannot launch: report.py counts them
     findings.unfit = [v["name"] for v in of_families(target, info()["variants"]) if v["shared_bytes"] > target.shared_bytes]
     if findings.trouble:
@@ -67,7 +67,7 @@ def run_check(settings: Settings) -> Findings:
         with report.Progress() as progress:
             state = _check_kernels(findings, variants, _RIGHT_UNTIL * limit, progress)
             deadline = time.monotonic() + _FAST_UNTIL * limit - findings.seconds["right"]
-            progress.begin("fast", performance.steps(target, settings.quick))
+            progress.begin("fast", performance.steps(target, settings.quick))  # a step: the times of one shape
             # unchecked kernels run, as in programs; failed ones do not, because they may hang
             failed = findings.failed if target.has_kernels else []
             started = time.monotonic()

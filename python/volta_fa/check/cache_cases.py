@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inspection import cache_formats
+from ..inspection import cache_formats  # rows with name and scale of each format: "token" (one for each token and head), "head" or "none"
 from ..kv_cache.formats import cache_dtype, dequantize_kv, parts_of, quantize_kv  # parts_of: the formats of keys and values
 from . import tolerance  # eager attention, exact results, and the error that a result may have
 from .cases import OF_REFERENCE, ScoreOptions, Source  # options of `tolerance.attend`; windows, softcap, ALiBi, sinks; draws tensors
@@ -36,7 +36,7 @@ class CacheCase(ScoreOptions):
     """One problem of `volta_fa::fwd_kvcache`, or with `latents` of `volta_fa::fwd_mla`: its sequences, and the layout of their cache. str()
     gives a short name from the fields that are not their defaults, which reports and test names show."""
 
-    lengths: tuple[tuple[int, int, int], ...]  # (queries, cached tokens, appended tokens) of each sequence
+    lengths: tuple[tuple[int, int, int], ...]  # (queries, cached tokens, padding included, appended tokens) of each sequence
     headdim: int = 64
     headdim_v: int | None = None
     nheads: int = 2

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inspection import cache_formats
+from ..inspection import cache_formats  # a row for each format of a cache: its name, its bits, the formats of its keys and values
 from ..kv_cache.formats import dequantize_kv, quantize_kv
 from ..operands import MAX_DECODE_ROWS  # the most rows (queries times query heads of a KV head) that decode kernels take
-from .cache_cases import CacheCase, CacheInputs, has_scales  # a problem; its tensors; whether each token and head has a scale
+
+# has_scales: whether each token and head has a scale. CacheCase: a problem. CacheInputs: its tensors. mapped() changes each tensor,
+# numbers() reads tokens of a cache, dequantized; parts(b, k, v, ...) computes the exact results of sequence b by PyTorch.
+from .cache_cases import CacheCase, CacheInputs, has_scales
 from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; CpuSource draws tensors; asking: fields for features
 from .kernels import Target  # the device: a GPU, the simulator or the CPU
 from .problems import Part, agree  # a result's part with exact values and allowed errors; raises if two references differ
@@ -164,14 +167,15 @@ def planned(target: Target, problem: CacheCase, variant: dict[str, Any]) -> list
         return []
     p = problem
     if p.latents:
-        # `_plan` has no entry for latents. Every kernel of the pass can compute them, so the preferred one runs. Its scratch memory, in
-        # floats and semaphores, is at most this, because the tree that combines partial results (src/plan/decode.rs) has at most 8 levels.
+        # `_plan` has no entry for latents. Every kernel of the pass can compute them, so the preferred one runs. This bounds its scratch
+        # memory, in floats and semaphores: a block has two partial results, and the tree that combines them at most 8 levels.
         splits, levels = 2 * target.sms * variant["blocks_per_sm"], 8
         partials = splits * variant["block_rows"] * (p.columns_v + 2 * levels)
         return [{"name": variant["name"], "partials": partials, "semaphores": splits * levels}]
     queries, news = max(q for q, _, _ in p.lengths), max(new for _, _, new in p.lengths)
     tokens = max(p.ends)
-    shape = (p.batch, max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.columns_v, True)  # True: is_causal
+    # `_plan` takes one number for queries and for tokens to append; True: is_causal
+    shape = (p.batch, max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.columns_v, True)
     with target.running(variant):
         plan = json.loads(torch.ops.volta_fa._plan(*shape, features=",".join(p.features), device=target.number))
     plans = plan["cache"]

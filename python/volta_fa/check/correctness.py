@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import first_line
-from . import cached, int8_scores, sparse_cases, tolerance
+from . import cached, int8_scores, sparse_cases, tolerance  # three kinds of problems, with runs of them and exact results; allowed errors
 from .cache_cases import CacheCase, CacheInputs  # a problem with a KV cache, and its tensors
 from .cases import Case  # a problem of `fwd` and `bwd`
 from .int8_scores import FastCase, FastInputs  # a problem of `fwd_fast`, and its tensors
@@ -25,7 +25,8 @@ from .int8_scores import FastCase, FastInputs  # a problem of `fwd_fast`, and it
 # about memory.
 from .kernels import FORWARD, WITHOUT_PROBLEM, Target, lacks_memory, problems
 
-# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error, which exact_forward and _backward return.
+# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error. exact_forward returns the exact results,
+# their Parts, out and softmax_lse; exact_backward the Parts of the gradients.
 from .problems import Error, Inputs, Part, WrongReference, exact_backward, exact_forward
 
 #: Outcomes of a whole check (report.py): all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
@@ -238,7 +239,7 @@ def _check_cached(record: _Record, target: Target, variant: dict[str, Any], prob
             record.failure(f"{name}: {lost} elements changed that nothing is appended to")
         if written.any():
             exact = caches[name][written]
-            # a rotated key is a sum of two products in fp32, rounded once
+            # a rotated key is a sum of two products in fp32, rounded once; largest: the largest absolute value
             allowed = 2 * torch.finfo(exact.dtype).eps * (1 + tolerance.largest(exact))
             value = cached.numbers(inputs, name[0], found[name])[written]
             record.error(Error(name, "largest", tolerance.max_error(value, exact), allowed))

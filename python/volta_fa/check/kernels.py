@@ -101,7 +101,7 @@ class Target:
         if not self.has_kernels:
             return []
         if self.kind == "cuda":
-            return [family for family in inspection.families(self.capability) if family["name"]]
+            return [family for family in inspection.families(self.capability) if family["name"]]  # no name: no family serves this GPU
         return json.loads(torch.ops.volta_fa._families(*self.capability))[:1]
 
     @property
@@ -149,7 +149,7 @@ class Target:
         p = problem
         if not self.has_kernels:
             return []
-        shape = (p.entries, *p.longest, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)
+        shape = (p.entries, *p.longest, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)  # batch, seqlen_q, seqlen_k, ...
         with self.running(variant):
             text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, features=",".join(p.features), device=self.number)
         plan = json.loads(text)
@@ -186,7 +186,8 @@ def problems(variant: dict[str, Any]) -> list[Case]:
     """Returns problems of `fwd` and `bwd` that together use every feature of a kernel; `--quick` runs the first. `cached.problems` has
     those of kernels with a KV cache. Most sizes are odd, so that tiles have partial rows and columns. Optional features of a variant are in
     "features"; it only runs for problems with all "required_features". The letters in a Case's alibi, bias and blocks are the dimensions
-    of that tensor that are not 1 (b, h, q, k); sinks="own" has q's dtype. EVERY is softcap, ALiBi and sinks together."""
+    of that tensor that are not 1 (b, h, q, k), after a colon its dtype; sinks="own" has q's dtype. EVERY is softcap, ALiBi and sinks
+    together. as_fp32: `fwd` gets q, k and v cast to float32."""
     if variant["family"] == "cpu":
         d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import diagnostics
+from .. import diagnostics  # problems(): mismatches of GPU, driver and torch; torch_for_volta(): the pip command for a torch that fits
 from ..errors import first_line
 from ..inspection import info
 from .kernels import Target  # the device: a GPU, the simulator or the CPU

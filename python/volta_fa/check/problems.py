@@ -92,7 +92,9 @@ class Error:
     """An error of a result (out, dq, ...), and the error that is allowed."""
 
     result: str
-    kind: str  # of the error, over the elements: "largest", "rms" (root mean square), "relative L1", or "largest, of what is allowed"
+    #: of the error, over the elements: "largest", "rms" (root mean square), "relative L1", or "largest, of what is allowed": the largest
+    #: quotient of an element's error and the error that this element may have
+    kind: str
     error: float
     allowed: float
     where: str = ""  # which elements, as a phrase; "": all
@@ -143,7 +145,8 @@ def forward_parts(
     """Returns the parts of out and softmax_lse that a dense problem computes. Rows without a visible key must be exactly 0.
 
     Args:
-        ref: the problem's exact results, by eager attention in fp64. `ref.masked`: rows without a visible key, (batch, nheads, seqlen_q).
+        ref: the problem's exact results. `tolerance.Eager` holds results of eager attention in any dtype; these are in fp64.
+            `ref.masked`: rows without a visible key, (batch, nheads, seqlen_q).
         rows: selects its part of out, (batch, seqlen_q, nheads, headdim_v).
         lse: selects its part of softmax_lse, (batch, nheads, seqlen_q).
         more: the error that softmax_lse may have beyond that of rounded sums: 0, but for caches that kernels get dequantized and rounded.

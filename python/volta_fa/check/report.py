@@ -25,7 +25,7 @@ from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst  # outcomes; what the check of a kernel found; its largest error
 from .kernels import Target  # the device: a GPU, the simulator or the CPU
 
-# names of the implementations; GROUP and PAGE: query heads of a KV head and tokens of a page; Point, CachePoint: times of one shape
+# Names of the implementations. GROUP and PAGE: query heads of a KV head, tokens of a page. Point, CachePoint: times of a shape; Speeds: all
 from .performance import DETERMINISTIC, EFFICIENT, GROUP, MATH, PAGE, VOLTA_FA, CachePoint, Point, Speeds
 from .tune import Tuned  # the choices in the tuning file, or why there is none
 

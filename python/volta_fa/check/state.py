@@ -22,7 +22,7 @@ FILE = "volta_fa-check.unfinished"
 
 def made_on(target: Target, **settings: Any) -> dict[str, Any]:
     """Returns the conditions of results: library, GPU, driver, torch, and `settings` that change results. Results hold under these only."""
-    library = hashlib.sha256()
+    library = hashlib.sha256()  # of both libraries: the operators, built for this torch, and the core with the kernels
     for path in (library_path(), library_path().parent.parent / "libvolta_fa_core.so"):
         library.update(path.read_bytes())
     gpu, driver = target.kind, None

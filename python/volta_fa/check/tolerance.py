@@ -312,6 +312,7 @@ def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
     sums[1] += largest(sum_groups(of_heads, k.shape[2]).sqrt()) * scale
     if attn_bias is not None and attn_bias.dtype != torch.bool:
         shared = ref.probabilities.numel() / max(attn_bias.numel(), 1)  # scores that share an element of the bias
+        # one error of delta affects all keys of a row, so where they share a bias, it counts once for their sum
         along_keys = ref.probabilities.sum(-1, keepdim=True) if attn_bias.shape[-1] == 1 else ref.probabilities
         of_delta = (along_keys * noise).square().sum_to_size(attn_bias.shape).sqrt()
         sums.append(eps * dp * math.sqrt(shared) + largest(of_delta))

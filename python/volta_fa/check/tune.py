@@ -139,7 +139,7 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
         if len(blocks) < 2:
             continue
         kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
-        # the same tiles on a stream-K grid: choosing the usual variant excludes that grid
+        # the same tiles on a stream-K grid, which a choice of the pass "Forward" (`Class.bounds`) excludes
         kernels += [Alternative({"pass": v["pass"], "variant": v["name"]}, v) for v in stream_k]
         for nheads, seqlen, causal in itertools.product(_FORWARD_HEADS, _FORWARD_SEQLENS, (False, True)):
             found.append((Class("Forward", headdim, above, seqlen, nheads, causal), kernels))

@@ -16,9 +16,9 @@ import torch
 from ..errors import first_line
 from ..inspection import info
 from . import report, simulated, train
-from .agreement import CONTROLS, Comparison, compare
-from .model import Attention, RoundedAttention, torch_attention, volta_attention
-from .train import Run, Settings
+from .agreement import CONTROLS, Comparison, compare  # number of control runs; differences and what is allowed; makes a Comparison
+from .model import Attention, RoundedAttention, torch_attention, volta_attention  # Attention: a function of q, k and v
+from .train import Run, Settings  # one model in training, with its losses; sizes of model and training
 
 # Sizes: on two CPU cores the trainings take less than a minute, on a V100 or T4 an estimated one to three minutes.
 _CPU = Settings(layers=3, nheads=3, headdim=32, seqlen=128, batch=8, steps=60)
@@ -38,7 +38,7 @@ def run_demo(
     settings: Settings, device: torch.device, output: Path, *, attention: Attention = volta_attention, kind: type[Run] = Run
 ) -> Comparison:
     """Trains, prints, plots into `output`, and compares. `attention` is the implementation under test (the "candidate"), in a run of class
-    `kind`. PyTorch's attention is the reference; controls are PyTorch's attention with every output rounded differently."""
+    `kind`; ranks.py passes a ring. PyTorch's attention is the reference; controls are PyTorch's with every output rounded differently."""
     text, files = train.read_corpus()
     tokens = train.encode(text)
     rounded: dict[str, Attention] = {f"{report.CONTROL} {i}": RoundedAttention(settings.seed + i) for i in range(CONTROLS)}

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..check.cases import Case
+from ..check.cases import Case  # sizes and options of a problem
 from ..check.kernels import environment, simulate  # sets environment variables for a block; runs a call in the simulator
 
-# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error; exact_forward and _backward return these.
+# Inputs: a problem's tensors. Part: a part of a result with exact values and the allowed error. exact_forward returns the exact results,
+# their Parts, out and softmax_lse; exact_backward the Parts of the gradients.
 from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward
 from ..inspection import info
 
@@ -113,7 +114,7 @@ def _expected() -> tuple[Inputs, list[Part]]:
     """Returns one sequence with its results in fp64."""
     case = Case(SEQLEN, SEQLEN, HEADDIM, batch=1, nheads=NHEADS, dtype=torch.float16)
     inputs = Inputs.draw(case, seed=0, device=torch.device("cpu"))
-    no_dropout = torch.zeros(2, dtype=torch.int64)
+    no_dropout = torch.zeros(2, dtype=torch.int64)  # an rng_state, which is not used
     exact, forward, out, lse = exact_forward(inputs, no_dropout)
     return inputs, [*forward, *exact_backward(exact, inputs, out, lse, no_dropout)]
 

@@ -73,7 +73,7 @@ def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device
         return [json.loads(json.dumps(mine))]
     number = _calls.get(group, 0)
     _calls[group] = number + 1
-    store: Any = dist.distributed_c10d._world.pg_map[group][1]
+    store: Any = dist.distributed_c10d._world.pg_map[group][1]  # the group's key-value store
     keys = [f"volta_fa/{number}/{r}" for r in range(size)]
     everyone = f"volta_fa/{number}/all"
     timeout = group_timeout(group, device) or store.timeout

@@ -1,6 +1,6 @@
 """The public functions of `volta_fa.distributed`: attention over a sequence that is sharded over ranks, and sharding. All attention
 functions call `_attention`. It compares the ranks' arguments, exchanges heads for positions in the Ulysses group (ulysses.py), and runs the
-ring (ring.py). A `Grid` of ranks has a ring, a Ulysses group, or both."""
+ring (ring.py). A `Group` is the caller's process group or mesh. Its ranks as a `Grid` have a ring, a Ulysses group, or both."""
 
 from __future__ import annotations
 

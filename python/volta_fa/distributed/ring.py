@@ -113,8 +113,8 @@ def _arguments(p: Problem, launch: Launch, q: Tensor) -> tuple[dict[str, Any], T
 
 def _far_away(rows: int, keys: int, offset: int, distance: Distance, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Returns ALiBi where no distance changes its sign: attn_bias for each key, and a score for each row, to be added to softmax_lse.
-    `-slope * (offset + i - j)` is linear in i and j. The row's term changes no probability in this call, only softmax_lse. The key's term
-    counts from the nearest key, so that it is small for the keys with the largest probabilities."""
+    `offset`: position of row 0 less that of key 0. `-slope * (offset + i - j)` is linear in i and j. The row's term changes no probability
+    in this call, only softmax_lse. The key's term counts from the nearest key, so that it is small for the largest probabilities."""
     slopes = slopes.view(-1, slopes.shape[-1], 1)
     i, j = (torch.arange(n, device=slopes.device, dtype=torch.float32) for n in (rows, keys))
     if distance is Distance.BEFORE:
@@ -132,7 +132,7 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     out = torch.zeros(batch, seqlen_q, nheads, v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full((batch, nheads, seqlen_q), math.inf, dtype=torch.float32, device=q.device)
     states: list[Tensor] = []
-    for step, keys, values in _steps(p, k, v):
+    for step, keys, values in _steps(p, k, v):  # receives the keys and values of each other rank that this rank's queries see
         for launch in step.launches:
             options, row_scores = _arguments(p, launch, q)
             generator = p.generator(len(states), q.device)
@@ -246,7 +246,8 @@ def _add(dk: _Sum, dv: _Sum, key_ranges: Sequence[Range], dkeys: Tensor, dvalues
 
 
 class _Returning:
-    """Gradients in flight after step t: those of another rank's keys return to their owner, and those of this rank's keys to this rank."""
+    """Gradients in flight after step t: those of another rank's keys return to their owner, and those of this rank's keys to this rank.
+    theirs, mine: the Steps of the reader of this rank's keys, and of this rank as reader. A Transfer is messages to and from a rank."""
 
     def __init__(self, p: Problem, t: int, dkeys: _Sum, dvalues: _Sum, k: Tensor, v: Tensor):
         owner, reader = (p.rank - t) % p.size, (p.rank + t) % p.size

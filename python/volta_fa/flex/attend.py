@@ -15,7 +15,10 @@ from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of  # Source
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
 from ..operands import takes_dtype, with_unit_stride  # whether fwd takes q; copies a tensor if its last dimension has gaps
-from .score_mod import ScoreMod, Scores, Unrecognized, values  # values: a score function's values for scores of 0
+
+# Scores: what a score function does: factor, cap, an added term (bias; alibi: of "relative" or "absolute" distances), hidden elements
+# (hides). bias and hides say of batch entry, head, query and key whether each matters, or are None. values: of a score function at score 0
+from .score_mod import ScoreMod, Scores, Unrecognized, values
 
 #: Maximum size in bytes (256 MiB) of the bias for score functions whose added terms are not ALiBi's. Larger ones run on torch's function.
 MAX_BIAS_BYTES = 256 << 20

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..block_mask import BlockMask
 from ..errors import bad_argument
-from ..integrations.devices import NO_DEVICES
+from ..integrations.devices import NO_DEVICES  # of class Devices: a set of devices
 from .attend import attend, block_mask_of, check_arguments, check_operands, results  # attend: by volta_fa::fwd; results: as torch's
-from .score_mod import ScoreMod, Unrecognized, recognize  # recognize: what a score function does, else raises Unrecognized
+from .score_mod import ScoreMod, Unrecognized, recognize  # recognize: (Scores, function), attend's next arguments, or raises Unrecognized
 
 #: Devices whose calls of torch's `flex_attention` run on volta_fa. `switch` sets it.
 devices = NO_DEVICES

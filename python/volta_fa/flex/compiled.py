@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, fx
 
 from ..block_mask import BlockMask, kept  # kept: a cache of packed masks
-from ..block_mask.cells import grid_shape
+from ..block_mask.cells import grid_shape  # rows and columns of cells, 64 queries by 64 keys
 from ..block_mask.recording import recorded  # a mask function as a list of operations, if possible
 from ..block_mask.source import NO_BLOCKS, Source, expanded, is_trivial  # Source: a mask before it is packed
 from . import attention
 from .attend import attend, check_arguments, check_operands, results  # attend: by volta_fa::fwd; checks; results: as torch returns them
-from .score_mod import Scores, Unrecognized, recognize  # recognize: what a score function does, else raises Unrecognized
+from .score_mod import Scores, Unrecognized, recognize  # recognize: (Scores, function), attend's arguments, or raises Unrecognized
 
 #: The kernel option of torch's operator that marks calls of `volta_fa.flex_attention`. Its value is INTERFACE: a hash of the operators'
 #: signatures, defined below after the operator `pack_mask`. torch.compile's caches on disk have it in their keys.
@@ -280,6 +280,7 @@ def _(counts: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_rest, seq_lengths, batch, heads = others
     rows, columns = grid_shape(*seq_lengths)
     made = []
+    # a list is for two rows of cells: four numbers, then room for an entry for each column of cells
     for of_rows, width in ((rows, columns), (columns, rows)):
         made.append(counts.new_empty((batch, heads, -(-of_rows // 2), 4 + width), dtype=torch.int32))
         made.append(counts.new_empty((torch.library.get_ctx().new_dynamic_size(), 256), dtype=torch.int32))  # 256 words of a tile

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from ..block_mask.elements import indexable_scalars  # lets functions index tensors with scalar tensors
-from .tracing import Trace, trace  # a function as a graph of operations; makes one
+
+# Trace: a function as a graph of operations: `arguments` are the nodes of score and indices, `result` the node that it returns, `captured`
+# the tensors that other nodes stand for. trace: makes one
+from .tracing import Trace, trace
 
 #: Of scalar tensors: score, batch entry, query head, query, key. Returns the new score.
 ScoreMod = Callable[..., Tensor]
@@ -288,7 +291,7 @@ def _of_two(name: str, a: _Linear, b: _Linear) -> _Linear | None:
         a, b = b, a
     if b.has_positions or (a.kind, b.kind) == ("term", "term") or b.constant == 0:
         return None
-    if a.kind == "absolute":  # a product has another t, which `_Linear` does not hold
+    if a.kind == "absolute":  # the product is t * |KEY - QUERY| too; only its t differs, and `_Linear` holds no t
         return a
     if b.kind == "term":
         return a._replace(kind="term")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..block_mask import kept  # a cache of packed masks
-from ..integrations.devices import NO_DEVICES, Devices, devices_of, forget_compiled_programs
+from ..integrations.devices import NO_DEVICES, Devices, devices_of, forget_compiled_programs  # last: torch.compile compiles again
 from . import attention
-from .attention import flex_attention, original
+from .attention import flex_attention, original  # original: torch's own function of a name
 
 _lock = threading.RLock()
 #: Functions that `_apply` has put into torch's module in place of those in `attention.replaced`, by name.

@@ -61,7 +61,7 @@ def devices_of(op: str, device: str | torch.device | int | None, force: bool) ->
 
 def serves(index: int, force: bool = False) -> bool:
     """Returns True for a CUDA device with a kernel family of its own, with `force` also for newer ones."""
-    return bool(torch.ops.volta_fa._sdpa_serves(_sm(index), force))
+    return bool(torch.ops.volta_fa._sdpa_serves(_sm(index), force))  # enable_sdpa's rule, for all switches
 
 
 def max_headdim(device: torch.device) -> int:

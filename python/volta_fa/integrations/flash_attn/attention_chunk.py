@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operands import in_range  # whether values are possible; raises for others where values are read
+from ...operands import in_range  # whether each value is from 0 to a maximum; raises for others, but on a GPU not by default
 
 
 def split_sequences(
@@ -74,8 +74,9 @@ def split_cache(
     """Splits the queries of a call with a cache into chunks, and describes each chunk's keys as those of a sequence of its own.
 
     Args:
-        cache: as for `_chunked_cache` (fa3.py), with packed queries. Its cache_seqlens is not read.
+        cache: `volta_fa::fwd_kvcache`'s block_table, cache_batch_idx, leftpad_k, cu_seqlens_q and max_seqlen_q, by name.
         lengths: int32 (batch), keys of each entry, those of leftpad_k included.
+        chunk, window_left: positions of a chunk; keys that a query sees before its own position, -1: no limit.
 
     Returns k_cache and v_cache, options of `volta_fa::fwd_kvcache` for packed queries, and the number of chunks of each sequence.
     Where a chunk may begin within a page, the chunks' keys are copied, because kernels begin with a whole page.

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ...errors import require_tensors
 from .interface import _lengths, _options, flash_attn_with_kvcache  # arguments of volta_fa's operators by name
+
+# _backward computes both backward functions; _check_target raises ValueError unless a tensor can take a result
 from .private import _backward, _check_target, _flash_attn_forward, _flash_attn_varlen_forward
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]

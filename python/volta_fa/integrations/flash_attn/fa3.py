@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...errors import bad_argument, require_none, require_tensors
 
-# `in_range` returns which values are possible, and raises for the others where values are read. `with_unit_stride` copies tensors whose
-# last dimension is not contiguous.
+# `in_range` returns which values are possible, and raises for the others where `reads_values` (on a GPU not by default). `with_unit_stride`
+# copies tensors whose last dimension is not contiguous. MAX_HEADDIM: of the operators. `apply_rotary`: rotary embedding.
 from ...operands import MAX_HEADDIM, in_range, reads_values, with_unit_stride
 from ...rotary import apply_rotary
 from .attention_chunk import split_cache, split_sequences  # the chunks of a call with attention_chunk, as packed sequences
@@ -68,7 +68,7 @@ def flash_attn_func(
     Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) | {"deterministic": deterministic}
-    return _attention(q, k, v, qv, options, attention_chunk, return_attn_probs)
+    return _attention(q, k, v, qv, options, attention_chunk, return_attn_probs)  # below; computes all functions for training
 
 
 def flash_attn_qkvpacked_func(

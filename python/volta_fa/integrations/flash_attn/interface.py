@@ -2,7 +2,8 @@
 
 `volta_fa` exports them, and the shim's `flash_attn` package too (`install_flash_attn_shim()`). Masks are aligned bottom-right: the last
 query sees the last key. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
-docs/guides/flash-attn.md lists the differences from flash-attn."""
+docs/guides/flash-attn.md lists the differences from flash-attn. Below the functions, `_options` and `_lengths` check arguments and return
+the operators' by name; `_attention` calls `volta_fa::fwd` for all but those over a cache or pages."""
 
 import operator
 from typing import Any
@@ -81,7 +82,7 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
     `kv`: (batch, seqlen_k, 2, nheads_k, headdim)."""
-    k, v = _unbind("kv", kv, "batch, seqlen_k", 2)
+    k, v = _unbind("kv", kv, "batch, seqlen_k", 2)  # raises ValueError for other shapes, in terms of these dimensions
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 

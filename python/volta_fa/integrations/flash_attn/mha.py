@@ -70,7 +70,7 @@ class _FlashOptions(nn.Module):
 
 
 class FlashSelfAttention(_FlashOptions):
-    """Computes self-attention with `flash_attn_qkvpacked_func`, or the varlen one. The arguments are its."""
+    """Computes self-attention with `flash_attn_qkvpacked_func`, or the varlen one, whose arguments it takes."""
 
     def forward(
         self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
@@ -90,7 +90,7 @@ class FlashSelfAttention(_FlashOptions):
 
 
 class FlashCrossAttention(_FlashOptions):
-    """Computes cross-attention with `flash_attn_kvpacked_func`, or the varlen one. The arguments are its."""
+    """Computes cross-attention with `flash_attn_kvpacked_func`, or the varlen one, whose arguments it takes."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class MHA(nn.Module):
         cross_attn: q comes from x, and k and v from x_kv.
         use_flash_attn: the Flash classes of this module; the others otherwise. use_alibi and window_size need it.
         rotary_emb_dim, rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: `RotaryEmbedding`'s; 0 is off.
-        layer_idx: key of the layer's cache in inference_params.
+        layer_idx: key of the layer's KV cache in forward()'s inference_params, a flash-attn InferenceParams.
         return_residual: also return x.
         checkpointing: compute attention again in the backward pass.
         fused_bias_fc: no effect.
