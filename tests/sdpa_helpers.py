@@ -32,7 +32,7 @@ def enabled(backend=None):
     if backend is not None and backend.name == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     if backend is not None and backend.device == "cuda":
-        return volta_fa.sdpa_enabled("cuda", force=True)
+        return volta_fa.sdpa_enabled("cuda", force=True)  # force: also on GPUs newer than Turing
     return volta_fa.sdpa_enabled("cpu")
 
 

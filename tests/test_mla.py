@@ -12,7 +12,7 @@ import torch
 
 from cached import Cached, check, check_opcheck, check_sequences, mla_options  # mla_options: a problem's options, named as fwd_mla's
 from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
-from test_kvcache import UNCHECKED, ints, spoiled
+from test_kvcache import UNCHECKED, ints, spoiled  # UNCHECKED: invalid lengths and pages. spoiled: a table with one other value
 from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa import flash_mla
 
