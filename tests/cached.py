@@ -6,6 +6,8 @@ are causal. `case.problem(backend)` draws `CacheInputs`: q, k_cache, v_cache, `n
 and `places`: for each sequence the page (or entry) and row of each token. What no token occupies in a cache is NaN, so that a read of it
 shows. `check` runs a problem and compares results and caches; `judge` (conftest.py) compares results with attention in fp64 over the tokens
 of each sequence, by `parts`: exact values with allowed errors. A backend is a dtype with the CPU, the simulator or a GPU (conftest.py).
+More of CacheInputs: `tokens(b, first, end)` is an index into a cache, of these tokens of sequence b; `numbers` reads it, dequantized;
+`appended(b)` are the k and v that it appends, in fp64; `copy_of_cache()` and `fresh()` are caches and options that a call may write.
 
 A case with `latents` is one of `fwd_mla`, multi-head latent attention: its cache has one head, whose first columns are also the values.
 WRITTEN names the options that an append to a quantized cache writes: scales and zero points of the new tokens."""
@@ -16,7 +18,7 @@ from torch.library import opcheck
 
 from conftest import agreed, assert_same_bits, check_form, judge, reads_no_value
 from volta_fa import quantize_kv
-from volta_fa.check.cache_cases import WRITTEN, CacheInputs, has_scales
+from volta_fa.check.cache_cases import WRITTEN, CacheInputs, has_scales  # has_scales: whether a format has a scale per token and head
 from volta_fa.check.cache_cases import CacheCase as Cached
 
 fwd_kvcache, fwd_mla = torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla

@@ -362,7 +362,7 @@ def backend(request, monkeypatch) -> Backend:
 
 @pytest.fixture
 def force():
-    """Makes the planner avoid the `failed` kernels and take `choices`, until the test ends."""
+    """Makes the planner avoid the `failed` kernels (names) and take `choices` (each a dict of pass and variant), until the test ends."""
 
     def set_tuning(failed=(), choices=()):
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "failed": list(failed), "choices": list(choices)}))
@@ -390,7 +390,8 @@ def within(backend: Backend, what: str, found: Tensor, expected: Tensor, budget:
 
 
 def judge(backend: Backend, parts, results: dict[str, Tensor]):
-    """Checks results by name. Each part (`volta_fa.check.problems.Part`) selects some elements and has their exact values and budget."""
+    """Checks results by name. Each part (`volta_fa.check.problems.Part`) selects some elements and has their exact values and budget. An
+    error's `kind` is the largest or the rms error; its `share` is error / allowed error."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
     for part in parts:
         for error in part.errors(results):

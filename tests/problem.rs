@@ -1,5 +1,6 @@
 //! Tests of `validate`, which turns an op's arguments into an `Attention` problem or an error, on descriptions of tensors (`TensorDesc`).
-//! So tensors may have huge or symbolic sizes (UNKNOWN, as torch.compile traces them) and devices that this machine lacks.
+//! So tensors may have huge or symbolic sizes (UNKNOWN, as torch.compile traces them) and devices that this machine lacks. A `Backend` is
+//! what would run the call, and decides which dtypes are valid: Kernels (of a GPU or the simulator), or Meta (tensors without data).
 //! `tests/test_validation.py` tests the other arguments through every backend.
 
 use volta_fa::error::{ErrorKind, Result};
@@ -142,6 +143,7 @@ fn rejects_rng_state_of_another_device() {
     let call = changed(dense(), |(.., o)| o.dropout_p = 0.1);
     let a = checked(&call, Backend::Kernels).unwrap();
     let (out, lse) = (tensor(&[2, 10, 6, 32]), typed(DType::Float, &[2, 6, 10]));
+    // dout, out, softmax_lse, rng_state, q, the problem
     let check = |state: &TensorDesc| validate_backward(&out, &out, &lse, Some(state), &call.0, &a, Backend::Kernels);
     let good = typed(DType::Int64, &[2]);
     check(&good).unwrap();

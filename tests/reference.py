@@ -22,6 +22,7 @@ block_masks, cases, problems, tolerance = (
 )
 # unused_keys: which rows of k are beyond seqused_k. eager: attention by PyTorch's operations in the dtype of the inputs. kept_share: 1 -
 # dropout_p, rounded to random numbers of 15 bits: dropped_numbers of them drop. delta_noise: allowed error of a row's sum(dout * out).
+# tolerance.exact is `forward` here: results of one dense problem. `exact` below returns an Exact, of any call.
 Budget, Exact, groups, unused_keys = tolerance.Budget, problems.Exact, problems.groups, problems.unused_keys
 forward, backward = tolerance.exact, tolerance.exact_gradients
 delta_noise, dropped_numbers, kept_share = tolerance.delta_noise, tolerance.dropped_numbers, tolerance.kept_share

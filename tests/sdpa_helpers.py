@@ -1,6 +1,7 @@
 """Helpers of test_sdpa*.py, which test that volta_fa runs PyTorch's scaled_dot_product_attention while `enable_sdpa` is on.
 
-"ours" means the ops volta_fa::fwd and volta_fa::bwd, "theirs" PyTorch's fused attention ops. The profiler shows which of them ran."""
+"ours" means the ops volta_fa::fwd and volta_fa::bwd, "theirs" PyTorch's fused attention ops. The profiler shows which of them ran. A
+`backend` (conftest.py) is the CPU, the simulator or a GPU with a dtype, in which it draws tensors."""
 
 import functools
 import warnings
@@ -32,7 +33,7 @@ def enabled(backend=None):
     if backend is not None and backend.name == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     if backend is not None and backend.device == "cuda":
-        return volta_fa.sdpa_enabled("cuda", force=True)
+        return volta_fa.sdpa_enabled("cuda", force=True)  # force: also on GPUs newer than Turing
     return volta_fa.sdpa_enabled("cpu")
 
 

@@ -1,6 +1,8 @@
 """The ops `fwd` and `bwd` inside PyTorch: autograd, autocast, TorchScript, threads.
 
-conftest.py explains backends, volta_fa/check/cases.py a Case; `case.inputs(backend)` draws q, k, v and dout."""
+`on(...)` lists a test's backends: the CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`; `backend.simulate()` runs later calls there)
+or on a GPU (`cuda`). Case(seqlen_q, seqlen_k, headdim, headdim_v), with further fields by name, is a problem. `case.inputs(backend)` draws
+q, k, v and dout, `case.problem(backend)` also the op's options."""
 
 from concurrent.futures import ThreadPoolExecutor
 

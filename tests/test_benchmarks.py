@@ -2,8 +2,8 @@
 
 Figures are measured on the CPU, or simulated (volta-sim, cycles of a V100 or Turing GPU). A benchmark (benchmarks.driver) has rows, which
 are cases with a name, and writes JSON, a plot and a Markdown section. Simulated figures are lists by machine model (driver.MODELS): [0] of
-the default model (its name is ""), [1] with a perfect instruction cache. `simulated(work, model, gpu)` returns a report of each launch.
-`need("sim")` skips a test without the simulator."""
+the default model (its name is ""), [1] with a perfect instruction cache. `case.calls(device)` are a case's calls ("work": functions without
+arguments), and `simulated(work, model, gpu)` returns a report of each launch. `need("sim")` skips a test without the simulator."""
 
 import copy
 import importlib

@@ -4,8 +4,9 @@ A mask divides scores into blocks of 128 queries by 64 keys. `block_lists` (batc
 block: [0] and [1] the numbers of partial and of full blocks, [2] the first partial block's tile in `block_bits`, [3] the row block that is
 launched at this place, and from [4] on the key blocks, partial ones first. Absent blocks are hidden. A tile has a bit for each score of a
 partial block. `block_lists_t` and `block_bits_t` are the transposed mask, for dk and dv. `block_masks` (volta_fa.check) packs masks.
-conftest.py explains backends and `gpu`; `check` compares results and gradients with fp64, `check_case` those of a Case. A Case
-(volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim and options by name. `used` is seqused_k, `alibi` the
+Of it, `pack` returns lists and bits of a bool mask, `options_of` a call's four tensors, and `expand` the mask again. A backend is the CPU,
+simulator or GPU with a dtype; `gpu` simulates a V100 and a T4 in turn. `check` compares results and gradients with fp64, `check_case` those
+of a Case. A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim and options by name. `used` is seqused_k, `alibi` the
 dimensions of the slopes, `sinks` their dtype (own: q's)."""
 
 import dataclasses

@@ -3,7 +3,10 @@
 The check compares each kernel with the CPU backend in fp64, and that with `tolerance.attend`, plain PyTorch. Tests run it on the CPU
 backend or the simulator (`need("sim")` skips a test without it), and make results wrong by monkeypatching. Exit status: 0 right, 1 wrong,
 2 bad arguments, 3 incomplete. In the JSON, `right` lists the kernels' results, `fast` the times. `cached.PASSES` are passes over a KV
-cache; kernels of `kernels.WITHOUT_PROBLEM` (merging, sparse attention and others) have checks of their own."""
+cache; kernels of `kernels.WITHOUT_PROBLEM` (merging, sparse attention and others) have checks of their own.
+
+A Target is the device to check; in `target.running(variant)` plans take this kernel. A KernelResult has `failures` (wrong results),
+`inconclusive` (problems that could not be checked) and `worst.share`, the largest error over the allowed one."""
 
 import dataclasses
 import functools

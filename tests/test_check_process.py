@@ -2,8 +2,9 @@
 
 The check runs kernels in subprocesses (check/isolation.py), because a kernel that hangs or faults destroys its CUDA context. It kills a
 process after a timeout and tries its kernel once more alone. check/state.py saves results, so that an interrupted check continues. Tests
-use fake kernels (`troubled`), fake GPUs, and the CPU backend. Device -1 is the simulator. test_check.py tests what a check finds, and has
-`check`, which runs the command and returns its exit status and JSON."""
+use fake kernels (`troubled`), fake GPUs, and the CPU backend. A Target is the device to check: CPU, SIMULATOR (device -1; its kernels are
+SIMULATED) or a GPU. test_check.py tests what a check finds. It has `check`, which runs the command and returns its exit status and JSON,
+and `fail`, which raises "the launch failed"."""
 
 import dataclasses
 import json

@@ -1,6 +1,7 @@
 """CUDA graphs of `fwd` and `bwd`, captured by hand and by torch.compile(mode="reduce-overhead"), need a GPU.
 
-A replay with other values, lengths or random numbers in the captured tensors must give what an eager call gives for them."""
+A replay with other values, lengths or random numbers in the captured tensors must give what an eager call gives for them. `backend` is the
+GPU with a dtype, and draws tensors there (`cuda`: fp16, `cuda-bf16`, `cuda-fp32`)."""
 
 import pytest
 import torch

@@ -99,8 +99,8 @@ def visible(mask: Mask, i: int, j: int) -> bool:
 def covered(q_ranges, k_ranges, mask):
     """Returns the plan of a step, and how many of its calls compute each pair of query and key. Also checks distances for ALiBi.
 
-    A step has launches, each a call of the op, and `rows`, the keys of the shard that they read. A launch has one `Call`, or one for each
-    packed sequence: a rectangle of queries of the shard and of keys of `rows`."""
+    A step has launches, each a call of the op, and `key_ranges`, the keys of the shard that travel (`count` of them). A launch has one
+    `Call`, or one for each packed sequence: a rectangle of queries `q` of the shard and of keys `k` in `key_ranges`, both (begin, end)."""
     step = plan(q_ranges, k_ranges, mask)
     q_positions, k_all = unroll(q_ranges), unroll(k_ranges)
     k_positions = [k_all[j] for j in unroll(step.key_ranges)]
@@ -124,7 +124,8 @@ def covered(q_ranges, k_ranges, mask):
 
 
 def check_distance(call, row, key, i, j, mask):
-    """Checks that ALiBi in a call, at its (row, key), has the distance of positions i and j of the whole problem."""
+    """Checks that ALiBi in a call, at its (row, key), has the distance of positions i and j of the whole problem. Distance.OWN: by the op's
+    alibi_slopes, which count from the call's last row and key. BEFORE, AFTER: by a bias, as all keys lie on one side of all rows."""
     (q0, q1), (k0, k1) = mask.queries[call.sequence], mask.keys[call.sequence]
     distance = (i - q0) + (k1 - k0) - (q1 - q0) - (j - k0)
     if call.distance is Distance.OWN:

@@ -1,8 +1,10 @@
 """Dropout of `fwd` and `bwd`, gradients against finite differences (gradcheck), and random combinations of all options.
 
 Dropout's mask follows from `rng_state` (seed, offset) and a score's position alone (`_dropout_mask`), so backward repeats forward's.
-`repeat` runs a `Case` (volta_fa/check/cases.py) on a backend (conftest.py) against the fp64 reference, and prints a command that repeats a
-failure. BASE is a case of 67 queries, 93 keys, headdim 64, 4 query heads on 2 KV heads."""
+A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype; ALL are four dtypes on the CPU, and kernels in fp16. Its
+`forward_and_state` returns out, softmax_lse and rng_state, its `backward` the gradients of each run. `repeat` runs a `Case`
+(volta_fa/check/cases.py) on a backend against the fp64 reference, and prints a command that repeats a failure. BASE is a case of 67
+queries, 93 keys, headdim 64, 4 query heads on 2 KV heads."""
 
 import math
 import os
@@ -215,7 +217,7 @@ def test_random_combinations(name):
 )
 def test_random_combinations_cuda(name, case, deterministic):
     """Random options and shapes, of at most MAX_SCORES scores, so that the fp64 reference fits memory."""
-    longest = (n - case.spare for n in case.longest)  # scores exist for the lengths alone
+    longest = (n - case.spare for n in case.longest)  # case.longest is max_seqlen of q and k; scores exist for the lengths alone
     hypothesis.assume(case.entries * case.nheads * math.prod(longest) <= MAX_SCORES)
     repeat(name, case, deterministic)
 

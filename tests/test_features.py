@@ -1,7 +1,9 @@
 """Features of `fwd` and `bwd`, forward and gradients, against the fp64 reference on every backend.
 
 They are packed sequences, seqused_k (`used`), softcap, ALiBi, bias, sinks (one more logit per head, without a value) and dropout, also in
-pairs. conftest.py explains backends and `check`, which runs kernels twice, in memory filled with NaN, with bitwise identical results.
+pairs. A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype; KERNELS are the latter two. `check` compares out,
+softmax_lse and gradients with the reference, and returns them. It runs kernels twice, in memory filled with NaN, with bitwise identical
+results. `backend.results` returns the same without a comparison.
 
 A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name. lengths: (seqlen_q, seqlen_k) of
 packed sequences. used: seqused_k. spare: by how much max_seqlen exceeds the longest sequence. spread: standard deviation of q, k and v.

@@ -163,7 +163,7 @@ def test_rejects_a_simulator_that_does_not_exist(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not SIMULATOR.exists(), reason="needs `cargo build --release -p volta-sim`, or its command in $VOLTA_SIM")
 def test_probes_run_afresh_in_their_bands() -> None:
-    probes = [row for row in validation.rows() if row.probe]
+    probes = [row for row in validation.rows() if row.probe]  # rows of tools/volta-sim's own small kernels, not of other projects'
     assert len(probes) >= 7
     for row in probes:
         found = validation.simulate(row, SIMULATOR)

@@ -31,7 +31,7 @@ def attention(q, k, v, chunk=0, causal=False, window_size=(-1, -1), qv=None, **o
         options["attn_bias"] = (position // chunk == torch.arange(len(k), device=q.device) // chunk)[None, None]
     window = {"is_causal": causal, "window_left": window_size[0], "window_right": window_size[1]}
     found = reference.forward(*(t[None] for t in (q, k, v)), **window, **options)
-    return found.out[0], found.softmax_lse.masked_fill(found.masked, -math.inf)[0]
+    return found.out[0], found.softmax_lse.masked_fill(found.masked, -math.inf)[0]  # masked: rows that see no key
 
 
 def check(backend, found, expected, leaves):

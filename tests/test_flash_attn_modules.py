@@ -156,7 +156,7 @@ def test_cross_entropy_compiles_with_symbolic_sizes():
     torch.compiler.reset()
 
 
-def rank_of_cross_entropy(rank, address, results):
+def rank_of_cross_entropy(rank, address):
     """Runs in each of two processes, which have half of the vocabulary's logits."""
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -173,7 +173,7 @@ def rank_of_cross_entropy(rank, address, results):
 
 @pytest.mark.slow
 def test_cross_entropy_of_a_split_vocabulary(tmp_path):
-    torch.multiprocessing.spawn(rank_of_cross_entropy, (f"file://{tmp_path}/store", None), nprocs=2)
+    torch.multiprocessing.spawn(rank_of_cross_entropy, (f"file://{tmp_path}/store",), nprocs=2)
 
 
 def test_cross_entropy_errors():

@@ -1,9 +1,11 @@
-"""`volta_fa::fwd` and `bwd` without further features, against the fp64 reference, on every backend (conftest.py explains them).
+"""`volta_fa::fwd` and `bwd` without further features, against the fp64 reference, on every backend: CPU, simulator (`sim`), GPU (`cuda`).
 
 The largest error of a result is at most twice (gradients: three times) that of PyTorch's eager attention in the same dtype, both against
 fp64, as in flash-attn's tests (`volta_fa.check.tolerance.Budget`). `check` (conftest.py) applies this rule, and compares two runs bitwise.
-A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name: batch and nheads (2), options of
-the op, and `spread`, the standard deviation of q, k and v. `force` makes the planner take kernels; `_plan` describes a call's kernels."""
+`backend.forward` returns out and softmax_lse, `backend.backward` the gradients of each run. ALL are the CPU in four dtypes and KERNELS in
+fp16. A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name: batch and nheads (2),
+options of the op, and `spread`, the standard deviation of q, k and v. `force` makes the planner take kernels; `_plan` describes a call's
+kernels."""
 
 import json
 import math

@@ -4,8 +4,9 @@ By default precision is full: kernels take each number as a sum of two fp16 numb
 "high" or "medium", kernels take scaled fp16 numbers with fp32 results. Errors are compared with those of PyTorch's fp32 attention by single
 operations ("eager"), or in reduced precision with eager attention of operands rounded to TF32 (11 bits with the implicit one). `check` does
 so for out, `check_gradients` for gradients. `reference.groups` splits a problem into groups of entries of one length, whose methods
-`inputs`, `queries`, `keys` and `lse` take their part of tensors. `kept_by` makes dropout's mask from the call's state.
-test_stream_k.py has more kernels of fp32.
+`inputs`, `queries`, `keys` and `lse` take their part of tensors. `kept_by` makes dropout's mask from the call's state. `backend` runs a
+call: `forward_and_state` returns out, softmax_lse and that state, `backward` the gradients of each of two runs. `gpu` simulates a V100 and
+a T4 in turn. test_stream_k.py has more kernels of fp32.
 
 A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, and fields by name. lengths: (seqlen_q, seqlen_k) of packed
 sequences. spare: by how much max_seqlen exceeds the longest. used: seqused_k. bias and blocks (a block mask): dimensions that are not 1

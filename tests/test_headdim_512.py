@@ -1,8 +1,9 @@
 """Headdims from 257 to 512: forward kernels of both families and block sizes, and the backward pass that stores P and dS in memory.
 
 That backward pass ("stored") also runs on Volta above headdim 192. One kernel writes the probabilities P and their gradients dS of a
-launch's key tiles, another computes dq, dk and dv from them. Budgets are the allowed errors. conftest.py explains backends and `gpu`.
-`forward_on_cpu` leaves the forward pass to the CPU.
+launch's key tiles, another computes dq, dk and dv from them. Budgets are the allowed errors. A backend is the CPU, the simulator (`sim`) or
+a GPU (`cuda`), with a dtype; `gpu` simulates a V100 and a T4 in turn; `forward_on_cpu` leaves the forward pass to the CPU. `force` makes
+the planner take kernels.
 
 A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name. lengths: (seqlen_q, seqlen_k) of
 packed sequences. used: seqused_k. bias: dimensions that are not 1, and its dtype (q's by default). alibi: dimensions of the slopes.

@@ -2,7 +2,8 @@
 
 logit[query, key] = sum over heads of weight[query, head] * relu(q[query, head] . k[key]) * scale[key]. Keys are fp8 codes (e4m3) of 128
 columns with one fp32 scale, in one tensor, or in pages where all codes of a page precede its scales ("block-major": 132 bytes per token). A
-query sees the keys from k_start to k_end. conftest.py explains backends and `gpu`."""
+query sees the keys from k_start to k_end. A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype of queries. It
+repeats calls in `_runs`, the simulator in two warp orders. `gpu` simulates a V100 and a T4 in turn."""
 
 import dataclasses
 import math

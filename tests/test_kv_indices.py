@@ -2,8 +2,10 @@
 
 A list has `topk` numbers of blocks of `kv_block` tokens, unsorted, perhaps repeated; a -1 ends it. There is one list per query, or one per
 query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them. cached.py
-has problems with a cache (`Cached`) and `run`. Their layout is nhd (tokens before heads), "hnd", "kv" (pages of K, then V) or "wide" (a
-slice of a larger tensor). descale: dimensions of fp8's scales. `latents` makes problems of fwd_mla (multi-head latent attention)."""
+has problems with a cache (`Cached`), `run` (out, softmax_lse, caches, options) and checks of these. Their layout is nhd (tokens before
+heads), "hnd", "kv" (pages of K, then V) or "wide" (a slice of a larger tensor). descale: dimensions of fp8's scales. `latents` makes
+problems of fwd_mla (multi-head latent attention). A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype of
+queries."""
 
 import dataclasses
 import random

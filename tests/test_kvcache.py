@@ -5,7 +5,9 @@ and fields by name. page: tokens of a page (default 16); 0: a dense cache. layou
 "wide" is a slice of a larger tensor. batch_idx: cache_batch_idx is given. own_new: cu_seqlens_k_new is given. all_cached: cache_seqlens is
 not. rotary: the pairs of columns that are rotated. spread: standard deviation of q, k and v.
 
-test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
+`on(...)` lists a test's backends: the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype. `backend.kernels`: it is not the CPU.
+`backend.simulate()`: the simulator, if it is the backend, runs later calls. `force` makes the planner avoid kernels. INFO describes the
+library. test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
 import functools
 import math
@@ -176,7 +178,7 @@ def test_compile(backend, compiler):
     torch._dynamo.reset()
     found = torch.compile(Decoder(), backend=compiler, fullgraph=True)(*compiled)
     torch.testing.assert_close((*found, *compiled), (*expected, *eager))
-    if not backend.kernels:
+    if not backend.kernels:  # these round differently for one query and for three
         torch.testing.assert_close(found[0], found[1])
 
 

@@ -2,7 +2,8 @@
 
 Cascade attention reads pages of a prefix that all sequences share. An anchored window shows a query the first `anchor_tokens` keys, the
 `window_left` keys before its own, and its own. torch.nn.attention.activate_flash_attention_impl("VOLTA"), from torch 2.10 on, makes
-PyTorch's flash attention operators run volta_fa: PyTorch's registry of implementations. cached.py explains problems with a cache."""
+PyTorch's flash attention operators run volta_fa: PyTorch's registry of implementations. A `Cached` problem (cached.py) has lengths, a cache
+in pages of 16 tokens, the operator's `options` and `new`: k and v to append. `on(...)` lists backends: CPU, simulator (`sim`), GPU."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ layout: "hnd" has heads before tokens, "kv" pages of K, then V; "wide" is a slic
 fp8's scales (h: heads, bh: batch and heads). WRITTEN names the options that appending writes. VOLTA_FA_CHECK_LENGTHS=0: the call reads no
 lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid ones.
 
+`on(...)` lists a test's backends: the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype of queries. INFO describes the library.
 Of cached.py: `run` returns out, softmax_lse, the caches and the options after the call, `check` compares these with fp64 and with what an
 append must write, `check_cache` and `check_sequences` do half of that each, `store` writes codes and scales of tokens into a cache."""
 

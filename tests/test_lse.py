@@ -1,7 +1,8 @@
 """Tests of softmax_lse, the log of a row's sum of exponentials: its error near 0, and the gradient of a loss that uses it (`dlse`).
 
-Other tests have relative tolerances, which mean little near 0. Here the absolute error may be 1e-6, as in FlashMLA's tests. conftest.py
-explains backends, `gpu` and `check`. A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, and fields by name.
+Other tests have relative tolerances, which mean little near 0. Here the absolute error may be 1e-6, as in FlashMLA's tests. A backend is
+the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype; `gpu` simulates a V100 and a T4 in turn. `check` compares results and
+gradients with the fp64 reference. A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, and fields by name.
 `used` is seqused_k, `lengths` has (seqlen_q, seqlen_k) of packed sequences, and "own" is q's dtype."""
 
 import dataclasses

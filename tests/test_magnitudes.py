@@ -1,7 +1,8 @@
 """Tests of bf16 and fp32 inputs of any magnitude. Kernels multiply fp16 numbers, so the library scales tensors by powers of two before.
 
 Each result must be as exact as for inputs near 1, and keys that no query sees must not influence the scales. BF16_KERNELS and FP32_KERNELS
-run tests in the simulator and on a GPU, with tensors of that dtype. test_fp32.py has more tests of fp32."""
+run tests in the simulator and on a GPU, with tensors of that dtype: `case.inputs(backend)` draws q, k, v and dout. test_fp32.py has more
+tests of fp32."""
 
 import math
 
@@ -35,7 +36,8 @@ def test_bf16_of_any_magnitude(backend, magnitudes, options):
 
 
 def check_against(expected, backend, q, k, v, dout, **options):
-    """Checks errors of out, softmax_lse and gradients, relative to the largest number of each: at most one eps of bf16, or 25 of fp32."""
+    """Checks errors of out, softmax_lse and gradients, which `backend.results` returns, relative to the largest number of each: at most one
+    eps of bf16, or 25 of fp32."""
     options = {name: x.to(backend.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     found = backend.results(q, k, v, dout, **options)[:5]
     bound = torch.finfo(torch.bfloat16).eps if q.dtype == torch.bfloat16 else 3e-6

@@ -1,7 +1,8 @@
 """Tests of `volta_fa::merge_attention_states`: attention over two parts of the keys, merged to attention over all keys.
 
 A state is out and softmax_lse of attention over some keys; without keys softmax_lse is +inf. `merge_attention_states_` adds a part to a
-state in place, which is fp32. Ring attention and cascade attention call both. conftest.py explains backends."""
+state in place, which is fp32. Ring attention and cascade attention call both. A backend is the CPU, the simulator (`sim`) or a GPU
+(`cuda`), with a dtype; `launches` returns the simulator's report of each kernel."""
 
 import math
 
@@ -11,7 +12,7 @@ from torch.library import opcheck
 
 import volta_fa
 from conftest import INFO, on
-from test_validation import refused
+from test_validation import refused  # refused(call, exception, *words of its message)
 
 merge, add = torch.ops.volta_fa.merge_attention_states, torch.ops.volta_fa.merge_attention_states_
 BACKENDS = on("cpu-fp32", "cpu-fp64", "cpu-bf16", "sim", "sim-bf16", "sim-fp32", "cuda", "cuda-bf16", "cuda-fp32")

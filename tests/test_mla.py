@@ -2,7 +2,8 @@
 
 A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. cached.py has problems
 and `check`, which compares with fp64. page: tokens of a page; 0: a dense cache. layout "wide": a slice of a larger tensor. spread: standard
-deviation of q and latents. test_sparse_mla.py tests queries that select tokens."""
+deviation of q and latents. A backend is the CPU, the simulator (`sim`; `launches` returns its report of each kernel) or a GPU (`cuda`),
+with a dtype of queries. test_sparse_mla.py tests queries that select tokens."""
 
 import dataclasses
 import math
@@ -12,7 +13,7 @@ import torch
 
 from cached import Cached, check, check_opcheck, check_sequences, mla_options  # mla_options: a problem's options, named as fwd_mla's
 from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
-from test_kvcache import UNCHECKED, ints, spoiled
+from test_kvcache import UNCHECKED, ints, spoiled  # UNCHECKED: invalid lengths and pages. spoiled: a table with one other value
 from test_validation import refused  # refused(call, exception, *words of its message)
 from volta_fa import flash_mla
 

@@ -1,7 +1,7 @@
 """Tests of the ops under PyTorch's tools: torch.compile, export, AOTInductor, checkpointing, functorch, FLOP counting, streams, devices.
 
-`Layer`, self-attention with the op volta_fa::fwd, is compared with itself run eagerly. conftest.py explains backends. `fwd` returns out
-alone, and `leaves(tensors)` copies that require a gradient. Autograd and TorchScript are in test_autograd.py, the same routes through
+`Layer`, self-attention with the op volta_fa::fwd, is compared with itself run eagerly. `on(...)` lists backends: CPU and GPU. `fwd` returns
+out alone, and `leaves(tensors)` copies that require a gradient. Autograd and TorchScript are in test_autograd.py, the same routes through
 scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in test_processes.py."""
 
 import functools

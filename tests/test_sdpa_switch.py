@@ -2,8 +2,8 @@
 
 The switch is on while enable_sdpa() or any block is active, for all threads, on the devices that it names (`cpu` is for tests).
 sdpa_stats() counts calls that volta_fa `ran` (of these `fast`, with precision "fast"), `traced` into a compiled graph, or that `fell_back`.
-`ops_of(f)` returns the names of the ops that f() runs, `qkv` draws q, k and v, (batch, nheads, seqlen, headdim). conftest.py explains
-backends."""
+`ops_of(f)` returns the names of the ops that f() runs, `qkv` draws q, k and v, (batch, nheads, seqlen, headdim), in a backend's dtype: here
+of the CPU. `refused` checks that a call raises an error with a message that matches."""
 
 import threading
 import warnings

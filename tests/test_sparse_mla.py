@@ -4,7 +4,8 @@ A latent is one token's row: its key and (the first 512 columns) its value, for 
 formats, whose last 64 columns ("positions": the rotated ones) are bf16 or fp16. A call may read a second cache (`extra_cache`).
 
 `draw` makes a problem of a Case, `run` calls the operator several times with bitwise identical results, and `check` compares with `exact`,
-in fp64. conftest.py explains backends. `refused` checks an error's words."""
+in fp64. A backend is the CPU, the simulator or a GPU (KERNELS are the latter two), with a dtype of queries. It repeats calls in `_runs`,
+the simulator in two warp orders. `refused` checks an error's words."""
 
 import itertools
 import math

@@ -2,7 +2,9 @@
 
 A usual grid has one block per tile (query rows; in the backward pass a key block). The GPU holds a limited number of resident blocks, a
 wave; the last wave of a grid may leave some idle. A stream-K grid splits the tiles of that wave among all resident blocks, and the last
-block of a tile combines its splits. The fixture `force` makes the planner choose a kernel on any problem."""
+block of a tile combines its splits. The fixture `force` makes the planner choose a kernel on any problem. A backend is the simulator
+(`sim`) or a GPU (`cuda`), with a dtype; `on_gpu` chooses the simulated GPU, `launches(call, "launches")` lists kernels without running
+them."""
 
 import json
 

@@ -2,9 +2,10 @@
 
 A budget is the largest and the root mean square error that a result may have. An implementation whose only errors are fp16 roundings that
 cannot be avoided is within it; one that rounds more is not. Then errors of dq, dk and dv beside those of PyTorch: mean errors, and errors
-with large scores. `repeat` compares a Case's results and gradients with the fp64 reference (`reference`), within the budget. conftest.py
-explains backends and `gpu`. A Case (volta_fa/check/cases.py) is a problem. lengths: (seqlen_q, seqlen_k) of packed sequences. spare: by how
-much max_seqlen exceeds the longest. bias: its dimensions that are not 1, and its dtype ("own": q's). alibi: dimensions of the slopes."""
+with large scores. `repeat` compares a Case's results and gradients with the fp64 reference (`reference`), within the budget. KERNELS are
+the simulator and a GPU; `gpu` simulates a V100 and a T4 in turn. A Case (volta_fa/check/cases.py) is a problem. lengths: (seqlen_q,
+seqlen_k) of packed sequences. spare: by how much max_seqlen exceeds the longest. bias: its dimensions that are not 1, and its dtype ("own":
+q's). alibi: dimensions of the slopes."""
 
 import pytest
 import torch

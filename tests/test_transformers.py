@@ -250,6 +250,7 @@ def run(model, **inputs):
 
 
 def generate(model, new_tokens=8, **inputs):
+    """Returns the tokens of the inputs and exactly `new_tokens` more, without sampling."""
     with torch.no_grad():
         return model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
 

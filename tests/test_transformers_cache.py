@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import test_transformers as plain
 import volta_fa.transformers
-from test_transformers import BATCH, CAUSAL, LAYERS, SEQLEN, TOLERANCE, V5, WINDOW, kept, padding, profile, tokens
+from test_transformers import BATCH, CAUSAL, LAYERS, SEQLEN, TOLERANCE, V5, WINDOW, kept, padding, profile, tokens  # V5: transformers 5
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, dequantize_kv, hadamard, parts_of, quantize_kv
 from volta_fa.transformers import QuantizedCache
 
@@ -206,6 +206,7 @@ def test_stored_as_the_format_says(kv_dtype):
     """Stored codes and scales are bitwise those of `quantize_kv`, after several appends too, in at most 1.25 times the memory needed."""
     cache, states = filled(kv_dtype)
     more = torch.randn(2, BATCH, 2, 7, 16)
+    # layer.stored: memory for keys and for values, with spare room; layer.keys and .values: tensor subclasses, whose `stored` has no room
     for i in range(7):
         cache.update(more[0, :, :, i : i + 1], more[1, :, :, i : i + 1], 0)
     layer = cache.layers[0]

@@ -1,5 +1,10 @@
 """Tests of generation by transformers with attn_implementation="volta_fa" ("ours") against its "eager": greedy and beam search, static
-caches, continuous batching, and several queries after cached tokens. Models and helpers are those of test_transformers.py."""
+caches, continuous batching, and several queries after cached tokens.
+
+Helpers are those of test_transformers.py: `models(name)` returns a small random model with eager attention and the same with ours, `make`
+one of them. `padding(kind)` is an attention mask, `tokens()` input_ids (BATCH, SEQLEN). `run` returns logits, `generate` 8 new tokens in a
+way of GENERATION. `profile` counts volta_fa's calls: all (`count`), of fwd_kvcache (`cached`), and with a bias (`biased`). V5: transformers
+5, else 4.57. A MaskRule describes a mask by numbers, without a tensor."""
 
 import pytest
 import torch

@@ -3,8 +3,9 @@
 transformers calls `volta_fa.transformers.mask` once per step, and `attention` in each layer with the result: None, a tensor, or a MaskRule,
 which describes a mask by numbers (bounds of a window, lengths) and allocates no tensor. Helpers are those of test_transformers.py:
 `models(name)` returns a model with eager attention and the same with volta_fa ("ours"), `padding(kind)` a mask, `tokens()` input_ids
-(BATCH, SEQLEN), `kept(mask)` an index of the tokens that are no padding. `profile` counts volta_fa's calls: LAYERS
-in a forward pass. TOLERANCE is that of sums in fp32 in different orders."""
+(BATCH, SEQLEN), `kept(mask)` an index of the tokens that are no padding. `make` and `both` build such models of a configuration, `run`
+returns logits. `profile` counts volta_fa's calls: LAYERS in a forward pass. TOLERANCE is that of sums in fp32 in different orders;
+`assert_right` accepts more where eager's own error is larger. V5: transformers 5, else 4.57."""
 
 import copy
 from types import SimpleNamespace

@@ -2,6 +2,7 @@
 
 Tests with NEEDS_VLLM need a real vLLM, with which test_real_vllm runs this file; the others use vllm_stub.py. Helpers are in
 vllm_server.py: Server makes the tensors of a step, STEPS are steps as {sequence: new tokens}, PAGE is the tokens of a block of the cache.
+Caches: "packed": K and V side by side; nhd: tokens before heads, hnd: heads before tokens.
 `on(...)` lists the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`). `refused` checks an error's type and message.
 
 Releases: OLD are those up to 0.26 and the stub, which ask the backend for the cache's shape. With PREFILL layers build another attention

@@ -43,6 +43,7 @@ def spans() -> list[dict]:
     lengths = {"query_start_loc": torch.tensor(starts, dtype=torch.int32), "seq_lens": torch.tensor(seq_lens, dtype=torch.int32)}
     batch = paged.Batch(num_actual_tokens=starts[-1], max_query_len=43, **lengths, block_table=table)
     found = []
+    # window: tokens, the query's own included (None: all). clamped: whether the window hides tokens of a span too
     for window, clamped, softcap, sink in ((None, False, 0.0, None), (24, False, 5.0, None), (7, True, 0.0, None), (24, False, 0.0, sinks)):
         theirs, ours, causal = (torch.full_like(q, math.nan) for _ in range(3))
         unified_attention(
@@ -63,7 +64,8 @@ def spans() -> list[dict]:
 
 def ranks() -> list[float]:
     """Returns differences between test_vllm.combine, which adds up the results of two ranks, and vLLM's kernel: of each rank's corrected
-    out and of its softmax_lse. Some rows have no tokens on one rank or on both (lse +inf), and one is NaN, as padding is."""
+    out and of its softmax_lse. Some rows have no tokens on one rank or on both (lse +inf), and one is NaN, as padding is. `exchange`
+    stands for the ranks' communication: it returns a tensor of each rank."""
     try:
         from vllm.v1.attention.ops import dcp as theirs
 

@@ -22,7 +22,7 @@ class AttentionType(str, enum.Enum):
     ENCODER_DECODER = "encoder_decoder"
 
 
-class AttentionCGSupport(enum.Enum):
+class AttentionCGSupport(enum.Enum):  # CG: CUDA graphs
     ALWAYS = 3
     UNIFORM_BATCH = 2
     UNIFORM_SINGLE_TOKEN_DECODE = 1

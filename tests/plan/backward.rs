@@ -10,8 +10,8 @@
 //!
 //! Helpers are in main.rs. attention(queries, keys, headdim, headdim_v) has two batch entries, and eight query heads on two KV heads.
 //! on_packed_tensors(Some([queries, keys]), a) packs it, with these totals. tuned(failed, choices) is a V100 with a tuning: kernels that
-//! failed, by name, and choices that come first. without_splits() is one without stream-K kernels: its grids have a block for each key
-//! block (the keys of one block: 128, or 64 of small ones). parts() returns the three kernels.
+//! failed, by name, and choices that come first; tuned_with() is that of another GPU. without_splits() is a V100 without stream-K kernels:
+//! its grids have a block for each key block (the keys of one block: 128, or 64 of small ones). parts() returns the three kernels.
 
 use super::*;
 

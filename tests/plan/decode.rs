@@ -206,7 +206,7 @@ fn plans_kernels_for_each_quantized_format() {
             }
         }
         let turing = kernels::COMPILED.families().find(|f| f.name == "turing");
-        let none = DeviceLimits { only: turing, ..T4 };
+        let none = DeviceLimits { only: turing, ..T4 }; // a T4 that may run no other family
         let e = plan::decode(&with_format(cached(128, 8, 1), format), false, &none).unwrap_err();
         assert!(e.message.contains(format.name()), "{e}");
     }

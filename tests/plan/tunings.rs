@@ -4,8 +4,9 @@
 //! seqlen_q, rows = batch * seqlen_q * nheads; mask; features), and a variant for them, or `deterministic`: no atomics.
 //!
 //! Helpers of main.rs: `attention(seqlen_q, seqlen_k, headdim, headdim_v)` has batch 2, 8 query heads and 2 KV heads.
-//! `tuned(failed, choices)` is a V100 with that tuning. `like(name, family)` is a kernel of Volta in another family, such as `MADE_UP` for
-//! sm_75. `volta_and(tables)` adds such kernels before Volta's.
+//! `tuned(failed, choices)` is a V100 with that tuning, `tuned_with(kernels, failed, choices, gpu)` another GPU with a tuning of these
+//! kernels. `like(name, family)` is a kernel of Volta in another family, such as `MADE_UP` for sm_75. `volta_and(tables)` adds such kernels
+//! before Volta's. forward_of() returns the forward kernel's name and the `Reason` for it, parts() a backward plan's three kernels.
 
 use super::*;
 
