@@ -222,6 +222,7 @@ impl Compiler {
             // registers and spills, in the program log
             "--ptxas-options=-v".into(),
             format!("-DKERNEL_NAME={}", variant.name),
+            // entry.cu's kernel calls KERNEL::run(ARGUMENTS): a type of the included headers, and what it takes of the parameter block
             format!("-DKERNEL={}", variant.source.kernel),
             format!("-DPARAMS={}", variant.params().name()),
             format!("-DARGUMENTS={}", variant.source.arguments),

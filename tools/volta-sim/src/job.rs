@@ -19,7 +19,7 @@ use std::path::Path;
 pub struct JobOptions {
     /// time one SM's share
     pub timing: Option<TimingOptions>,
-    /// execute every CTA
+    /// execute every CTA, with warps and host threads in this order
     pub functional: Option<Schedule>,
 }
 
