@@ -228,6 +228,7 @@ impl Compiler {
             format!("-DARGUMENTS={}", variant.source.arguments),
         ];
         options.extend(variant.source.headers.iter().map(|header| format!("--pre-include={header}")));
+        // what a main kernel of the backward pass does with dq: adds it up, stores it, or leaves it to another kernel
         options.extend(variant.pass.dq_mode().map(|mode| format!("-DDQ_MODE={mode}")));
         for (name, value) in [
             ("HEADDIM", variant.headdim),
@@ -251,7 +252,7 @@ impl Compiler {
         if decodes {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
             options.push(format!("-DIS_LATENTS={}", matches!(variant.pass, Pass::DecodeMla | Pass::SparseMla)));
-            options.push(format!("-DSPLIT_TOKENS={SPLIT_TOKENS}"));
+            options.push(format!("-DSPLIT_TOKENS={SPLIT_TOKENS}")); // of batch-invariant kernels
         }
         if variant.is_batch_invariant {
             options.push("-DBATCH_INVARIANT".into());

@@ -137,7 +137,7 @@ impl Module {
     ) -> Result<Prepared<'m>> {
         let Kernel { meta, info, .. } = kernel;
         shape.check(info)?;
-        // a multiple of 16
+        // what the cubin records (min_stack, frame) with a reserve, in bytes, a multiple of 16
         let local_bytes = LOCAL_MIN.max((meta.min_stack.max(meta.frame).saturating_add(1024 + 15)) & !15);
         if local_bytes > LOCAL_MAX {
             return Err(format!("kernel `{}` needs {local_bytes} bytes of local memory per thread", info.name).into());
