@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 import volta_fa  # noqa: F401  registers the operators
+
+# CACHE_KV_DTYPES: the caches' formats, some a pair; parts_of(): the formats of keys and of values
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, dequantize_kv, hadamard, parts_of, quantize_kv
 
 from . import report

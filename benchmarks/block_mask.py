@@ -4,7 +4,8 @@ A block mask, as of FlexAttention, lists the blocks of scores that exist. A full
 Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing, which times the GPU kernels in
 tools/volta-sim. Nothing here is measured. A mask has random blocks of 128 queries by 128 keys, the same number for each block of queries.
 Bits of partial blocks are random: half of the scores are hidden. TFLOP/s count 4*D (backward 10*D) operations for each query-key pair
-in a present block, hidden ones too. "Of plain" is the ratio to the same call without a mask, at 4096 tokens where the case has more.
+in a present block, hidden ones too. "Of plain" is the ratio to the same call without a mask, at 4096 tokens where the case has more; a
+partial mask is compared with the full one instead.
 The case of documents has the mask of packed documents instead, the last of them short; its plain call has the same by cu_seqlens."""
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from volta_fa import BlockMask
 from volta_fa.errors import CommandError
 
 from . import driver, report
-from .driver import Benchmark, Result, Row, run
+from .driver import Benchmark, Result, Row, run  # Row: a case on a GPU, with settings of the simulator (models); Result: its times by model
 from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid
 from .volta import BACKWARD, FORWARD, forward_results  # forward_results(): stand-ins for out and softmax_lse, inputs of the backward pass

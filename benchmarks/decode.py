@@ -34,14 +34,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import volta_fa
-from volta_fa.check.cache_cases import random_tree, tree_words
+from volta_fa.check.cache_cases import random_tree, tree_words  # a random tree of draft tokens, and its tree_mask as int64 words
 from volta_fa.errors import CommandError
 from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, parts_of
 
 from . import driver, report
 from .attention import Shape
-from .driver import GPUS, Benchmark, Result, Row, run
-from .measure import Work, aligned, median_ms
+from .driver import GPUS, Benchmark, Result, Row, run  # Row: a case on a GPU, with its models (as LATENCIES) and targets; Result: its times
+from .measure import Work, aligned, median_ms  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid
 
 #: Settings of the simulator: its default DRAM latency (430 cycles on a V100), and that of a loaded memory.

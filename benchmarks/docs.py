@@ -106,6 +106,7 @@ def fill_layer(page: str, text: str, commit: str, mark: str) -> str:
 
 def put_layer(page: Path) -> None:
     """Simulates the layer, and writes its table into the page."""
+    # by GPU: whether all errors are small enough (`right`), and the simulator's reports of launches (`forward`, `backward`)
     results = [simulated.run(gpu) for gpu in report.track(simulated.GPUS, "GPUs")]
     if not all(result.right for result in results):
         raise CommandError("a result is wrong: run `python -m volta_fa demo`")

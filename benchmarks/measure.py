@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from volta_fa.check.kernels import simulate
+from volta_fa.check.kernels import simulate  # runs work with the simulator in a mode, and returns its reports of launches
 
 # for the benchmarks: empty tensors aligned as CUDA's allocator does, and the peak of what work allocates
 from volta_fa.demo.simulated import aligned as aligned

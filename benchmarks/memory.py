@@ -17,7 +17,7 @@ import torch
 from volta_fa.errors import CommandError
 
 from . import report
-from .attention import Inputs, Shape, implementations, why_unavailable
+from .attention import Inputs, Shape, implementations, why_unavailable  # Inputs.bind(): an implementation with its inputs, ready to run
 from .measure import peak_bytes
 from .report import Grid, significant
 

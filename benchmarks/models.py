@@ -231,6 +231,7 @@ class PyTorch:
         # Without a mask each step over keys costs the same, so at most 8192 tokens (backward: 1024) stand for longer ones.
         longest = row.seqlen_k if a.causal else 8192 if forward else 1024
         rows, keys = (min(n, longest) for n in (row.seqlen_q, row.seqlen_k))
+        # the first kernel that takes this headdim and these lengths; kernel.rows: query rows of its block
         kernel = next(k for k in self._kernels if k.computes(direction, a.headdim, row.seqlen_q, row.seqlen_k))
         if forward:
             # heads for four waves of three blocks on each SM, but (without `wave`) at most the row's

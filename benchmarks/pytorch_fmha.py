@@ -2,8 +2,8 @@
 
     unzip torch-*.whl torch/lib/libtorch_cuda.so
     cargo build --release -p volta-sim
-    python -m benchmarks.pytorch_fmha v100 torch/lib/libtorch_cuda.so target/release/volta-sim       headdim 128 at long lengths
-    python -m benchmarks.pytorch_fmha titanrtx torch/lib/libtorch_cuda.so target/release/volta-sim   beside measured figures, and ours
+    python -m benchmarks.pytorch_fmha v100 torch/lib/libtorch_cuda.so target/release/volta-sim      # headdim 128 at long lengths
+    python -m benchmarks.pytorch_fmha titanrtx torch/lib/libtorch_cuda.so target/release/volta-sim  # beside measured figures, and ours
 
 benchmarks.models --pytorch uses this too. Nothing of PyTorch is in this repository. The wheel's fat binary has cubins, compressed with LZ4
 (CUDA 12; `pip install lz4`) or zstd (CUDA 13; `pip install zstandard`). Small outputs and gradients are compared with fp64 first.
@@ -310,7 +310,7 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
     for kernel in report.track(kernels(75), "PyTorch's kernels"):
         # (tokens, heads) that fill the GPU; a step over keys, or over queries, costs the same at all lengths
         full = (2048, 128) if kernel.direction == volta.FORWARD else (1024, 2 * sms)
-        # headdim 128 has one split in PyTorch too, so its 128 heads of the measured figures run as they are
+        # At headdim 128 the kernel that TITAN_RTX measured (64x64) has one split in PyTorch too, so the charts' 128 heads run as they are.
         shapes = [full] if kernel.direction == volta.FORWARD or kernel.headdim == 64 else [full, (1024, 128)]
         largest = error(simulator, folder, kernel)
         measured = [found.pytorch for found in TITAN_RTX[kernel.direction, kernel.headdim].values()]
@@ -327,6 +327,7 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
         case = volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim))
         row, found = Row(f"{direction} D={headdim} N={tokens}", case, "titanrtx"), by_length[tokens]
         result = Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops)
+        # tflops(1): with a perfect instruction cache
         speeds = (result.tflops(), result.tflops(1), found.triton_turing, found.port, found.pytorch)
         ours.rows.append([row.name, *(f"{speed:.1f}" for speed in speeds), f"{result.tflops() / found.triton_turing:.2f}"])
     return [theirs, ours]

@@ -143,9 +143,9 @@ def kernels(device: torch.device) -> str:
     """Returns as text which code runs on the device: a family of kernels, volta or turing, natively or through PTX on newer GPUs."""
     if device.type != "cuda":
         return "volta_fa's CPU backend (ATen operations)"
-    facts = volta_fa.info()
-    mine = facts["devices"][torch.cuda.current_device() if device.index is None else device.index]
-    family = next(f for f in facts["families"] if f["name"] == mine["family"])
+    known = volta_fa.info()
+    mine = known["devices"][torch.cuda.current_device() if device.index is None else device.index]
+    family = next(f for f in known["families"] if f["name"] == mine["family"])
     if mine["native"]:
         return f"family {family['name']}, machine code for sm_{family['sm']}"
     through = f"family {family['name']}, compiled by the driver from PTX for compute_{family['sm']}"
@@ -190,7 +190,8 @@ def deliver(
 ) -> None:
     """Shows results, and writes them where the options of `parser` say: `data` to --json, what `draw` draws, a PNG, to --plot.
 
-    kernels: names of the simulated kernels, for the mark in --markdown's file (benchmarks/marks.py); empty if unknown."""
+    kernels: names of the simulated kernels; empty if unknown. --markdown's file gets a mark, an HTML comment with hashes of their code
+    (benchmarks/marks.py)."""
     show(header, grids)
     if options.json:
         _write(options.json, json.dumps(data, indent=1) + "\n")

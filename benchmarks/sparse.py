@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import report
-from .driver import Benchmark, Case, Result, Row
+from .driver import Benchmark, Case, Result, Row  # Row: a case on a GPU; Result: its launches by model, and the times of the first
 from .measure import Work
 from .report import Grid
 
@@ -87,7 +87,7 @@ def indexer_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
         "TFLOP/s": lambda r: f"{r.tflops():.1f}",
         "GB/s": lambda r: f"{r.gb_s():.0f}" if r.row.case.bytes else "-",
         "tensor pipe": lambda r: f"{r.main['pipes']['tensor']:.0%}",
-        # model 1 of driver.MODELS: a perfect instruction cache
+        # us(1): by the second model of driver.MODELS, a perfect instruction cache
         "perfect i-cache, us": lambda r: f"{r.us(1):.1f}",
         "TFLOP/s there": lambda r: f"{r.tflops(1):.1f}",
         "kernel": lambda r: r.main["kernel"],

@@ -26,6 +26,8 @@ import torch
 from volta_fa.errors import CommandError
 
 from . import report
+
+# OURS, EAGER: names of implementations; TABLE: the listed shapes; Bound: an implementation with its inputs
 from .attention import EAGER, OURS, RESULTS, TABLE, Bound, Inputs, Shape, implementations, max_errors, select, why_unavailable
 from .measure import median_ms, peak_bytes
 from .report import Grid, ratio, significant, times

@@ -26,12 +26,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from volta_fa.check.kernels import environment
-from volta_fa.check.problems import float32_precision
+from volta_fa.check.kernels import environment  # sets environment variables in a context
+from volta_fa.check.problems import float32_precision  # sets PyTorch's precision of float32 products in a context
 from volta_fa.errors import CommandError
 
 from . import decode, models, report, sparse, volta
 from .attention import Shape
+
+# PIPES: parts of an SM by name; SPEEDS: columns of TFLOP/s by both models; Row: a case on a GPU, with targets; Result: its times
 from .driver import GPUS, PIPES, SPEEDS, Benchmark, Case, Result, Row, run
 from .long_sequences import LONG_SEQUENCES
 from .measure import Work, aligned

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from . import driver, report
 from .attention import Shape
+
+# PIPES: parts of an SM by name; SPEEDS: columns of TFLOP/s by both models; Row: a case on a GPU; Result: its times
 from .driver import GPUS, PIPES, SPEEDS, Benchmark, Gpu, Result, Row, run
 from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid, ratio, significant, times

@@ -7,7 +7,7 @@ python examples/chat.py --say hello --say "and again"          # random weights,
 import argparse
 
 import torch
-from paged_cache import PagedCache, prepare, tiny_model
+from paged_cache import PagedCache, prepare, tiny_model  # prepare(): lets a model's attention layers find its cache
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", help="of the Hugging Face hub, or a folder; a tiny one with random weights unless given")
@@ -62,7 +62,7 @@ with torch.inference_mode():
         common = next((i for i, (a, b) in enumerate(zip(history, prompt)) if a != b), min(len(history), len(prompt) - 1))
         cache.release(0, common)  # of sequence 0, the only one, the first `common` tokens stay
         new, answer = prompt[common:], []
-        print(f"[{len(prompt)} tokens, {common} of them in the cache, {arguments.pages - len(cache.free)} pages]")
+        print(f"[{len(prompt)} tokens, {common} of them in the cache, {arguments.pages - len(cache.free)} pages]")  # free: the unused ones
         while len(answer) < arguments.tokens:
             logits = cache.step(model, torch.tensor([new], device=device))  # writes the keys and values of `new` to the pages
             cache.lengths[0] += len(new)  # keeps them: attention ignores what lies after `lengths`

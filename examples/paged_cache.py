@@ -24,7 +24,7 @@ class PagedCache:
         # keys and values of a page are adjacent: the operator accepts any strides but of the last dimension
         shape = (config.num_hidden_layers, pages, 2, page_size, config.num_key_value_heads, headdim)
         self.storage = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        self.free = list(range(pages))  # numbers of pages
+        self.free = list(range(pages))  # numbers of the pages that no sequence has
         self.page_size = page_size  # tokens
         # the pages of each sequence, in order, then -1
         self.table = torch.full((batch, pages), -1, dtype=torch.int32, device=weight.device)
@@ -43,7 +43,7 @@ class PagedCache:
                 self.table[b, self.taken[b]] = self.free.pop()
                 self.taken[b] += 1
         lengths = torch.tensor([self.lengths[b] for b in sequences], dtype=torch.int32).to(tokens.device, non_blocking=True)
-        self.now = {"cache_seqlens": lengths, "block_table": self.table[sequences]}
+        self.now = {"cache_seqlens": lengths, "block_table": self.table[sequences]}  # of this step, for `attention`
         positions = lengths[:, None] + torch.arange(n, device=tokens.device)
         return model(tokens, position_ids=positions, use_cache=False).logits
 

@@ -71,6 +71,7 @@ impl Entry {
     /// Returns the entry of a variant, by the hash of its sources and options.
     fn of(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<Self> {
         let sources = include_closure(variant.source.headers.iter().chain(&[ENTRY]).map(PathBuf::from).collect())?;
+        // with the name of the variant's parameter block: entry.cu has it as the macro PARAMS, and the header needs its struct
         let code = sources.values().map(String::as_str).chain([variant.params().name()]).collect::<String>();
         let params_header = compiler.params_header(&code);
         let folder = cache.join(format!("{}-{}", variant.name, key(compiler, variant, &params_header, &sources)));

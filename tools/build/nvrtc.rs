@@ -222,11 +222,13 @@ impl Compiler {
             // registers and spills, in the program log
             "--ptxas-options=-v".into(),
             format!("-DKERNEL_NAME={}", variant.name),
+            // entry.cu's kernel calls KERNEL::run(ARGUMENTS): a type of the included headers, and what it takes of the parameter block
             format!("-DKERNEL={}", variant.source.kernel),
             format!("-DPARAMS={}", variant.params().name()),
             format!("-DARGUMENTS={}", variant.source.arguments),
         ];
         options.extend(variant.source.headers.iter().map(|header| format!("--pre-include={header}")));
+        // what a main kernel of the backward pass does with dq: adds it up, stores it, or leaves it to another kernel
         options.extend(variant.pass.dq_mode().map(|mode| format!("-DDQ_MODE={mode}")));
         for (name, value) in [
             ("HEADDIM", variant.headdim),
@@ -250,7 +252,7 @@ impl Compiler {
         if decodes {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
             options.push(format!("-DIS_LATENTS={}", matches!(variant.pass, Pass::DecodeMla | Pass::SparseMla)));
-            options.push(format!("-DSPLIT_TOKENS={SPLIT_TOKENS}"));
+            options.push(format!("-DSPLIT_TOKENS={SPLIT_TOKENS}")); // of batch-invariant kernels
         }
         if variant.is_batch_invariant {
             options.push("-DBATCH_INVARIANT".into());

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--kernels", default="*", metavar="PATTERN", help="each kernel of such a name in turn (default: all)")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
-    target = kernels.Target.of(arguments.device)
+    target = kernels.Target.of(arguments.device)  # the device, with its capability
     variants = kernels.wanted(target, json.loads(torch.ops.volta_fa._info())["variants"])  # those that the device runs
     chosen = [v for v in variants if fnmatchcase(v["name"], arguments.kernels)]
     problems = 0  # that ran

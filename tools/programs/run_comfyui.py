@@ -215,7 +215,7 @@ def attention_errors(patcher, name, device):
     import torch.nn.functional as F
 
     _, attention = node_package()
-    override = attention.make_override(every_device=True)
+    override = attention.make_override(every_device=True)  # ComfyUI calls it in place of its attention, `func`
     seen = {}
 
     def both(func, q, k, v, heads, *args, **kwargs):
@@ -227,7 +227,7 @@ def attention_errors(patcher, name, device):
             # views: (batch, tokens, heads, headdim) of q, k and v
             views, reason = attention._views(q, k, v, heads, kwargs.get("skip_reshape", False), bool(kwargs.get("enable_gqa")))
             assert not reason, reason
-            bias = None if mask is None else attention._rank_4(mask)
+            bias = None if mask is None else attention._rank_4(mask)  # (batch, heads, tokens of q, of k), or 1
             exact = torch.empty(views[0].transpose(1, 2).shape, dtype=torch.float64, device=q.device)
             for h in range(heads):  # one head at a time, because fp64 scores of all are large
                 one = [t[:, :, h : h + 1].transpose(1, 2).double() for t in views]

@@ -174,7 +174,7 @@ class Molmo2Reference:
             qwen |= {f"{layer}.mlp.up_proj.weight": up, f"{layer}.mlp.gate_proj.weight": gate}
             names = {"self_attn.attn_out": "self_attn.o_proj", "mlp.ff_out": "mlp.down_proj", "attn_norm": "input_layernorm",
                      "ff_norm": "post_attention_layernorm"}  # fmt: skip
-            qwen |= {f"{layer}.{theirs}.weight": state[f"{block}.{ours}.weight"] for ours, theirs in names.items()}
+            qwen |= {f"{layer}.{in_qwen}.weight": state[f"{block}.{in_molmo}.weight"] for in_molmo, in_qwen in names.items()}
         self._language.load_state_dict(qwen)
 
     def to(self, device: str) -> "Molmo2Reference":
@@ -195,8 +195,8 @@ class Molmo2Reference:
             return self._linear(f"{name}.{weight}", x).unflatten(-1, (-1, _VISION["head_dim"])).transpose(1, 2)
 
         q, k, v = heads("wq", queries), heads("wk", keys), heads("wv", keys)
-        scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
-        return self._linear(f"{name}.wo", (scores @ v).transpose(1, 2).flatten(2))
+        p = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
+        return self._linear(f"{name}.wo", (p @ v).transpose(1, 2).flatten(2))
 
     def features(self, pixel_values: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings of images' tokens, (tokens, hidden). pooling: of each, indices of its patches among those of its image."""
@@ -221,7 +221,7 @@ class Molmo2Reference:
         return self._linear("image_projector.w2", gated)
 
     def __call__(self, ids, use_cache, attention_mask, pixel_values, image_token_pooling, **_others) -> SimpleNamespace:
-        """Returns the logits, as transformers' models do."""
+        """Returns the logits, as transformers' models do. attention_mask: reference.py's, in which an image's tokens see each other."""
         embeddings = self._embeddings[ids]
         embeddings[ids == self.config.image_patch_id] = self.features(pixel_values, image_token_pooling)
         return self._language(inputs_embeds=embeddings, attention_mask=attention_mask, use_cache=use_cache)

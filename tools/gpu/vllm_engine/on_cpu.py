@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 import vllm.v1.attention.ops.vit_attn_wrappers as vision
-from engine import IMAGE_MARKS, VOCABULARY, image_prompts
+from engine import IMAGE_MARKS, VOCABULARY, image_prompts  # IMAGE_MARKS: by model with images, the tokens of a prompt that stand for one
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -119,6 +119,7 @@ def exact(folder: Path, tokens: list[int], prompt: dict | None) -> torch.Tensor:
     if prompt is not None:
         processor = transformers.AutoProcessor.from_pretrained(folder).image_processor
         images = processor(prompt["multi_modal_data"]["image"], return_tensors="pt")
+    # the images and the attention mask
     options = reference.arguments(folder.name, model, ids, images, os.environ.get("VOLTA_FA_VLLM_ANCHORED_WINDOW"))
     return model(ids, use_cache=False, **options).logits[0].log_softmax(-1)
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from engine import FIRST_IMAGE_TOKEN, VOCABULARY, image_prompts, prompts
+from engine import FIRST_IMAGE_TOKEN, VOCABULARY, image_prompts, prompts  # the prompts that the engines got, with images or without
 from molmo2 import Molmo2Reference
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 

@@ -50,7 +50,7 @@ impl Cta {
     pub fn new(env: &Env, id: [u32; 3]) -> Self {
         let threads = env.block.iter().product::<u32>();
         let live_warps = threads.div_ceil(32);
-        // the last warp may have fewer than 32 threads
+        // the last warp may have fewer than 32 threads; reg_file: registers of a thread
         let live_lanes = |warp: u32| !0 >> (32 - (threads - warp * 32).min(32));
         let warps = (0..live_warps).map(|i| Warp::new(i, env.prog.reg_file, live_lanes(i))).collect();
         // all bits set are NaN in fp16 and fp32, so that reads of unwritten shared memory show

@@ -63,7 +63,7 @@ impl<'a> Decoder<'a> {
         let mnemonic = mnemonic.trim();
         let mut parts = mnemonic.split('.');
         let base = parts.next().unwrap_or("");
-        let texts = operand::split(&operand::separated(base, rest));
+        let texts = operand::split(&operand::separated(base, rest)); // separated(): with commas, which nvdisasm leaves out of BRX
         let mut operands = vec![];
         for (i, o) in texts.iter().enumerate() {
             let p = operand::parse(o, raw.enc, labels).ok_or_else(|| failure(raw, &format!("operand `{o}`")))?;
@@ -149,7 +149,7 @@ impl<'a> Decoder<'a> {
     /// Reads the destination register.
     pub fn dst(&mut self) -> Result<&mut Self, String> {
         match self.next() {
-            Some(Operand::Src(s, _)) if s.kind == SrcKind::Reg => self.inst.dst = s.val as Reg,
+            Some(Operand::Src(s, _)) if s.kind == SrcKind::Reg => self.inst.dst = s.val as Reg, // _: .COL, of matrices alone
             _ => return Err(self.fail("destination register expected")),
         }
         Ok(self)

@@ -146,6 +146,7 @@ impl Cubin {
                 relocations.insert(name.clone(), entries.collect());
             }
             if let Some((entries, _)) = s.rela(e, b)? {
+                // false: not in the format of MIPS
                 let entries = entries.iter().map(|r| relocation(r.r_offset(e), r.r_sym(e, false), r.r_type(e, false).0, r.r_addend(e)));
                 relocations.insert(name.clone(), entries.collect());
             }

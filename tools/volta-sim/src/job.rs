@@ -19,7 +19,7 @@ use std::path::Path;
 pub struct JobOptions {
     /// time one SM's share
     pub timing: Option<TimingOptions>,
-    /// execute every CTA
+    /// execute every CTA; the schedule says how its warps take turns, and on how many host threads
     pub functional: Option<Schedule>,
 }
 

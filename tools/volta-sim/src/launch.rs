@@ -26,7 +26,7 @@ pub struct Extent<'a> {
     pub len: usize,
     /// stores and atomics are errors; the memory is never written
     pub read_only: bool,
-    /// other CTAs of the launch wrote what it reads here, a moment before, so that reads hit L2
+    /// other CTAs of the launch wrote what a CTA reads here, a moment before, so that timed reads hit L2
     pub exchanged: bool,
 }
 
@@ -137,7 +137,7 @@ impl Module {
     ) -> Result<Prepared<'m>> {
         let Kernel { meta, info, .. } = kernel;
         shape.check(info)?;
-        // a multiple of 16
+        // what the cubin records (min_stack, frame) with a reserve, in bytes, a multiple of 16
         let local_bytes = LOCAL_MIN.max((meta.min_stack.max(meta.frame).saturating_add(1024 + 15)) & !15);
         if local_bytes > LOCAL_MAX {
             return Err(format!("kernel `{}` needs {local_bytes} bytes of local memory per thread", info.name).into());
@@ -277,6 +277,7 @@ impl Prepared<'_> {
             return Err(format!("SM {sm} of {}", m.sms).into());
         }
         let mut scratch = self.mem.scratch();
+        // the CTAs of the SM to time, their costs, and how many SMs share the bandwidth (busy_sms)
         let share = match o.dispatch {
             Dispatch::Static => run::static_share(&self.env(&scratch, 1), m, o.sm.unwrap_or(0)),
             Dispatch::Dynamic => run::dynamic_share(&self.env(&scratch, 1), m, occ.ctas, o.sm)?,

@@ -4,8 +4,8 @@ use crate::env::Env;
 use crate::isa::{Branch, Op};
 use crate::machine::{Machine, Occupancy};
 use crate::module::{KernelInfo, Shape};
-use crate::run::Share;
-use crate::timing::{Counters, SmSim};
+use crate::run::Share; // the CTAs of the timed SM, with their costs
+use crate::timing::{Counters, SmSim}; // SmSim: the simulated SM after its run
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Write};

@@ -22,6 +22,7 @@ pub fn cta_id(grid: &[u32; 3], linear: u32) -> [u32; 3] {
 }
 
 /// Run one CTA to completion, functionally: each warp in turn for up to `quantum` instructions. Returns the warp instructions executed.
+/// `acc`: what instructions record for the timing model, unused here.
 pub fn run_cta(env: &Env, id: [u32; 3], quantum: u32, acc: &mut Access) -> SimResult<u64> {
     let mut cta = Cta::new(env, id);
     let mut insts = 0u64; // also what the clock registers read

@@ -30,8 +30,8 @@ fn launch<T>(blocks: u32, threads: u32, inputs: Inputs, out: &mut [u32], f: impl
     f(&Launch { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_smem: 0, params: &params, extents: &extents })
 }
 
-/// Runs a kernel on one thread of the host. Returns the output, which starts as `out`, or the simulator's error. `quantum`: instructions of a
-/// warp before the next one runs; with 20,000 each runs up to its barrier.
+/// Runs a kernel on one thread of the host. Returns the output, which starts as `out`, or the simulator's error. `quantum`: instructions
+/// of a warp before the next one runs; with 20,000 each runs up to its barrier.
 fn try_run(
     quantum: u32,
     module: &Module,
@@ -62,7 +62,7 @@ fn run(kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: usize) -> V
     volta
 }
 
-/// `n` words: zeros, ones and signs first, then pseudorandom.
+/// `n` words: 0, 1, all ones and the sign bit, without the first `seed % 5` of these, then pseudorandom ones.
 fn words(n: usize, seed: u32) -> Vec<u32> {
     let mut state = seed;
     let random = std::iter::repeat_with(move || {

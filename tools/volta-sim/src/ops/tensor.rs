@@ -1,5 +1,6 @@
 //! The tensor cores: HMMA.884 of sm_70, HMMA.1688 and IMMA.8816 of sm_75. All lanes of a warp must execute them together.
 //! Names of fragments are those of PTX: D = A B + C. A register holds two halves or four bytes of a matrix in each of 32 lanes.
+//! `d` decodes an instruction: its calls read the printed operands from left to right. `s` executes it.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;

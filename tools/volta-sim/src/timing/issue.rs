@@ -18,7 +18,8 @@ impl SmSim<'_, '_> {
         let sub = &self.subs[s];
         match inst.unit {
             Unit::Lsu => {
-                let first = sub.mio.len().checked_sub(self.machine.mio_queue); // None: a place is free
+                // sub.mio: when each queued instruction leaves. None: a place is free
+                let first = sub.mio.len().checked_sub(self.machine.mio_queue);
                 first.map_or(0, |i| sub.mio[i])
             }
             Unit::Ctl => 0,
@@ -180,7 +181,7 @@ impl SmSim<'_, '_> {
             Unit::Xu => (m.xu_cycles, &mut c.xu_busy),
             Unit::Tensor => (tensor_cycles, &mut c.tensor_busy),
             Unit::Uniform => (m.uniform_cycles, &mut c.uniform_busy),
-            Unit::Lsu => return self.memory(s, k, idx, now, acc),
+            Unit::Lsu => return self.memory(s, k, idx, now, acc), // in memory.rs
             Unit::Ctl => return (now + SOURCES_READ, now + SOURCES_READ, WaitReason::ShortScoreboard),
         };
         if m.reg_banks && !matches!(inst.unit, Unit::Tensor | Unit::Xu | Unit::Uniform) && bank_conflict(inst) {

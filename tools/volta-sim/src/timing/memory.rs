@@ -78,7 +78,7 @@ impl SmSim<'_, '_> {
                 waves
             }
         };
-        // address generation in the sub-partition, then the data stage shared by all four
+        // address generation in the sub-partition (AGU), then the data stage shared by all four, which is free from `lsu_free` on
         let agu = now.max(self.subs[s].agu_free);
         self.subs[s].agu_free = agu + m.agu_cycles;
         let start = (agu + m.mio_delay).max(self.lsu_free);
@@ -110,6 +110,7 @@ impl SmSim<'_, '_> {
                         // write-through; atomics are performed in L2
                         let t = self.l2_transfer(done, false);
                         self.counters.store_sectors += 1;
+                        // access() returns whether the cache has the sector, which it has afterwards
                         if !self.l2.access(a) && self.is_written_back(a) {
                             self.dram_transfer(t as f64);
                         }

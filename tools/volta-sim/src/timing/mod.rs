@@ -1,6 +1,7 @@
-//! Timing model of one SM, which `launch` runs: issue follows the control codes (stall counts and scoreboards in each instruction), pipes
-//! and memory are resources with a "free at" time, and instructions execute functionally when they issue. Times are cycles. A line of code
-//! is 128 bytes, 8 instructions. A sub-partition is one of the SM's four schedulers with its pipes. A slot is room for a resident CTA.
+//! Timing model of one SM, which launch.rs makes and runs: issue follows the control codes (stall counts and scoreboards in each
+//! instruction), pipes and memory are resources with a "free at" time, and instructions execute functionally when they issue. Times are
+//! cycles. A line of code is 128 bytes, 8 instructions. A sub-partition is one of the SM's four schedulers with its pipes. A slot is room
+//! for a resident CTA.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -15,8 +16,8 @@ mod memory;
 
 pub use counters::{Counters, Stalls};
 
-use cache::{Cache, ICache, ABSENT};
-use counters::{SubPartition, WarpTiming};
+use cache::{Cache, ICache, ABSENT}; // ICache::ready has for each line the cycle from which it is here, or ABSENT
+use counters::{SubPartition, WarpTiming}; // WarpTiming: a resident warp as its scheduler sees it
 
 /// The simulated SM. Fields with `free` are cycles from which a resource is free: the data stage of memory instructions (`lsu`), the way of
 /// code lines out of the L1.5 instruction cache (`l15`) and into it from L2 (`l15_fill`), and the SM's shares of L2 and DRAM bandwidth.
@@ -91,6 +92,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             l1: Cache::new((m.l1_smem_total - carve) as u64, 64), // bytes, ways
             l2: Cache::new(m.l2_bytes, 16),
             in_flight: HashMap::new(),
+            // `exchanged`: other CTAs wrote the buffer just before, so it is in L2
             dram_budget: env.mem.bufs.iter().map(|b| if b.exchanged { 0 } else { b.len.div_ceil(32).div_ceil(busy_sms.into()) }).collect(),
             clock_reads: None,
             clock_reader: None,
@@ -181,6 +183,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             let age = w.age;
             w.scans += 1;
             let warp = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.warp_index];
+            // the group (threads that share a pc) that runs next
             let g = warp.select().expect("unblocked warp has a runnable group");
             let pc = warp.groups[g].pc;
             // Cta::step fails for a pc outside the code
