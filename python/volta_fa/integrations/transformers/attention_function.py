@@ -136,7 +136,7 @@ def attention(
         if bias is not None or sequences or visible.blocks is not None:
             got = f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__}"
             raise bad_argument("attention_mask", f"{got} with a QuantizedCache", "one of these", error=NotImplementedError)
-        kv_cache = arguments(key.stored, value.stored)
+        kv_cache = arguments(key.stored, value.stored)  # stored: codes, scales and zero points
         q = q if key.turn is None else q @ key.turn  # turn: a matrix for queries, if the cache rotated the keys before it quantized them
     else:
         k, v = (with_unit_stride(t[:, :, : visible.seqlen_k].transpose(1, 2)) for t in (key, value))

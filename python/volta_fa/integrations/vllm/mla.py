@@ -177,6 +177,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
+        # kv_b_proj: vLLM's up-projection of a latent, which returns a bias too
         self.expansion = Expansion(lambda latent: kv_b_proj(latent)[0], num_heads, qk_nope_head_dim, v_head_dim)
 
     def forward_mha(
