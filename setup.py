@@ -1,10 +1,10 @@
-"""Builds the native libraries for `pip install` and wheels, and packs them: the core (Rust, by cargo) and one C++ shim per torch release,
-which PyTorch opens and which loads the core. pyproject.toml has everything else.
+"""Builds the native libraries for `pip install` and wheels, and packs them: the core (Rust and CUDA, by cargo) and one C++ shim per torch
+release, which PyTorch opens and which loads the core. pyproject.toml has everything else.
 
 Environment variables:
 VOLTA_FA_TORCH_RELEASES   torch releases to build for: `all` or comma-separated folders of torch packages; default: the installed torch
 VOLTA_FA_PORTABLE=1       link for the oldest Linux that torch wheels support (tools/portable_linker.py) and tag the wheel with it
-VOLTA_FA_CUDA_HOME        CUDA 12 toolkit to take NVRTC from, instead of the PyPI wheels
+VOLTA_FA_CUDA_HOME        CUDA 12 toolkit to take NVRTC from, instead of the PyPI wheels; build.rs compiles csrc/ with it
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "tools"))
 
-import check_build_env  # noqa: E402  # in tools/, as build_shims and portable_linker
+import check_build_env  # noqa: E402  # in tools/, as build_shims (the C++ compiler's calls) and portable_linker
 
 RELEASES = os.environ.get("VOLTA_FA_TORCH_RELEASES", "")
 PORTABLE = os.environ.get("VOLTA_FA_PORTABLE", "0") not in ("", "0")

@@ -1,4 +1,5 @@
-"""Public Python functions for two operators: merging attention over several sets of keys, and quantizing keys once for `fwd_fast`."""
+"""Public Python functions for two operators: merging attention over several sets of keys, and quantizing keys once for several
+calls of `volta_fa::fwd_fast`, attention with int8 scores. `volta_fa` exports both."""
 
 import torch
 from torch import Tensor

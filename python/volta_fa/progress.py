@@ -1,4 +1,5 @@
-"""Shows how far a command is: a progress bar, or lines in a pipe. `check`, `versus-1cat` and the benchmarks use it. It needs rich."""
+"""Shows how far a command is: a progress bar, or lines in a pipe. The commands `check` and `versus-1cat` and the
+benchmarks use it. It needs rich."""
 
 import sys
 import threading

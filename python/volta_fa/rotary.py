@@ -1,4 +1,5 @@
-"""Rotary position embeddings in plain PyTorch, with the interface of flash-attn's `flash_attn.layers.rotary`.
+"""Rotary position embeddings in plain PyTorch, with the interface of flash-attn's `flash_attn.layers.rotary`. Programs import
+that name, which `volta_fa.install_flash_attn_shim()` provides, or this module.
 
 A pair of dimensions (x0, x1) at position p becomes (x0 cos - x1 sin, x0 sin + x1 cos), with row p of cos and sin (RoFormer, arXiv
 2104.09864). With `interleaved` dimensions 2 i and 2 i + 1 are a pair, else i and i + rotary_dim / 2. Dimensions from rotary_dim on stay the
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import bad_argument, require_tensors
-from .operands import reads_values
+from .operands import reads_values  # whether a call checks a tensor's values: on a GPU not by default, because that synchronizes
 
 __all__ = [
     "RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_",

@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 
-from ..diagnostics import cuda_problem
+from ..diagnostics import cuda_problem  # why torch can use no GPU, or None
 from ..errors import bad_argument
+
+# Devices: cpu (bool), cuda (device numbers), and on_first_use: "1" or "force" if the library decides about each CUDA device when it first
+# sees it, else "". devices_of: those that the user names and that have kernels.
 from .devices import NO_DEVICES, Devices, devices_of, forget_compiled_programs
 
 
@@ -140,7 +143,6 @@ def _forget_compiled_programs(request: Request) -> None:
 def _read_library_state() -> None:
     """Stores the request that the native library read from VOLTA_FA_ENABLE_SDPA when it was loaded. `import volta_fa` calls it once."""
     global _requests
-    # on_first_use is '1' or 'force' if the library decides about each CUDA device when it first sees it
     cpu, on_first_use = torch.ops.volta_fa._sdpa_from_environment()
     _requests = (Request(Devices(cpu, frozenset(), on_first_use)),)
     if active() != OFF:

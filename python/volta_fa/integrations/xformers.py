@@ -27,7 +27,7 @@ from torch import Tensor
 
 # takes_dtype: whether volta_fa::fwd takes q's dtype on its device. with_unit_stride copies a tensor if its last dimension has gaps.
 from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride
-from .devices import NO_DEVICES, devices_of, max_headdim  # devices_of: those that the user names and that have kernels
+from .devices import NO_DEVICES, devices_of, max_headdim  # those that the user names and that have kernels; a device's largest headdim
 from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 _RELEASES = "0.0.29 to 0.0.35"
@@ -273,7 +273,7 @@ def _top_left_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[s
     if bias.q_seqinfo is bias.k_seqinfo or bias.q_seqinfo.seqstart_py == bias.k_seqinfo.seqstart_py:
         return _packed(bias, q, k, v, options | _causal(bias))
     left = _window_left(bias)
-    intervals = zip(bias.q_seqinfo.intervals(), bias.k_seqinfo.intervals())
+    intervals = zip(bias.q_seqinfo.intervals(), bias.k_seqinfo.intervals())  # (begin, end) of each block
     offsets = {(q_end - q_begin) - (k_end - k_begin) for (q_begin, q_end), (k_begin, k_end) in intervals}  # seqlen_q - seqlen_k
     if max(offsets) <= 0:
         # no query sees the last keys of the longer blocks

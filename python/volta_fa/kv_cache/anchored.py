@@ -1,6 +1,6 @@
 """Prefix-anchored windows: each query sees a sliding window and the first tokens of its sequence ("anchors"), as in StreamingLLM. Both
-functions attend twice, to the window and to the anchors before it, and merge the results by softmax_lse. That takes no kernel of its own,
-and each key is read once. `volta_fa` exports both."""
+functions attend twice, to the window and to the anchors before it, and merge the results by softmax_lse. That takes no kernel of its own.
+No query sees a key in both. `volta_fa` exports the functions."""
 
 import math
 from typing import Any, SupportsIndex
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument, require_tensors
-from ..operators import merge_attention_states
+from ..operators import merge_attention_states  # of attention to two disjoint sets of keys
 
 
 def anchored_window_attention(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument, require_tensors
-from ..operators import merge_attention_states
+from ..operators import merge_attention_states  # of attention to two disjoint sets of keys
 
 
 @torch.no_grad()

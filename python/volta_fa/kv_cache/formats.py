@@ -29,7 +29,8 @@ class _Format:
 
 
 def _read(row: dict[str, Any]) -> _Format:
-    """Returns the format of a row of `cache_formats`, the native library's table."""
+    """Returns the format of a row of `cache_formats`, the native library's table. Its "scale" says what has one: "token" is each token
+    and head, "head" each head of the whole cache, "none" nothing."""
     dtype = getattr(torch, row["dtype"].removeprefix("torch."))
     return _Format(dtype, row["bits"], row["max_code"], row["scale"] == "token", row["zero_point"])
 

@@ -17,7 +17,10 @@ from ...errors import bad_argument, require_none, require_tensors
 # `in_range` returns which values are possible, and raises for the others where values are read. `with_unit_stride` copies a tensor unless
 # its last dimension is contiguous.
 from ...operands import in_range, with_unit_stride
-from .interface import _fwd, _lengths, _options, _paged, _s_dmask  # _lengths, _options: arguments of volta_fa's operators by name
+
+# _fwd: `volta_fa::fwd` of any strides; _paged: `fwd_kvcache` of pages. _lengths, _options: arguments of these operators by name.
+# _s_dmask: S_dmask in plain PyTorch.
+from .interface import _fwd, _lengths, _options, _paged, _s_dmask
 
 __all__ = [
     "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",
@@ -25,7 +28,8 @@ __all__ = [
     "_wrapped_flash_attn_varlen_forward",
 ]  # fmt: skip
 
-#: A smaller dropout_p counts as 0. The kernels round it to a multiple of 2**-15, and so drop nothing below 2**-16. diffusers passes 1e-30.
+#: A smaller dropout_p counts as 0. The kernels round it to a multiple of 2**-15, and so drop nothing below 2**-16.
+#: diffusers passes 1e-30 to get a softmax_lse.
 _MIN_DROPOUT = 2**-17
 
 

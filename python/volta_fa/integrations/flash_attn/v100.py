@@ -93,7 +93,8 @@ def bwd(
 
 # ---- what 1Cat-vLLM's package adds ---------------------------------------------------------------------------------
 
-#: By kv_cache_dtype of the paged functions: the dtype to which a cache is viewed; None: it has that of q already.
+#: By kv_cache_dtype of the paged functions: the dtype to which a cache is viewed; None: it has that of q already. Not int8, which needs a
+#: scale for each token.
 _FORMATS = {name: dtype for name, dtype in CACHE_DTYPES.items() if dtype != torch.int8} | {"bfloat16": None}
 
 
@@ -240,7 +241,7 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, None, None]:
     """Returns out (batch, nheads, seqlen_q, headdim) and softmax_lse (batch, nheads, seqlen_q).
-    1Cat-vLLM calls it for prompts of models with latents."""
+    1Cat-vLLM calls it for prompts of models with latent attention (DeepSeek's MLA)."""
     generator = None
     result, softmax_lse, *_ = fwd(
         q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap, return_softmax, generator

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...block_mask import BlockMask
+from ...block_mask import BlockMask  # its options(): arguments of fwd; dense(): a bool tensor
 from ...errors import bad_argument
 from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM, with_unit_stride  # rows: queries times heads per KV head
-from . import releases, sharded_sequences
-from .continuous_batching import continuous_batch
+from . import releases, sharded_sequences  # releases.VERSION: major and minor number of transformers
+from .continuous_batching import continuous_batch  # attention of a batch of generate_batch
 from .mask_function import is_range  # whether a mask is a range of keys
 from .mask_rule import MaskRule, sequence_arguments  # a mask as windows, lengths or blocks; cu_seqlens and max_seqlen by name
 from .quantized_cache import QuantizedStates, arguments  # a quantized layer's keys or values; both as arguments of fwd_kvcache
@@ -73,6 +73,7 @@ def attention(
     options: dict[str, Any] = {"sinks": s_aux, "softmax_scale": scaling, "softcap": softcap or 0.0}
     sharded = sharded_sequences.active()  # what computes attention while a `context_parallel` is open
     if sharded is not None:
+        # sharded.attention raises for these unless they are None
         unsupported = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
         _check_supported(module, query, key, value, attention_mask=None, packed=False, kwargs=kwargs)
         # here and below, - 1: transformers counts the query's own key in a window, the operators do not
@@ -135,7 +136,7 @@ def attention(
         if bias is not None or sequences or visible.blocks is not None:
             got = f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__}"
             raise bad_argument("attention_mask", f"{got} with a QuantizedCache", "one of these", error=NotImplementedError)
-        kv_cache = arguments(key.stored, value.stored)
+        kv_cache = arguments(key.stored, value.stored)  # stored: codes, scales and zero points
         q = q if key.turn is None else q @ key.turn  # turn: a matrix for queries, if the cache rotated the keys before it quantized them
     else:
         k, v = (with_unit_stride(t[:, :, : visible.seqlen_k].transpose(1, 2)) for t in (key, value))

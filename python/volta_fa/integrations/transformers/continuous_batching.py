@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...errors import bad_argument
 from ...operands import with_unit_stride  # copies a tensor unless its last dimension is contiguous
-from . import releases
+from . import releases  # VERSION: major and minor number of transformers
 from .mask_rule import sequence_arguments  # cu_seqlens and max_seqlen of `volta_fa::fwd` by name
-from .releases import NAME, PAGED_NAME
+from .releases import NAME, PAGED_NAME  # attn_implementation, and what some releases set in its place in generate_batch
 
 #: The first supported transformers. In 5.13 the cache of sliding layers gives wrong tokens, with its own attention too; the releases
 #: between are untested.

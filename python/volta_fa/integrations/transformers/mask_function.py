@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import masking_utils
 
-from ...block_mask import BlockMask
+from ...block_mask import BlockMask  # the visible blocks of 128 queries by 64 keys
 from . import sharded_sequences
 
 # Pattern: a window, and in `sequences` the packed sequence of each token. pattern_of: the Pattern of a mask function. NeedsTensor, raised
@@ -62,7 +62,7 @@ def mask(
     """
     sharded = sharded_sequences.active()  # what computes attention while a `context_parallel` is open
     if sharded is not None:
-        sharded.check_mask(mask_function, attention_mask)
+        sharded.check_mask(mask_function, attention_mask)  # raises for masks that it does not support
         return None
     config = kwargs.get("config")
     if getattr(config, "model_type", None) in _CALCULATE_WITH_MASKS or type(config).__name__ in _CONFIGS_THAT_CALCULATE_WITH_MASKS:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
-from ...block_mask import BlockMask
+from ...block_mask import BlockMask  # the visible blocks of 128 queries by 64 keys
 from ..flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 
@@ -176,9 +176,9 @@ def pattern_of(function: Callable[..., Any]) -> Pattern:
         case "bidirectional_mask_function", _:
             return Pattern()
         case "sliding_window_overlay", {"sliding_window": int(size)}:
-            return Pattern(window_left=size - 1)
+            return Pattern(window_left=size - 1)  # keys at a distance below size
         case "sliding_window_bidirectional_overlay", {"sliding_window": int(size)}:
-            return Pattern(size, size)
+            return Pattern(size, size)  # keys at a distance of up to size
         case "packed_sequence_mask_function", {"packed_sequence_mask": Tensor() as sequences}:
             return Pattern(sequences=sequences)
         case "remap_positions_for_packed_sequence", {"mask_function": inner}:

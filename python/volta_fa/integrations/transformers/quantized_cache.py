@@ -57,7 +57,8 @@ class QuantizedStates(Tensor):
 
 
 class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a base that registers classes
-    """One layer of a `QuantizedCache`. Its storage is (batch, nheads_k, tokens, columns), so the tokens of a head are adjacent.
+    """One layer of a `QuantizedCache`. Its storage is (batch, nheads_k, tokens, columns), so the tokens of a head are adjacent. There are
+    headdim columns of a byte, in int4 headdim / 2, which hold two codes each.
     With `rotate_keys`, keys (before they are quantized) and queries are multiplied by a Hadamard matrix, which changes no score."""
 
     is_croppable = True  # transformers may call `crop`

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ...version import __version__
-from . import continuous_batching, releases
+from . import continuous_batching, releases  # releases.VERSION: major and minor number of transformers
 from .attention_function import attention
 from .mask_function import mask
-from .releases import NAME, PAGED_NAME, transformers_version
+from .releases import NAME, PAGED_NAME, transformers_version  # PAGED_NAME: what generate_batch sets in place of NAME up to 5.17
 
 
 @functools.cache

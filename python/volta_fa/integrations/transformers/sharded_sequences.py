@@ -14,7 +14,7 @@ from ...errors import bad_argument, require_none
 from .mask_rule import NeedsTensor, pattern_of  # raises NeedsTensor for masks that are more than windows and packed sequences
 
 if TYPE_CHECKING:
-    from ...distributed.attention import Group
+    from ...distributed.attention import Group  # a process group, a DeviceMesh, or None
 
 #: The object of the open `context_parallel`; None outside of one.
 _active: Sharded | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import Devices, max_headdim
+from ..devices import Devices, max_headdim  # max_headdim: the largest headdim that a device's kernels take
 
 #: Returns the enabled devices; None: off. Replacements ask at each call, because loaded models and other programs' wrappers keep them.
 Enabled = Callable[[], Devices | None]

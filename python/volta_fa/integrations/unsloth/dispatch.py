@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ...errors import bad_argument
 from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
-from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from . import releases  # finds names in unsloth, or raises ImportError. A Replacement: module, name, new value.
+
+# Enabled: returns the enabled devices, or None. kernel_dtype: to which q, k and v are cast. unsupported: why no kernel takes them, or "".
+from .calls import Enabled, count, kernel_dtype, unsupported
 
 #: What is replaced: the module and its function.
 MODULE = "unsloth.utils.attention_dispatch"
@@ -35,8 +37,8 @@ _CAUSAL_MASKS = ("NoneType", "bool", "LowerTriangularMask", "BlockDiagonalCausal
 
 
 def replacements(enabled: Enabled) -> list[releases.Replacement]:
-    """Returns a function that calls flash-attn's functions of volta_fa, or unsloth's function, and the flags. Raises ImportError, with the
-    versions, if unsloth has changed what they replace.
+    """Returns replacements for `switch`: a function that calls flash-attn's functions of volta_fa, or unsloth's function, and the flags.
+    Raises ImportError, with the versions, if unsloth has changed what they replace.
 
     The function takes unsloth's AttentionConfig and AttentionContext, and Q, K, V (batch, nheads, seqlen, headdim), and returns (batch,
     seqlen, nheads, headdim). `context.seq_info` describes packed sequences."""

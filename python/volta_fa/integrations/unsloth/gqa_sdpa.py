@@ -1,4 +1,4 @@
-"""Attention of Gemma 3 and Gemma 4 in unsloth: a replacement for unsloth_zoo's `make_gqa_sdpa`, which `switch` installs.
+"""Attention of Gemma 3 and Gemma 4 in unsloth: a replacement for unsloth_zoo's `make_gqa_sdpa`, which switch.py installs.
 
 unsloth_zoo's layers for these models compute in float32 on GPUs without bfloat16, with masks in memory. Here causal masks and windows are
 recognized by their values, and need no memory."""
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from . import releases  # finds names in unsloth, or raises ImportError. A Replacement: module, name, new value.
+
+# Enabled: returns the enabled devices, or None. kernel_dtype: to which q, k and v are cast. unsupported: why no kernel takes them, or "".
+from .calls import Enabled, count, kernel_dtype, unsupported
 
 #: What is replaced: the module, its function, and the parameters of that in tested releases, for comparison.
 MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
@@ -30,8 +32,8 @@ _known_windows: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
 
 
 def replacements(enabled: Enabled) -> list[releases.Replacement]:
-    """Returns a function that takes the place of unsloth_zoo's. unsloth calls it when it loads a model, and the model's layers keep the
-    function that it returns, of tensors (batch, nheads, seqlen, headdim) with `groups` query heads for each KV head.
+    """Returns one replacement, for unsloth_zoo's function. unsloth calls it when it loads a model, and the model's layers keep the function
+    that it returns, of tensors (batch, nheads, seqlen, headdim) with `groups` query heads for each KV head.
     Raises ImportError, with the versions, if unsloth_zoo has changed what it replaces."""
     module = releases.module(MODULE)
     releases.module(_FLOAT32_MODULE)

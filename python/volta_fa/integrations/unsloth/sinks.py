@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import releases  # finds names in unsloth, or raises ImportError
-from .calls import Enabled, count, kernel_dtype, unsupported  # unsupported: why no kernel takes q, k and v, or ""
+from . import releases  # finds names in unsloth, or raises ImportError. A Replacement: module, name, new value.
+
+# Enabled: returns the enabled devices, or None. kernel_dtype: to which q, k and v are cast. unsupported: why no kernel takes them, or "".
+from .calls import Enabled, count, kernel_dtype, unsupported
 
 #: What is replaced: the module, its function, and the parameters of that in tested releases, for comparison.
 MODULE = "unsloth_zoo.flex_attention"
@@ -16,7 +18,7 @@ _PARAMETERS = ("self_attn", "query", "key", "value", "attention_mask", "scale", 
 
 
 def replacements(enabled: Enabled) -> list[releases.Replacement]:
-    """Returns a function that takes the place of unsloth_zoo's: of query, key and value (batch, nheads, seqlen, headdim), with a result
+    """Returns one replacement, for unsloth_zoo's function of query, key and value (batch, nheads, seqlen, headdim), with a result
     (batch, seqlen, nheads, headdim). Returns [] where unsloth_zoo has no function, because this PyTorch or machine has no FlexAttention:
     gpt-oss runs eager attention of transformers then. Raises ImportError, with the versions, if unsloth_zoo has changed its function."""
     module = releases.module(MODULE)

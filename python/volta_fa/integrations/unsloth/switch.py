@@ -38,6 +38,7 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
     devices = devices_of("enable_unsloth", device, force)
     with _lock:
         _restore()
+        # each replacement is a module of unsloth, the name of an attribute, and its new value
         found = [replacement for part in (dispatch, gqa_sdpa, sinks) for replacement in part.replacements(lambda: _devices)]
         releases.warn_if_untested()
         prepare_for_tracing()

@@ -31,8 +31,11 @@ from vllm.v1.attention.backend import (
 
 from ...errors import bad_argument, require_none
 from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE  # columns; tokens
+
+# Of paged: Batch: the sequences of a step; Attention: a layer's options and calls of the operators; split_cache: views k_cache and v_cache
+# of a layer's tensor, and the scales of a quantized one.
 from . import paged
-from .paged import anchored_window
+from .paged import anchored_window  # (ANCHORS, WINDOW) of the variable, or None
 from .ranks import Earlier, Ranks  # GPUs that share the cached tokens of a KV head; the tokens before a step's new ones
 from .spans import find_spans  # the images of a step whose tokens see each other
 
@@ -150,7 +153,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
             if seq_lens_cpu is None:
                 seq_lens_cpu = common.seq_lens.cpu()  # waits for the GPU; the runners of 0.26 and 0.33 have the lengths
             metadata.mm_prefix_range = find_spans(ranges, common.query_start_loc_cpu.tolist(), seq_lens_cpu.tolist(), metadata.block_table)
-        if common_prefix_len:
+        if common_prefix_len:  # `use_cascade_attention` returned True: the shared tokens, and each sequence's without them
             metadata.common_prefix_len = common_prefix_len
             metadata.shared_seqlen = torch.full((1,), common_prefix_len, dtype=torch.int32, device=common.seq_lens.device)
             metadata.own_seqlens = common.seq_lens - common_prefix_len

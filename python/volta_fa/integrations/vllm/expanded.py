@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...operators import merge_attention_states
+from ...operators import merge_attention_states  # of attention to two sets of keys
 from .paged import attend_packed  # attention of packed sequences
 
 #: Maximum number of new tokens of a sequence for which the absorbed form costs less, with the sizes above: 170.
@@ -36,15 +36,16 @@ class Prompts:
     block_table: Tensor  # int32 (batch, max_blocks): the blocks of each sequence, in order
     _parts: dict[int, list[Part]] = dataclasses.field(default_factory=dict)  # what `parts` returned, by `blocks`
 
-    def parts(self, page: int, blocks: int) -> list[Part]:
-        """Divides the earlier tokens of all sequences into parts of at most `blocks` blocks of `page` tokens. All layers share these."""
+    def parts(self, block_size: int, blocks: int) -> list[Part]:
+        """Divides the earlier tokens of all sequences into parts of at most `blocks` blocks of the cache, of `block_size` tokens each. All
+        layers share these."""
         if blocks not in self._parts:
-            counts = (-(-self.most_context // page)).clamp(0, self.block_table.shape[1])
+            counts = (-(-self.most_context // block_size)).clamp(0, self.block_table.shape[1])
             ends = counts.cumsum(0)
-            self._parts[blocks] = [self._part(counts, ends, first, blocks, page) for first in range(0, int(ends[-1]), blocks)]
+            self._parts[blocks] = [self._part(counts, ends, first, blocks, block_size) for first in range(0, int(ends[-1]), blocks)]
         return self._parts[blocks]
 
-    def _part(self, counts: Tensor, ends: Tensor, first: int, blocks: int, page: int) -> Part:
+    def _part(self, counts: Tensor, ends: Tensor, first: int, blocks: int, block_size: int) -> Part:
         """Returns the part from block `first` on. counts, ends: blocks of each sequence, and their cumulative sums."""
         # Block numbers count through all sequences; a part has those from `first` on. Of each sequence that is one range, maybe empty.
         begin = (first - (ends - counts)).clamp(min=0).minimum(counts)
@@ -52,15 +53,15 @@ class Prompts:
         sizes = end - begin
         sequence = torch.arange(len(sizes)).repeat_interleave(sizes)
         column = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes)[sequence] + begin[sequence]
-        starts = torch.nn.functional.pad(sizes.cumsum(0) * page, (1, 0))
+        starts = torch.nn.functional.pad(sizes.cumsum(0) * block_size, (1, 0))
         sequence, column, starts, begin_tokens, most = (
-            to_device(t, self.block_table.device) for t in (sequence, column, starts, begin * page, sizes * page)
+            to_device(t, self.block_table.device) for t in (sequence, column, starts, begin * block_size, sizes * block_size)
         )
         return Part(
             blocks=self.block_table[sequence, column].long(),
             cu_seqlens_k=starts.int(),
             seqused_k=(self.context_lens - begin_tokens).clamp(min=0).minimum(most).int(),
-            max_seqlen_k=int(sizes.max()) * page,
+            max_seqlen_k=int(sizes.max()) * block_size,
         )
 
 
@@ -113,14 +114,15 @@ def attend_to_expanded(
     Args:
         q: (tokens, num_heads, qk_nope_head_dim + rotary).
         new: latents of the new tokens (tokens, kv_lora_rank), and their rotary parts (tokens, rotary) or (tokens, 1, rotary).
-        cached: the results of `paged.split_latents`.
+        cached: the cache, (blocks, block_size, 1, kv_lora_rank + rotary), and its scales as "scale" (int8) or "descale" (fp8), if any:
+            the results of `paged.split_latents`.
         scale: softmax_scale.
     """
     starts, longest = prompts.cu_seqlens_q, prompts.max_seqlen_q
     k, v = expansion.keys_and_values(*new)
     out, softmax_lse = attend_packed(q, k, v, starts, longest, is_causal=True, softmax_scale=scale)
-    page, columns = cached[0].shape[1], new[1].shape[-1]
-    for part in prompts.parts(page, max(expansion.tokens_at_a_time(columns) // page, 1)):
+    block_size, columns = cached[0].shape[1], new[1].shape[-1]
+    for part in prompts.parts(block_size, max(expansion.tokens_at_a_time(columns) // block_size, 1)):
         earlier = _read(*cached, part.blocks).to(q.dtype)
         k, v = expansion.keys_and_values(earlier[:, :-columns].contiguous(), earlier[:, -columns:])
         more, more_lse, _ = torch.ops.volta_fa.fwd(

@@ -20,9 +20,12 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MLAAttentionImpl
 
 from ...errors import bad_argument, require_none
-from . import paged
+from . import paged  # Batch: the sequences of a step; split_latents: a layer's latents, and the scales of a quantized cache
 from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder, answer  # answer: a class method that returns a constant
-from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded  # attention of prompts to expanded latents
+
+# MOST_ABSORBED_QUERIES: most new tokens of a sequence for which the absorbed form costs less. Prompts: the sequences of a step that have
+# more. Expansion: how a layer expands latents.
+from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
 
 #: Columns of the rotary part after a latent, in all MLA models so far.
 _ROTARY_COLUMNS = 64
@@ -58,8 +61,8 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         seq_lens_cpu = getattr(common, "seq_lens_cpu_upper_bound", None)
         if seq_lens_cpu is None:
             seq_lens_cpu = getattr(common, "_seq_lens_cpu", None)
-        # Runner v2 of 0.19 and 0.20 has no lengths on the host, and also captures graphs by this method, with a max_seq_len above all
-        # lengths: then all sequences take the absorbed form.
+        # vLLM's second model runner has no lengths on the host in 0.19 and 0.20. It also captures graphs by this method, with a max_seq_len
+        # above all lengths. Then all sequences take the absorbed form.
         if not is_long.any() or seq_lens_cpu is None or metadata.max_seq_len > int(seq_lens_cpu.max()):
             return metadata
         decodes = int(is_long.int().argmax())  # the index of the first long one, so the number of those before it
@@ -174,6 +177,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
+        # kv_b_proj: vLLM's up-projection of a latent, which returns a bias too
         self.expansion = Expansion(lambda latent: kv_b_proj(latent)[0], num_heads, qk_nope_head_dim, v_head_dim)
 
     def forward_mha(

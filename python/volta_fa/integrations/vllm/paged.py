@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import bad_argument
-from ...kv_cache.anchored import anchored_window_attention_with_kvcache
-from ...kv_cache.cascade import cascade_attention
+from ...kv_cache.anchored import anchored_window_attention_with_kvcache  # to a sequence's first tokens and last ones
+from ...kv_cache.cascade import cascade_attention  # reads a shared prefix once for all sequences
 from ...kv_cache.formats import cache_dtype, parts_of, quantize_kv  # of volta_fa's formats: torch's dtype; the formats of keys and values
 from ...operands import LATENT_HEADDIMS, PAGE_SIZE_MULTIPLE  # columns of values, and of the rotary part; tokens
-from ...operators import merge_attention_states
+from ...operators import merge_attention_states  # of attention to two sets of keys
 
 if TYPE_CHECKING:
     from .ranks import Earlier
@@ -54,7 +54,7 @@ def cache_dtypes(beside_codes: bool, of_latents: bool = False) -> list[str]:
 
     Args:
         beside_codes: whether this vLLM's cache has room for the scales of tokens.
-        of_latents: whether a token has one row, a latent, which cannot have one format for keys and another for values.
+        of_latents: whether a token has one row, a latent (DeepSeek's MLA), which cannot have one format for keys and another for values.
     """
     return [
         name for name, dtype in CACHE_DTYPES.items() if (beside_codes or dtype != torch.int8) and not (of_latents and name == INT8K_INT4V)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .expanded import to_device  # copies a CPU tensor without waiting
-from .paged import Batch  # the sequences of a step
+from .paged import Batch  # the sequences of a step, under vLLM's names
 
 
 @dataclasses.dataclass
