@@ -6,6 +6,7 @@
 //! stream-K grid several blocks share the keys of a row tile (the rows of one block), backward: the queries of a block of keys.
 
 use super::block_mask;
+// Blocks: parts of parameter blocks, from a call's tensors; at: address of an element of an fp32 tensor
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
 use super::launches::{memory_ranges, Launches};
@@ -16,9 +17,10 @@ use crate::kernels::{ParamBlock, Scratch};
 use crate::launch::{bytes_of, Launcher, SCRATCH};
 use crate::log;
 use crate::params::{BwdBlockParams, BwdParams, BwdStoredBlockParams, BwdStoredParams, FwdBlockParams, FwdParams, Lengths, StoredScores};
-use crate::plan::{self, BackwardMode, PlannedKernel, StoredPlan, STORED_ROWS};
+use crate::plan::{self, BackwardMode, PlannedKernel, StoredPlan, STORED_ROWS}; // 128: rows and columns of a stored tile
 use crate::problem::{Attention, Window};
-// readable: the tensor, or a copy that kernels can read; without_padding undoes its padded columns; ranges are for the simulator
+// readable: the tensor, or a copy that kernels can read; without_padding undoes its padded columns; operand and output: address and strides
+// from a batch entry on; ranges are for the simulator
 use crate::tensor::{self, operand, output, read_range, readable, without_padding, written_range};
 use tch::{Kind, Tensor};
 

@@ -414,7 +414,7 @@ pub fn dense(a: &Attention, seqlen_k: i64) -> Attention {
 pub fn attend_to(q: &Tensor, inputs: &Inputs, a: &Attention, keys: (Tensor, Tensor, Tensor), seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let ((mut k, mut v, used), device) = (keys, q.device());
     let o = &inputs.options;
-    let mut options = o.of_scores(Tensor::shallow_clone);
+    let mut options = o.of_scores(Tensor::shallow_clone); // bias, ALiBi, sinks, window, ...; neither lengths nor the cache
     if a.features.tree && seqlen_k > 0 && !a.has_no_output() {
         let s = Sequences::of(inputs, a)?;
         options.attn_bias = Some(seen_in_tree(inputs, a, [&s.q_start, &s.seqlen_q], &used, seqlen_k)?);
