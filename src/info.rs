@@ -240,6 +240,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
 pub fn plan(values: &[Value]) -> Result<Json> {
     let [batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal, device_numbers @ .., deterministic, features, device] =
         arguments::<15>(values);
+    // what a call requests that uses these features: of its problem, and of its backward pass
     let (features, mode) = plan::using(parse_features(&features.text())?);
     let a = Attention {
         batch: positive("batch", batch)?,

@@ -216,7 +216,7 @@ pub fn backward(
                 run(&plan.main, params)?;
             }
             if let Some(tail) = &plan.tail {
-                params.first_key_block = tail.first_block as i32;
+                params.first_key_block = tail.first_block as i32; // in units of its own, smaller blocks
                 run(&tail.kernel, params)?;
             }
         }
@@ -293,8 +293,8 @@ impl StoredMemory {
     /// Allocates memory for launches of `entries` batch entries (1 if packed: query tiles then count over all sequences).
     fn new(plan: StoredPlan, a: &Attention, entries: i64, launcher: &dyn Launcher) -> Result<StoredMemory> {
         let heads = plan.heads * (a.nheads / a.nheads_k);
-        // p and ds have a tile for each key tile, dq_sums one for each 128 columns of dq. Of fp32 tensors a tile of p or ds has high parts,
-        // low parts and a row of units, which scale them.
+        // Of a launch: plan.heads counts KV heads; p and ds have a tile for each key tile, dq_sums one for each 128 columns of dq. Of fp32
+        // tensors a tile of p or ds has high parts, low parts and a row of units, which scale them (tile_rows).
         let tile = |tiles, rows, kind| {
             let sizes = [entries, heads, plan.query_tiles, tiles, rows, STORED_ROWS];
             tensor::empty(&sizes, kind, launcher)
