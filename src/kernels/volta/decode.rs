@@ -21,7 +21,7 @@ const SPARSE_MLA: Source = Source::new(
     &["volta/decode/sparse_mla.cuh"],
     "decode::Block<volta::MlaMainloop<THREADS / 32, volta::SparseTokens>, decode::WriteOutputAs<false>>",
 )
-.with_arguments("p.decode"); // of its parameter block, SparseMlaParams, the DecodeParams
+.with_arguments("p.decode"); // the DecodeParams with which SparseMlaParams, its parameter block, begins; SparseTokens reads on
 
 /// Source of the indexer's kernels: scores by which queries of sparse attention choose tokens.
 pub const INDEXER: Source = Source::new(&["volta/indexer.cuh"], "indexer::Kernel<volta::IndexerProducts, BLOCK_ROWS>");
