@@ -36,6 +36,7 @@ fn run() -> Result<()> {
     let blocks = ["shared", "cache", "forward", "decode", "backward", "small"].map(|name| format!("src/params/{name}.rs"));
     c_header(&blocks.each_ref().map(|path| path.as_str()), &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
+    // compiles what the cache, `volta-fa-kernels`, lacks; writes embedded.rs into `out`, which src/kernels/mod.rs includes
     embed::embed(&compiler, &tables::tables().concat(), &target.join("volta-fa-kernels"), &out)?;
 
     let headers = target.join("volta-fa-headers");

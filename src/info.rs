@@ -22,6 +22,8 @@ fn names(features: FeatureSet) -> Vec<&'static str> {
     features.iter().map(Feature::name).collect()
 }
 
+/// Describes the formats of KV caches. `columns`: numbers of a key or value in one element of the tensor. `max_code`: the largest magnitude
+/// of a code. `of_latents`: `fwd_mla` takes it. `keys` and `values`: the formats of either, if the row is a pair.
 fn cache_formats() -> Vec<Json> {
     let row = |f: &FormatInfo| {
         let [keys, values] = f.format.parts();
@@ -182,7 +184,7 @@ fn described_device([sms, major, minor, shared_bytes]: &[Value; 4]) -> Result<De
         capability: (major.int() as i32, minor.int() as i32),
         sms: positive("sms", sms)? as u32,
         shared_bytes_per_block: positive("shared_bytes", shared_bytes)? as u32,
-        only: only_family()?,
+        only: only_family()?, // the one family that VOLTA_FA_FAMILY allows
         tuning: tuning::forced(),
     })
 }
@@ -238,6 +240,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
 pub fn plan(values: &[Value]) -> Result<Json> {
     let [batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal, device_numbers @ .., deterministic, features, device] =
         arguments::<15>(values);
+    // what a call requests that uses these features: of its problem, and of its backward pass
     let (features, mode) = plan::using(parse_features(&features.text())?);
     let a = Attention {
         batch: positive("batch", batch)?,
@@ -268,6 +271,7 @@ pub fn plan(values: &[Value]) -> Result<Json> {
     let mode = BackwardMode { deterministic: deterministic.bool(), ..mode };
     let backward = plan::backward(&a, mode, &limits)?;
     let kernels_of = |plan: &BackwardPlan| {
+        // launch_entries: the most batch entries that one launch takes
         let of_backward = |kernel: PlannedKernel| on_grid(kernel, plan.launch_entries(a.batch));
         json!({
             "preprocess": plan.preprocess.map(of_backward),

@@ -93,6 +93,7 @@ fn json(found: Result<serde_json::Value>) -> Result<Output> {
 
 fn dropout_mask(values: &[Value]) -> Result<Output> {
     let [rng_state, batch, nheads, seqlen_q, seqlen_k, dropout_p] = arguments(values);
+    // the value borrows the shim's tensor: not freed here
     let rng_state = ManuallyDrop::new(optional(rng_state).ok_or_else(|| Error::value("rng_state", "None", "a tensor"))?);
     let shape = [batch, nheads, seqlen_q, seqlen_k].map(Value::int);
     let kept = dropout::mask(&rng_state.f_to_device(Device::Cpu)?, shape, dropout_p.float())?;

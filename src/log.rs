@@ -88,9 +88,11 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
     }
     let (pass, launches) = match planned {
         BackwardPlan { preprocess: None, .. } => ("backward in one kernel", String::new()),
+        // probabilities and gradients of scores go through memory
         BackwardPlan { stored: Some(_), .. } => {
             ("backward without atomics", format!("scores and gradients in launches: {}, ", planned.all_main_launches(a.batch)))
         }
+        // no accumulator of dq: a kernel of its own computes dq
         BackwardPlan { dq_accum_splits: 0, .. } => ("backward without atomics", String::new()),
         BackwardPlan { deterministic: true, main_launches, .. } => {
             ("deterministic backward", format!("main in launches: {main_launches}, "))

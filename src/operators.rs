@@ -5,7 +5,7 @@
 use crate::error::{Error, Result};
 use crate::limits::LATENT_HEADDIMS; // 512, then 64 columns
 use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs, Saved};
-use crate::options::{Kind, Op, Options, Row};
+use crate::options::{Kind, Op, Options, Row}; // Kind: an argument's type; Op: an operator with options, which are Rows of their table
 use crate::problem::IndexerArgs;
 use crate::tensor::describe;
 use crate::value::{arguments, Value};

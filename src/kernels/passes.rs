@@ -177,8 +177,8 @@ impl Pass {
 
 // Sets of passes whose kernels run one after the other and share scratch memory: a plan takes all of a set from one family.
 
-/// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family with
-/// `has_key_block_offset` may run it too: several launches of the main kernel then fix the order.
+/// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family
+/// whose main kernels can take a part of the keys (`has_key_block_offset`) may run it too: several launches then fix the order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
 /// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];

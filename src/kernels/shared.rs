@@ -4,9 +4,9 @@
 //! A row ([`Variant`]) is one kernel: `block_rows` rows of a thread block, `step` keys or queries of an iteration of its main loop,
 //! `shared_bytes` dynamic shared memory of a block, and `blocks_per_sm` blocks that an SM must hold, which limits registers.
 //! [`Variant::new`] has no feature, headdims to 256, 256 threads and one block per SM. `with_features` sets the options that a row has code
-//! for: [`FeatureSet::VARLEN`] (varying lengths, sinks, fp32 gradients) or GENERIC (these, fp32 output and all features of scores). A
-//! [`Source`]'s `arguments` are C++: what the kernel's function `run` gets, where `p` is the parameter block. An SM has 96 KB of shared
-//! memory (Volta) or 64 KB (Turing), and 64 Ki registers.
+//! for: [`FeatureSet::VARLEN`] (varying lengths, sinks, fp32 gradients) or GENERIC (these, fp32 output and all features of scores).
+//! `with_blocks` adds block masks, and sets the source that reads them. A [`Source`]'s `arguments` are C++: what the kernel's function
+//! `run` gets, where `p` is the parameter block. An SM has 96 KB of shared memory (Volta) or 64 KB (Turing), and 64 Ki registers.
 
 use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Size, Source, Variant};
 

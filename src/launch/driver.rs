@@ -8,7 +8,7 @@ use super::{only_family, KernelLaunch, Launcher};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
-use crate::tuning::Card;
+use crate::tuning::Card; // GPU and software that a tuning file is for
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
 use std::fmt::Write;
@@ -105,8 +105,8 @@ impl Driver {
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         let limits = DeviceLimits {
-            only: None,
-            tuning: None,
+            only: None,   // limits() sets the one family that VOLTA_FA_FAMILY allows,
+            tuning: None, // and query() the tuning file's content
             capability,
             sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             shared_bytes_per_block: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,

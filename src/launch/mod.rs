@@ -9,7 +9,7 @@ pub mod tuning;
 
 use crate::error::{Error, Result};
 use crate::kernels::{Family, Variant, COMPILED};
-use crate::plan::{DeviceLimits, FAMILY_VARIABLE};
+use crate::plan::{DeviceLimits, FAMILY_VARIABLE}; // the latter is "VOLTA_FA_FAMILY"
 
 /// Name of the memory through which blocks of a launch exchange partial results, and in which they count arrivals.
 pub const SCRATCH: &str = "scratch";

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Variant};
 use crate::limits::MAX_GRID_YZ;
 use crate::plan::DeviceLimits;
-use crate::tuning::Card;
+use crate::tuning::Card; // GPU and software that a tuning file is for
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use volta_sim::{Machine, Module, Schedule, TimingOptions};

@@ -2,6 +2,7 @@
 //!
 //! [`readable`] copies tensors that kernels cannot read in place. [`Blocks`] points into the others. Callers hold the tensors while
 //! launches are enqueued; PyTorch's caching allocator then keeps the memory for their stream. An entry is an element of the batch.
+//! `total_q()` and `total_k()` of an [`Attention`] are the rows of packed q and k, None if they are not packed.
 
 use super::block_mask::readable_bits;
 use super::dropout;
@@ -11,7 +12,8 @@ use crate::options::Options;
 use crate::params::{Cache, CacheScale, CacheScales, ElementType, Lengths, Operand, Problem, ScoreOptions};
 use crate::plan;
 use crate::problem::{Attention, CacheLayout, ScoreFunction};
-use crate::tensor::{self, is_readable, operand, Absent}; // Absent: NONE, a block of null pointers and zeros
+// operand: address and strides, from an entry on; Absent: NONE, a block of null pointers and zeros
+use crate::tensor::{self, is_readable, operand, Absent};
 use std::ptr::null;
 use tch::{Kind, Tensor};
 

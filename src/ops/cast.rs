@@ -6,9 +6,9 @@
 //! query heads, in a batch entry (of all sequences if packed). A number may also be split into a sum of two fp16 numbers, its parts.
 
 use super::block_mask::{self, NO_BLOCKS};
-use super::blocks::{self, lse_at, Blocks};
+use super::blocks::{self, lse_at, Blocks}; // Blocks: parts of parameter blocks, from a call's tensors
 use super::inputs::Inputs;
-use super::launches::{memory_ranges, Launches};
+use super::launches::{memory_ranges, Launches}; // ranges: memory that kernels may access, for the simulator
 use crate::error::{Error, Result};
 use crate::launch::{bytes_of, Launcher};
 use crate::limits::MAX_HEADS;
@@ -76,7 +76,7 @@ pub(super) struct Values {
     pub is_shared: bool,
     /// True: v gets no exponent if fp16 holds it, so that its bits do not depend on other tokens (batch invariance).
     pub keeps_ordinary: bool,
-    /// As [`Operands::low_column`].
+    /// As [`Operands::low_column`], of v.
     pub low_column: i64,
 }
 
@@ -235,6 +235,7 @@ impl<'a> Cast<'a> {
     /// Scales softmax_lse of these inputs back to that of the given ones, in place.
     pub fn restore_lse(&self, softmax_lse: &Tensor) -> Result<()> {
         let written = [("softmax_lse", Some(softmax_lse)), ("largest", Some(&self.largest))];
+        // in place: the simulator fills neither with NaN first
         let ranges = memory_ranges(&self.given, &self.problem, self.launcher, written);
         self.run(&Launches::in_place(self.launcher, ranges), Phase::RestoreLse, Some(softmax_lse))
     }
@@ -270,7 +271,9 @@ impl<'a> Cast<'a> {
         }
         let blocks = block_mask::of_queries(&self.given.options).unwrap_or(NO_BLOCKS);
         let values = self.operands.v.as_ref();
+        // (first entry, number of entries) of each launch
         for (first, batches) in plan::batch_chunks(a.batch) {
+            // problem.scale_log2: |softmax_scale| * log2(e)
             let Blocks { q, k, v, problem, lengths, score_options, .. } = Blocks::new(&self.given, a, (first, batches));
             let params = CastParams {
                 q,

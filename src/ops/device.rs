@@ -6,6 +6,7 @@
 //! stream-K grid several blocks share the keys of a row tile (the rows of one block), backward: the queries of a block of keys.
 
 use super::block_mask;
+// Blocks: parts of parameter blocks, from a call's tensors; at: address of an element of an fp32 tensor
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
 use super::launches::{memory_ranges, Launches};
@@ -16,9 +17,10 @@ use crate::kernels::{ParamBlock, Scratch};
 use crate::launch::{bytes_of, Launcher, SCRATCH};
 use crate::log;
 use crate::params::{BwdBlockParams, BwdParams, BwdStoredBlockParams, BwdStoredParams, FwdBlockParams, FwdParams, Lengths, StoredScores};
-use crate::plan::{self, BackwardMode, PlannedKernel, StoredPlan, STORED_ROWS};
+use crate::plan::{self, BackwardMode, PlannedKernel, StoredPlan, STORED_ROWS}; // 128: rows and columns of a stored tile
 use crate::problem::{Attention, Window};
-// readable: the tensor, or a copy that kernels can read; without_padding undoes its padded columns; ranges are for the simulator
+// readable: the tensor, or a copy that kernels can read; without_padding undoes its padded columns; operand and output: address and strides
+// from a batch entry on; ranges are for the simulator
 use crate::tensor::{self, operand, output, read_range, readable, without_padding, written_range};
 use tch::{Kind, Tensor};
 
@@ -214,7 +216,7 @@ pub fn backward(
                 run(&plan.main, params)?;
             }
             if let Some(tail) = &plan.tail {
-                params.first_key_block = tail.first_block as i32;
+                params.first_key_block = tail.first_block as i32; // in units of its own, smaller blocks
                 run(&tail.kernel, params)?;
             }
         }
@@ -291,8 +293,8 @@ impl StoredMemory {
     /// Allocates memory for launches of `entries` batch entries (1 if packed: query tiles then count over all sequences).
     fn new(plan: StoredPlan, a: &Attention, entries: i64, launcher: &dyn Launcher) -> Result<StoredMemory> {
         let heads = plan.heads * (a.nheads / a.nheads_k);
-        // p and ds have a tile for each key tile, dq_sums one for each 128 columns of dq. Of fp32 tensors a tile of p or ds has high parts,
-        // low parts and a row of units, which scale them.
+        // Of a launch: plan.heads counts KV heads; p and ds have a tile for each key tile, dq_sums one for each 128 columns of dq. Of fp32
+        // tensors a tile of p or ds has high parts, low parts and a row of units, which scale them (tile_rows).
         let tile = |tiles, rows, kind| {
             let sizes = [entries, heads, plan.query_tiles, tiles, rows, STORED_ROWS];
             tensor::empty(&sizes, kind, launcher)

@@ -19,6 +19,7 @@ use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::FastParams;
 use crate::plan::{self, FastPlan, PlannedKernel};
 use crate::problem::{self, Attention, Backend};
+// operand and output: address and strides from a batch entry on; Absent: NONE, a block of null pointers and zeros
 use crate::tensor::{self, element_type, operand, output, read_range, without_padding, Absent};
 use tch::{Kind, Tensor};
 
@@ -221,7 +222,7 @@ fn params(inputs: &Inputs, a: &Attention, codes: &Codes, (first, batches): (i64,
         smooth_k: inputs.options.smooth_k.into(),
         rotate: inputs.options.rotate.into(),
         phase: QUANTIZE,
-        ..FastParams::NONE // null pointers and zeros: no results and no mask yet
+        ..FastParams::NONE // no results and no mask yet
     }
 }
 

@@ -6,13 +6,14 @@
 //! from `k_start` (default 0) up to `k_end`, exclusive; k_end of shape (batch,) is the last query's, and each query before sees one key
 //! less. These and block tables stay on the device. What they name outside of memory is no key. src/operators.rs calls this module.
 
-use super::inputs::Target; // Target: ATen on the CPU, or kernels
+use super::inputs::Target; // ATen on the CPU, or kernels
 use super::launches::Launches;
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
 use crate::log;
 use crate::params::{IndexerParams, QueryFormat};
 use crate::plan;
+// Indexer: sizes of a validated call; `keys`: of a sequence, at most `columns`. INDEXER_HEADDIM: 128
 use crate::problem::{self, Backend, DType, Indexer, IndexerArgs, TensorDesc, INDEXER_HEADDIM};
 use crate::tensor::{self, compute_kind, copied, describe, operand, read_range, readable, written_range};
 use std::ffi::c_void;

@@ -6,7 +6,7 @@ use crate::launch::driver::Driver;
 use crate::launch::{flag, Launcher}; // flag: an environment variable that is 0 or 1; None: not set
 use crate::limits::MAX_HEADDIM;
 use crate::options::Options;
-use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
+use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc}; // Backend: what validation knows of a Target
 use crate::shim::volta_fa_reduces_fp32;
 use crate::tensor::{describe, share};
 use std::convert::Infallible;

@@ -82,8 +82,9 @@ pub fn launch_id() -> u64 {
     first.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)).wrapping_mul(SPREAD) >> 16
 }
 
-/// Prepares a simulator that times the blocks of one SM alone. In a full run, the block that arrives last combines a row tile's results. So
-/// semaphores are set as if all other blocks had arrived, for the first block of each SM: it combines, with made-up results (1.0).
+/// Prepares a simulator that times the blocks of one SM alone (of n SMs, SM i has blocks i, i + n, ...). In a full run, the block that
+/// arrives last combines a row tile's results. So semaphores are set as if all other blocks had arrived, for the first block of each SM: it
+/// combines, with made-up results (1.0). `scratch`: partial results, then semaphores.
 pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Result<()> {
     let DecodePlan { kernel, partials, semaphores, .. } = *plan;
     let _ = scratch.f_narrow(0, 0, partials)?.f_fill_(1.0)?;
@@ -97,20 +98,20 @@ pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Res
         let _ = all.f_narrow(0, first.min(semaphores), (end.min(semaphores) - first).max(0))?.f_fill_(counted)?;
         Ok(())
     };
-    // Blocks of batch-invariant kernels take equal ranges of all splits, and a row tile's semaphore is that of its first split. The blocks
-    // of an SM take `neighbors` ranges beside each other, except over latents, whose kernels lack registers for that
-    // (SplitScheduler in csrc/decode/split_scheduler.cuh).
+    // Blocks of batch-invariant kernels take equal ranges of all splits, which have a semaphore each; a row tile's is that of its first
+    // split. An SM's blocks take `neighbors` ranges beside each other, if every block has a range. Over latents (DecodeMla) they do not:
+    // those kernels lack registers for that (SplitScheduler in csrc/decode/split_scheduler.cuh).
     if kernel.variant.is_batch_invariant {
-        let is_mapped = semaphores >= blocks && kernel.variant.pass != Pass::DecodeMla;
-        let neighbors = if is_mapped { blocks_per_sm } else { 1 };
+        let has_neighbors = semaphores >= blocks && kernel.variant.pass != Pass::DecodeMla;
+        let neighbors = if has_neighbors { blocks_per_sm } else { 1 };
         let ranges = blocks.min(semaphores).max(1);
         for sm in 0..blocks / blocks_per_sm {
             arrived(sm * neighbors * semaphores / ranges, (sm * neighbors + 1) * semaphores / ranges)?;
         }
         return Ok(());
     }
-    // Other kernels combine partial results in a tree, each level of which has two semaphores for each block (GlobalPartials in
-    // csrc/decode/partials.cuh).
+    // Other kernels combine partial results in a tree, each level of which has two semaphores for each block, in the order of blocks. So
+    // the first blocks of all SMs have the first ones of a level (GlobalPartials in csrc/decode/partials.cuh).
     let of_level = 2 * blocks;
     for first in (0..semaphores).step_by(of_level as usize) {
         arrived(first, first + (of_level / blocks_per_sm).max(1))?;

@@ -115,6 +115,7 @@ fn launch(
     launches: &Launches,
 ) -> Result<()> {
     let heads_dim = lse.dim() - 2;
+    // from head to head; softmax_lse of the second state is contiguous
     let lse_stride = if m.nheads > 1 || m.batch > 1 { lse.stride()[heads_dim] } else { m.seqlen_q };
     for (first, batches) in plan::batch_chunks(m.batch) {
         let of_first = |t: &Tensor, stride: i64| at(t, first * m.nheads * stride);

@@ -10,7 +10,7 @@
 //! Words: P are probabilities, dP and dS gradients of P and scores, dlse that of softmax_lse. A group is a KV head's query heads.
 
 use super::blocks;
-use super::cast::{Cast, Operands, Values};
+use super::cast::{Cast, Operands, Values}; // Operands, Values: what a cast does to q, k and v
 use super::device;
 use super::inputs::{Gradients, Inputs, Saved};
 use crate::error::Result;

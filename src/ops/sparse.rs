@@ -8,8 +8,8 @@ mod gather;
 
 pub use call::{Call, ChosenTokens, Found};
 
-use super::blocks::{at, Blocks};
-use super::inputs::{all_are_batch_invariant, Inputs, Target};
+use super::blocks::{at, Blocks}; // at: address of an element of an fp32 tensor; Blocks: parts of parameter blocks, from a call's tensors
+use super::inputs::{all_are_batch_invariant, Inputs, Target}; // Target: ATen on the CPU, or kernels
 use super::launches::{fake_arrivals, launch_id, Launches};
 use crate::error::{Error, Result};
 use crate::launch::{bytes_of, Launcher, SCRATCH};
@@ -18,6 +18,7 @@ use crate::options::Options;
 use crate::params::{self, CacheFormat, DecodeParams, Divisor, SparseMlaParams};
 use crate::plan;
 use crate::problem::{self, Attention, Backend, DType};
+// operand and output: address and strides for kernels; ranges are for the simulator; Absent: NONE, a block of null pointers and zeros
 use crate::tensor::{self, describe, operand, output, read_range, readable, written_range, Absent};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
@@ -191,11 +192,11 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
                 softmax_lse: at(&softmax_lse, first * a.nheads),
                 cache,
                 problem,
-                group: Divisor::new(problem.nheads / problem.nheads_k),
+                group: Divisor::new(problem.nheads / problem.nheads_k), // factor and shift that replace a division
                 lengths: no_lengths,
                 score_options,
-                max_rows: i32::MAX,
-                num_splits: 0,
+                max_rows: i32::MAX, // of a query; no prefill kernel takes the longer ones
+                num_splits: 0,      // no limit
                 partials: at(&scratch, 0),
                 semaphores: at(&scratch, decode.partials).cast(),
                 launch_id,
@@ -214,6 +215,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
             max_logits: at(&max_logits, first * a.nheads),
             tail_is_bf16: i32::from(!call.has_fp16_positions), // type of the 64 columns of positions at the end of an fp8 row
         };
+        // planned for `at_once` queries; the last part may have fewer
         let select = plan::PlannedKernel { blocks: [rows as u32, select.blocks[1]], ..select };
         // 1: neither grid has a batch axis
         launches.run(&select, 1, bytes_of(&params))?;

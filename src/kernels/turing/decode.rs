@@ -1,5 +1,5 @@
-//! Rows of Turing's decode kernels: attention of few queries a sequence over a KV cache. Rows are queries of all heads of a KV head.
-//! src/kernels/shared.rs has what they share with Volta's.
+//! The kernel table's rows (one [`Variant`] each) of Turing's decode kernels: attention of few queries a sequence over a KV cache. The rows
+//! of a tile, block or warp are queries of all heads of a KV head. src/kernels/shared.rs has what the kernels share with Volta's.
 //!
 //! Warps "beside each other" take the same tokens for different rows; other warps of a block take other tokens. All store their results to
 //! shared memory (a Turing SM has 64 KB), and the block merges them. So only blocks of 8 rows at headdims 64 and 128 divide the
@@ -11,7 +11,7 @@ use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, Source, Variant};
 use super::family::TURING;
 
-// STEP, a row's `step`, is the rows of a warp here. The numbers: 8-row tiles of a warp, warps beside each other, warps.
+// Capitals are the row's fields. STEP is the rows of a warp here. The numbers: 8-row tiles of a warp, warps beside each other, warps.
 const DECODE: Source = Source::new(
     &["turing/decode/layout.cuh"],
     "decode::Block<decode::DecodeMainloop<turing::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",

@@ -1,7 +1,8 @@
 //! Rows of Turing's forward kernels, and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //!
 //! A block owns `block_rows` queries and steps over `step` keys. Plain kernels have no features; varlen, generic and one-feature kernels
-//! have sets of src/kernels/features.rs. A thread can have 255 registers, an SM 64 KB of shared memory.
+//! have sets of src/kernels/features.rs. A `...Grid` in a source is the C++ type that gives a block its rows, heads and keys. A thread can
+//! have 255 registers, an SM 64 KB of shared memory.
 
 use super::super::shared::{self, with};
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};

@@ -1,15 +1,15 @@
-//! Rows of Volta's decode kernels: attention of few queries a sequence over a KV cache; also over latents (multi-head latent attention,
-//! MLA), and over latents that each query chose (sparse MLA). Rows are queries of all heads of a KV head. A batch-invariant kernel gives a
-//! row the same bits whatever the rest of the batch. An SM has 96 KB of shared memory. src/kernels/shared.rs has the shared memory of
-//! decode kernels, and what they share with Turing's.
+//! The kernel table's rows (one [`Variant`] each) of Volta's decode kernels: attention of few queries a sequence over a KV cache; also over
+//! latents (multi-head latent attention, MLA), and over latents that each query chose (sparse MLA). The rows of a tile, block or warp are
+//! queries of all heads of a KV head. A batch-invariant kernel gives such a row the same bits whatever the rest of the batch. An SM has
+//! 96 KB of shared memory. src/kernels/shared.rs computes decode kernels' share of it, and has what they share with Turing's.
 
 use super::super::formats::FORMATS;
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, FeatureSet, Pass, Source, Variant};
 use super::family::VOLTA;
 
-// STEP, a row's `step`, is the rows of a warp here; over latents, the rows whose output shared memory holds at a time (`MlaTile`). The
-// numbers: 8-row tiles of a warp, warps that have different rows and the same tokens, warps of a block.
+// Capitals are the fields of the table's row. STEP is the rows of a warp here; over latents, the rows whose output shared memory holds at a
+// time (`MlaTile`). The numbers: 8-row tiles of a warp, warps that have different rows and the same tokens, warps of a block.
 const DECODE: Source = Source::new(
     &["volta/decode/layout.cuh"],
     "decode::Block<decode::DecodeMainloop<volta::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",
@@ -21,7 +21,7 @@ const SPARSE_MLA: Source = Source::new(
     &["volta/decode/sparse_mla.cuh"],
     "decode::Block<volta::MlaMainloop<THREADS / 32, volta::SparseTokens>, decode::WriteOutputAs<false>>",
 )
-.with_arguments("p.decode");
+.with_arguments("p.decode"); // the DecodeParams with which SparseMlaParams, its parameter block, begins; SparseTokens reads on
 
 /// Source of the indexer's kernels: scores by which queries of sparse attention choose tokens.
 pub const INDEXER: Source = Source::new(&["volta/indexer.cuh"], "indexer::Kernel<volta::IndexerProducts, BLOCK_ROWS>");

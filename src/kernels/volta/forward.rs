@@ -1,8 +1,8 @@
 //! Rows of Volta's forward kernels, and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
 //!
 //! A block owns `block_rows` queries and steps over `step` keys. Plain kernels have no features; varlen, generic and required ones have
-//! sets of src/kernels/features.rs. Stream-K kernels run on a grid that splits the keys of the last row tiles among blocks. A thread can
-//! have 255 registers, an SM 96 KB of shared memory.
+//! sets of src/kernels/features.rs. Stream-K kernels run on a grid that splits the keys of the last row tiles among blocks. A `...Grid` in
+//! a source is the C++ type that gives a block its rows, heads and keys. A thread can have 255 registers, an SM 96 KB of shared memory.
 
 use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};

@@ -25,6 +25,7 @@ pub struct Chunk {
     pub row: i64,
     /// Number of query positions. Each has a score row per query head of a group.
     pub rows: i64,
+    /// First key.
     pub key: i64,
     pub keys: i64,
 }

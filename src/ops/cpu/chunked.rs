@@ -6,9 +6,11 @@
 //! call's. [`Sums`] are gradients to which all parts add.
 
 use super::block_mask::PresentBlock;
-use super::chunk::{chunks, heads_per_group, window_offsets, Chunk};
-use super::layout::{from_groups, lse_from_rows, rows_from_lse, to_groups};
+use super::chunk::{chunks, heads_per_group, window_offsets, Chunk}; // window_offsets: (first, last), query i sees keys i + first..=i + last
+use super::layout::{from_groups, lse_from_rows, rows_from_lse, to_groups}; // between (batch, seqlen, heads, ...) and a matrix per group
 use super::part::{Part, Sums};
+// modify: score function, ALiBi and bias, in place; multiply_derivative: by the score function's; bias_of_group and group_of: one group's
+// part of a bias and of a chunk's matrix, both (heads, rows, keys)
 use super::scores::{bias_of_group, dropout_factors, group_of, has_derivative, modify, multiply_derivative};
 use crate::error::Result;
 use crate::tensor::compute_kind;

@@ -8,8 +8,8 @@
 //! The model has the kernels' codes and scales, bit for bit, flushes the same small probabilities to 0, and rounds sums to fp16 after each
 //! 8 keys. It subtracts a row's final maximum from scores, kernels an earlier one, so probabilities may differ. Memory: O(seqlen).
 
-use super::layout::narrow_broadcast;
-use super::part::Part;
+use super::layout::narrow_broadcast; // a view of (dim, start, count) parts; dimensions of size 1 stay
+use super::part::Part; // a dense problem, of entries with equal lengths
 use crate::error::Result;
 use crate::ops::codes::{kernel_headdim, Codes, SCALES, SCALE_KEYS};
 use tch::{Device, Kind, Tensor};

@@ -3,7 +3,7 @@
 //! mask. This module divides such problems into [`Block`]s of query rows. So masks take O(seqlen) memory, and keys outside a block's window
 //! cost nothing. A group is the query heads that share a KV head.
 
-use super::chunk::{heads_per_group, window_offsets};
+use super::chunk::{heads_per_group, window_offsets}; // window_offsets: (first, last), query i sees keys i + first..=i + last
 use super::layout::{narrow, narrow_broadcast};
 use super::part::Part;
 use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE}; // -2^24 * ln(2): a bias below it hides keys

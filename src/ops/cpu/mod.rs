@@ -28,7 +28,7 @@ use crate::ops::codes::Codes;
 use crate::problem::Attention;
 use crate::tensor::{compute_kind, share};
 use block_mask::BlockMask;
-use part::{Part, Rows, Span, Sums};
+use part::{Part, Rows, Span, Sums}; // Rows: what the backward pass takes of query rows; Sums: gradients to which all parts add
 use tch::{Device, Kind, Tensor};
 
 /// Computes (out, softmax_lse).

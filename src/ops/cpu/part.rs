@@ -25,6 +25,7 @@ pub struct Part {
     pub attn_bias: Option<Tensor>,
     /// (batch or 1, nheads).
     pub alibi_slopes: Option<Tensor>,
+    /// (nheads).
     pub sinks: Option<Tensor>,
     pub dropout: Option<Dropout>,
     pub blocks: Option<Rc<BlockMask>>,
@@ -36,6 +37,7 @@ pub struct Rows {
     pub out: Tensor,
     /// (batch, nheads, seqlen_q).
     pub softmax_lse: Tensor,
+    /// Gradient of softmax_lse.
     pub dlse: Option<Tensor>,
 }
 

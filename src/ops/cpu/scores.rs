@@ -3,7 +3,7 @@
 //! head of an entry with its query heads. A chunk's scores are a matrix (groups, rows * heads of a group, keys).
 
 use super::chunk::{heads_per_group, Chunk};
-use super::layout::narrow_broadcast;
+use super::layout::narrow_broadcast; // a view of (dim, start, count) parts; dimensions of size 1 stay
 use super::part::Part;
 use crate::error::Result;
 use crate::ops::dropout;

@@ -99,6 +99,7 @@ pub(super) struct Sequences {
 }
 
 impl Sequences {
+    /// `a.appended`: `seqlen` new tokens of each sequence, or `total` packed ones (None: not packed).
     pub fn of(inputs: &Inputs, a: &Attention) -> Result<Sequences> {
         let o = &inputs.options;
         let numbers = Numbers { batch: a.batch, device: inputs.q.device() };
@@ -171,7 +172,8 @@ pub(super) fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -
     Ok((sequence, number))
 }
 
-/// Rotates `x` (tokens, heads, headdim) by positions (tokens); NaN for positions outside the tables.
+/// Rotates the first `rotary.dim` columns of `x` (tokens, heads, headdim) by positions (tokens). The tables have `rotary.rows` positions;
+/// for others the columns become NaN.
 fn rotate(x: &Tensor, position: &Tensor, inputs: &Inputs, a: &Attention) -> Result<Tensor> {
     let (Some(cos), Some(sin)) = (&inputs.options.rotary_cos, &inputs.options.rotary_sin) else { return Ok(x.shallow_clone()) };
     let rotated = copied(x, x.kind())?;
@@ -414,7 +416,7 @@ pub fn dense(a: &Attention, seqlen_k: i64) -> Attention {
 pub fn attend_to(q: &Tensor, inputs: &Inputs, a: &Attention, keys: (Tensor, Tensor, Tensor), seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let ((mut k, mut v, used), device) = (keys, q.device());
     let o = &inputs.options;
-    let mut options = o.of_scores(Tensor::shallow_clone);
+    let mut options = o.of_scores(Tensor::shallow_clone); // bias, ALiBi, sinks, window, ...; neither lengths nor the cache
     if a.features.tree && seqlen_k > 0 && !a.has_no_output() {
         let s = Sequences::of(inputs, a)?;
         options.attn_bias = Some(seen_in_tree(inputs, a, [&s.q_start, &s.seqlen_q], &used, seqlen_k)?);

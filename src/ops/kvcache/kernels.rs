@@ -8,7 +8,7 @@ use crate::launch::{bytes_of, Launcher, SCRATCH};
 use crate::limits::MAX_DECODE_ROWS; // 64
 use crate::log;
 use crate::ops;
-use crate::ops::blocks::{self, at, Blocks};
+use crate::ops::blocks::{self, at, Blocks}; // at: address of an element of an fp32 tensor
 use crate::ops::device::launch_forward;
 use crate::ops::inputs::Inputs;
 use crate::ops::launches::{fake_arrivals, launch_id, Launches};
@@ -143,6 +143,7 @@ fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Opt
 /// kernels read caches that are not fp16, and they read quantized ones beside fp16 queries. With a tree mask they take any number of rows.
 fn reads_in_place(inputs: &Inputs, a: &Attention) -> bool {
     let has_kernel = match (a.dtype, a.cache_format()) {
+        // decode kernels take any number of rows of these calls, in which a row's bits depend on no other row
         _ if a.features.batch_invariant => a.dtype == DType::Half || a.cache_format() == CacheFormat::Unquantized,
         (DType::Half, _) | (DType::BFloat16, CacheFormat::Unquantized) if a.features.tree => true,
         (DType::Half, CacheFormat::Unquantized) => true,
@@ -189,7 +190,8 @@ fn attend_with(
     }
     if let Some(planned) = &prefill_plan {
         log::forward("prefill", a, planned)?;
-        launch_forward((planned, stream_k.as_ref()), inputs, a, [&out, &softmax_lse], MAX_DECODE_ROWS as i32 + 1, &launches)?;
+        let min_rows = MAX_DECODE_ROWS as i32 + 1; // decode kernels take sequences of fewer
+        launch_forward((planned, stream_k.as_ref()), inputs, a, [&out, &softmax_lse], min_rows, &launches)?;
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
@@ -199,6 +201,7 @@ fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, 
     log::decode(a, plan)?;
     let launch_id = launch_id();
     if !launches.launcher.runs_all_blocks() {
+        // a simulator that times one SM's blocks: their semaphores count the others as arrived
         fake_arrivals(plan, scratch, launch_id)?;
     }
     let Blocks { q, cache, problem, lengths, score_options, scales, .. } = Blocks::new(inputs, a, (0, a.batch));
@@ -208,7 +211,7 @@ fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, 
         softmax_lse: at(softmax_lse, 0),
         cache,
         problem,
-        group: Divisor::new(problem.nheads / problem.nheads_k),
+        group: Divisor::new(problem.nheads / problem.nheads_k), // factor and shift that replace a division
         lengths,
         score_options,
         max_rows: plan.max_rows.min(i64::from(i32::MAX)) as i32,

@@ -17,6 +17,7 @@ use tch::{Kind, Tensor};
 /// Attends to fp16 copies of latents, because decode kernels cannot read bf16 latents, any latents beside bf16 queries, and rows off
 /// 16-byte boundaries. `seqlen_k`: keys of the longest sequence, or the most that the cache can hold.
 pub(super) fn attend_to_copies(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    // (batch, seqlen_k, 1, headdim), and the number of tokens of each sequence, (batch) int32; -1: it has invalid lengths or pages
     let (tokens, used) = gather::collect_keys(inputs, a, seqlen_k)?;
     let kind = inputs.q.kind();
     let tokens = match seqlen_k {

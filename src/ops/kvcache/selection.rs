@@ -213,7 +213,7 @@ fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs>
         is_causal: false,
         window_right: -1, // no bound
         num_splits: o.num_splits,
-        ..o.of_scores(Tensor::shallow_clone)
+        ..o.of_scores(Tensor::shallow_clone) // scale, softcap, ALiBi, ...; neither lengths nor the cache
     };
     let q = inputs.q.f_reshape([-1, 1, a.nheads, a.headdim])?;
     Ok(Inputs::new([part(&q, 2, group)?, part(&inputs.k, 2, 1)?, part(&inputs.v, 2, 1)?], options, inputs.stream))
