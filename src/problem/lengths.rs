@@ -6,7 +6,7 @@ use super::checks::*; // check_... and reject_if!: errors for the user; unknown 
 use super::operands::{Packing, Sizes}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES};
+use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES}; // 2^31 - 1 and 2^25
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Batch size and longest sequences of a call.
