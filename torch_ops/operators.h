@@ -63,7 +63,7 @@ constexpr size_t kMaxResults = 5;  // MAX_RESULTS of src/operators.rs: Rust writ
 // Arguments of a call as Rust reads them: the enum of src/value.rs, in C++ a tag and a union. They borrow the tensors on the stack.
 class Values {
 public:
-    // `may_be_symbolic`: passes symbolic ints as unknown, for meta kernels. Otherwise reads their values, and a trace guards on them.
+    // `may_be_symbolic`: passes symbolic ints as unknown, for meta kernels. Otherwise reads values, and a trace guards on them.
     Values(const Arguments& arguments, bool may_be_symbolic);
 
     // Replaces argument i; None for an undefined tensor. Borrows `t`.
