@@ -52,9 +52,10 @@ pub struct CastParams {
     /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Where a row of q gets a smaller exponent, phase 2 scales it
     /// before a backward pass, and phase 4 scales it back after a forward pass.
     pub softmax_lse: *mut f32,
-    /// Scratch: (7, groups), zeros before the first phase: bits of magnitudes as fp32, one row for each `cast::Magnitude`.
+    /// Scratch: (7, groups), zeros before the first phase: fp32 bits of magnitudes (`cast::Magnitude`), the largest of q, k and v, the
+    /// smallest of k and v, the largest of k and v without hidden outlying ones.
     pub largest: *mut u32,
-    /// Output (3, groups): fp16 numbers are the given ones times 2^exponent. Rows of q, and of softmax_lse, may have smaller ones.
+    /// Output (3, groups), of q, k and v: fp16 numbers are the given ones times 2^exponent. Rows of q, and of softmax_lse, may have smaller ones.
     pub exponents: *mut i32,
     /// Type of q, k and v: bf16 or fp32.
     pub element: ElementType,

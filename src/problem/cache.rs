@@ -4,7 +4,7 @@
 
 use super::attention::{Cache, CacheLayout};
 use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
-use super::formats::{cache_format, key_format};
+use super::formats::{cache_format, key_format}; // formats by dtypes: of a cache with keys and values; of keys or latents
 use super::operands::check_headdim;
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};

@@ -22,6 +22,7 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     let vs = operands::check_operand("v", v, q, packing, backend)?;
     check_same_size("k", "batch", ks.batch, "q", qs.batch)?;
     check_same_size("v", "batch", vs.batch, "q", qs.batch)?;
+    // rows(): the dimension's name, total or seqlen
     check_same_size("v", packing.rows(), vs.rows, "k", ks.rows)?;
     check_same_size("v", "nheads", vs.nheads, "k", ks.nheads)?;
     check_same_size("k", "headdim", ks.headdim, "q", qs.headdim)?;

@@ -65,7 +65,7 @@ fn check_no_longest(name: &str, given: Option<i64>, missing: &str) -> Result<()>
     }
 }
 
-/// Checks lengths of queries and of keys that are dense or packed with them.
+/// Checks lengths of queries and of keys that are dense or packed with them. `qs`, `ks`: sizes of q and k; rows of all sequences if packed.
 pub fn check(q: &TensorDesc, o: &Options, packing: Packing<'_>, [qs, ks]: [&Sizes; 2], backend: Backend) -> Result<Lengths> {
     if !packing.is_packed() {
         check_no_longest("max_seqlen_q", o.max_seqlen_q, "cu_seqlens_q")?;

@@ -13,7 +13,7 @@ pub use stream_k::{BackwardStreamKPlan, BackwardStreamKSchedule};
 
 use super::device::DeviceLimits;
 use super::features::BackwardMode; // deterministic, fp32_gradients, has_dlse, split
-use super::kernel::{PlannedKernel, Reason};
+use super::kernel::{PlannedKernel, Reason}; // Tuned: the tuning names the kernel; TunedMode: it forbids atomics
 use crate::error::Result;
 use crate::kernels::{Kernels, COMPILED};
 use crate::problem::Attention;
