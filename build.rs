@@ -33,7 +33,7 @@ fn run() -> Result<()> {
 
     // the structs that kernels take as arguments; a change of one recompiles the kernels that name it
     let params = out.join("volta_fa_params.h");
-    let blocks = ["shared", "cache", "forward", "decode", "backward", "small"].map(|name| format!("src/params/{name}.rs"));
+    let blocks = ["shared", "cache", "forward", "decode", "backward", "merge_cast"].map(|name| format!("src/params/{name}.rs"));
     c_header(&blocks.each_ref().map(|path| path.as_str()), &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
     // compiles what the cache, `volta-fa-kernels`, lacks; writes embedded.rs into `out`, which src/kernels/mod.rs includes

@@ -41,6 +41,7 @@ impl Kind {
     }
 }
 
+/// An option: a row of [`TABLE`].
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     /// the keyword in Python, and the field in [`Options`]
@@ -228,7 +229,7 @@ impl<T: Clone> Clone for Options<T> {
     }
 }
 
-/// Returns the name that `fwd_mla` gives a scale of `fwd_kvcache`; None: latents have no such scale. Theirs serves keys and values.
+/// Returns the name that `fwd_mla` gives a scale of `fwd_kvcache`; None: latents, keys and values at once, have no such scale.
 pub fn scale_of_latents(name: &str) -> Option<&'static str> {
     match name {
         "k_scale" => Some("latent_scale"),

@@ -2,8 +2,8 @@
 //! and strides of parameter blocks ([`operand`], [`output`]). Allocates outputs of kernels ([`empty`]). Used by src/ops/.
 
 use crate::error::{Error, Result};
-use crate::launch::{Launcher, MemoryRange};
-use crate::limits::HEADDIM_MULTIPLE;
+use crate::launch::{Launcher, MemoryRange}; // Launcher: runs kernels, on the CUDA driver or in the simulator
+use crate::limits::HEADDIM_MULTIPLE; // 8
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::{BlockLists, Cache, CacheScale, ChosenTokens, ElementType, FastParams, Operand, Output};
 use crate::problem::{padded_headdim, DType, Device, Dims, TensorDesc};
@@ -85,7 +85,7 @@ pub fn element_type(t: &Tensor) -> ElementType {
     }
 }
 
-/// Returns true if kernels can read `t` in place: rows begin on 16-byte boundaries, and have whole groups of 8 elements (of bytes: 16).
+/// Returns true if kernels can read `t` in place: rows begin on 16-byte boundaries, and have a multiple of 8 elements (of bytes: 16).
 pub fn is_readable(t: &Tensor) -> bool {
     let (rank, sizes, strides) = layout(t);
     let last = rank - 1;
@@ -131,7 +131,8 @@ pub fn readable_gradient(t: &Tensor) -> Result<Tensor> {
     Ok(if contiguous { t.shallow_clone() } else { t.f_contiguous()? })
 }
 
-/// Allocates an uninitialized contiguous tensor on a launcher's device, with its alignment. It may begin inside its storage.
+/// Allocates an uninitialized contiguous tensor on a launcher's device. A launcher that times kernels in the simulator wants more alignment
+/// than ATen gives; the tensor then begins inside a larger storage.
 pub fn empty(sizes: &[i64], kind: Kind, launcher: &dyn Launcher) -> Result<Tensor> {
     let (device, alignment) = (launcher.device(), launcher.output_alignment());
     if alignment <= ALIGNMENT {

@@ -2,7 +2,8 @@
 //! measures both and writes a file, which docs/reference/tuning-file.md describes.
 //!
 //! This module parses a file's text into a checked [`Tuning`], which the planner asks about shapes (plan/choose.rs). `launch::tuning` reads
-//! the file. A tuning is a list of choices, each a [`Class`] of shapes of one pass and the kernel to take for it; and failed kernels.
+//! the file. A tuning is a list of choices, each a [`Class`] of shapes of one pass and the kernel to take for it; and failed kernels. A
+//! pass is what a kernel computes, a variant one kernel, and a feature an option that kernels need code for.
 
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};
@@ -52,9 +53,9 @@ pub struct Shape {
     pub is_causal: Option<bool>,
     /// Format of the KV cache; Unquantized without a cache.
     pub cache: CacheFormat,
-    /// True for kernels whose type is fixed and bf16. See `Variant::is_bf16`.
+    /// True: the call needs kernels that are compiled for bf16; others take fp16, or either by a parameter.
     pub is_bf16: bool,
-    /// True: kernels whose rows depend on no other row. See `Variant::is_batch_invariant`.
+    /// True: the call needs kernels whose rows' bits depend on no other row.
     pub is_batch_invariant: bool,
     /// Most positions that a row which sees keys may lie before the first key. Kernels that require ALiBi lose precision there.
     pub rows_before_keys: i64,
@@ -146,9 +147,9 @@ struct Choice {
 /// Measurements on a GPU. The planner takes the first applicable choice for a shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Fields of the [`Card`], by name.
+    /// Fields of the [`Card`], by name; None: the file leaves it out, which [`Tuning::check_made_on`] rejects.
     made_on: [(&'static str, Option<String>); 3],
-    /// Names, sorted.
+    /// Names of kernels that failed on the GPU, sorted.
     failed: Vec<&'static str>,
     choices: Vec<Choice>,
 }

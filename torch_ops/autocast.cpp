@@ -2,7 +2,7 @@
 // below autocast. An operator's row in src/operators.rs has an `Autocast`. Region: required tensors get the region's dtype. Cache:
 // those other than caches get the cache's dtype, because it is updated in place. Keep: there is no kernel.
 
-#include "operators.h"
+#include "operators.h"  // Operator: a row of that table; boxed: makes a kernel of an object that takes a call's stack
 
 #include <ATen/autocast_mode.h>
 

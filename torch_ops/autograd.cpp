@@ -1,6 +1,7 @@
 // Kernels at the key Autograd, which operators.cpp registers. volta_fa::fwd records a graph node, `Attention`, if an input requires
 // grad. The node's backward calls volta_fa::bwd. Every other operator, bwd included, has no derivative (no_derivative.cpp).
 
+// Arguments: a call's arguments on the stack, by index (tensor(i) is undefined for None). Caller: calls an operator from C++.
 #include "operators.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -24,7 +25,7 @@ struct Pair {
     Pair() {
         const auto& all = fwd.op().schema.arguments();
         for (size_t i = 0; i < all.size(); ++i) {
-            const auto in_bwd = bwd.op().find(all[i].name());
+            const auto in_bwd = bwd.op().find(all[i].name());  // its index; nothing if bwd does not have it
             if (in_bwd) shared.push_back({all[i].name(), all[i].type()->isSubtypeOf(*c10::OptionalType::ofTensor()), i, *in_bwd});
         }
     }
@@ -59,7 +60,7 @@ struct Attention : torch::autograd::Function<Attention> {
         }
         ctx->saved_data["attn_bias_requires_grad"] = attn_bias && attn_bias->requires_grad();
         {
-            at::AutoDispatchBelowADInplaceOrView guard;
+            at::AutoDispatchBelowADInplaceOrView guard;  // calls the backend kernel
             ops().fwd(*stack);
         }
         Tensor out, softmax_lse, rng_state;
@@ -67,7 +68,7 @@ struct Attention : torch::autograd::Function<Attention> {
         saved.insert(saved.end(), {out, softmax_lse, rng_state});
         ctx->save_for_backward(std::move(saved));
         // rng_state has integers, so it needs no mark as not differentiable. Compiled autograd takes no node with such a mark.
-        // gradients of outputs without a use stay undefined, to save allocating zeros and the work for softmax_lse's
+        // Gradients of outputs without a use stay undefined, which saves zeros, and bwd the work for softmax_lse's gradient.
         ctx->set_materialize_grads(false);
         return {out, softmax_lse, rng_state};
     }

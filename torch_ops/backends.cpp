@@ -1,6 +1,6 @@
 // The kernels at the CPU and CUDA keys, for each operator (a row of src/operators.rs, by its number): `Compute` passes a call's
-// arguments to Rust (volta_fa_call) and puts the results on PyTorch's stack. Only fwd has a generator: for it, the kernel draws the
-// random state of dropout and checks the layout.
+// arguments to Rust (volta_fa_call) and puts the results on PyTorch's stack. `Arguments` views them on the stack, `Values` is the
+// array that Rust reads. Only fwd has a generator: for it, the kernel draws dropout's random state and checks the layout.
 
 #include "operators.h"
 
@@ -67,10 +67,10 @@ struct Compute final : c10::OperatorKernel {
             rng_state = draw_rng_state(like, arguments[dropout_p].toDouble(), arguments[*generator].toOptional<at::Generator>());
             if (rng_state.defined() && rng_state.numel() > 0) values.set(*generator, rng_state);
         }
-        std::array<void*, kMaxResults> found{};
+        std::array<void*, kMaxResults> found{};  // at::Tensor* from new; null: an absent result
         check(volta_fa_call(op.number, values.data(), op.count(), current_stream(like), found.data()));
         torch::jit::drop(*stack, op.count());
-        for (size_t i = 0; i < results - (generator ? 1 : 0); ++i) {
+        for (size_t i = 0; i < results - (generator ? 1 : 0); ++i) {  // fwd's last result, rng_state, is not Rust's
             stack->emplace_back(found[i] ? take_tensor(found[i]) : no_elements(like, like.scalar_type()));
         }
         if (generator) stack->emplace_back(std::move(rng_state));

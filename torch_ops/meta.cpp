@@ -1,5 +1,6 @@
 // Kernels at the Meta key: they return empty tensors with the sizes and dtypes of an operator's results, for torch.compile and
 // fake tensors. Sizes may be symbolic, so the rules are C++. Rust first checks the arguments, as far as sizes are known.
+// `Arguments` finds a call's arguments on the stack, by name; `Values` is the array of them that Rust reads (operators.h).
 
 #include "operators.h"
 

@@ -39,7 +39,7 @@ struct Refuse final : c10::OperatorKernel {
     }
 
     const Operator& op;
-    const size_t tensors;     // required ones, the first arguments
+    const size_t tensors;     // number of the required ones, the first arguments
     const bool replaces_fwd;  // volta_fa::fwd computes the same, with a derivative
 };
 

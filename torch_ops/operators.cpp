@@ -104,7 +104,7 @@ Values::Values(const Arguments& arguments, bool may_be_symbolic) {
         if (v.isTensor()) {
             set(i, v.toTensor());
         } else if (v.isInt() || v.isSymInt()) {
-            value.int_._0 = v.isSymInt() && may_be_symbolic ? known(v.toSymInt()) : v.toInt();
+            value.int_._0 = v.isSymInt() && may_be_symbolic ? size_or_unknown(v.toSymInt()) : v.toInt();
             value.tag = Value::Tag::Int;
         } else if (v.isBool() || v.isSymBool()) {
             value.bool_._0 = v.toBool();

@@ -24,7 +24,7 @@ struct Operator {
     size_t number;     // the row, by which Rust finds it
     std::string name;  // without the namespace; with the overload, as fwd_kvcache.append
     c10::FunctionSchema schema;
-    Autocast autocast;  // which tensors autocast casts
+    Autocast autocast;  // tensors that autocast casts: Keep none, Region the required ones, Cache those that are no caches
 
     size_t count() const { return schema.arguments().size(); }
     // Returns the number of required arguments, those before `*` in the schema. All are tensors.
@@ -35,6 +35,7 @@ struct Operator {
     size_t at(std::string_view argument) const;
 };
 
+// Returns the table; reads it from Rust at the first call.
 const std::vector<Operator>& operators();
 
 // Arguments of a call, borrowed from the end of the stack, by index or name.
@@ -62,9 +63,10 @@ constexpr size_t kMaxResults = 5;  // MAX_RESULTS of src/operators.rs: Rust writ
 // Arguments of a call as Rust reads them: the enum of src/value.rs, in C++ a tag and a union. They borrow the tensors on the stack.
 class Values {
 public:
-    // `may_be_symbolic`: passes symbolic ints as unknown, for meta kernels. Otherwise it guards on them.
+    // `may_be_symbolic`: passes symbolic ints as unknown, for meta kernels. Otherwise reads values, and a trace guards on them.
     Values(const Arguments& arguments, bool may_be_symbolic);
 
+    // Replaces argument i; None for an undefined tensor. Borrows `t`.
     void set(size_t i, const Tensor& t);
     const Value* data() const { return values_.data(); }
 

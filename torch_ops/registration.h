@@ -1,7 +1,7 @@
 // Macros like torch/library.h's for namespace volta_fa, which register nothing in the second copy of this library in a process.
 //
-// PyTorch aborts the process if an operator is defined twice, as when a wheel and a copy from Hugging Face's hub are loaded: the
-// error leaves a static initializer.
+// Without them the process ends if two copies are loaded, as from a wheel and from Hugging Face's hub. PyTorch raises an error for
+// an operator that is defined twice, and nothing catches an error of a static initializer.
 #pragma once
 
 #include <c10/macros/Macros.h>

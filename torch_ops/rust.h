@@ -19,8 +19,8 @@ namespace volta_fa {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Returns a size for Rust: the least int64 stands for a symbolic one (UNKNOWN in src/options.rs).
-inline int64_t known(const c10::SymInt& n) { return n.maybe_as_int().value_or(std::numeric_limits<int64_t>::min()); }
+// Returns a size for Rust. The least int64 stands for a symbolic one of torch.compile (UNKNOWN in src/options.rs).
+inline int64_t size_or_unknown(const c10::SymInt& n) { return n.maybe_as_int().value_or(std::numeric_limits<int64_t>::min()); }
 
 // Copies a string that Rust allocated, and frees it. Null becomes "".
 inline std::string take_string(char* text) {

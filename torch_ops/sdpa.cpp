@@ -36,7 +36,7 @@ namespace {
 
 // ---- enabled devices -------------------------------------------------------------------------------------------------
 
-constexpr const char* variable = "VOLTA_FA_ENABLE_SDPA";
+constexpr const char* variable = "VOLTA_FA_ENABLE_SDPA";  // of the environment
 constexpr int64_t max_devices = 64;
 
 std::atomic<bool> cpu_enabled{false};
@@ -59,6 +59,7 @@ void decide(int64_t device) {
         if (!(cuda_undecided & bit)) return;
         int32_t sm = 0;
         const Status status = volta_fa_device_sm(device, &sm);  // sm: 70 for compute capability 7.0
+        // in Rust: true if volta_fa's kernels run every call on this architecture
         if (status.code == 0 && volta_fa_serves_sm(sm, newer_devices_too)) {
             cuda_enabled |= bit;
         } else {
@@ -200,7 +201,7 @@ bool dtype_supported(const Call& c) {
     return dtype == at::kFloat || (dtype == at::kDouble && c.q.is_cpu());
 }
 
-// Returns true for tensors of rank 4 with equal batch and matching heads, without broadcast.
+// Returns true for tensors of rank 4 with equal batch, lengths and headdim that fit, and matching heads, without broadcast.
 bool shape_supported(const Call& c) {
     if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return false;
     const auto &q = c.q.sym_sizes(), &k = c.k.sym_sizes(), &v = c.v.sym_sizes();

@@ -35,7 +35,7 @@ bool reduces_fp32() {
 
 // Fills `info` with a tensor's dtype, device, sizes and strides. Symbolic sizes, of meta kernels, become INT64_MIN.
 extern "C" bool volta_fa_describe(const void* tensor, TensorInfo* info) {
-    using volta_fa::known;
+    using volta_fa::size_or_unknown;
     try {
         const auto& t = *static_cast<const at::Tensor*>(tensor);
         const auto sizes = t.sym_sizes(), strides = t.sym_strides();
@@ -45,8 +45,8 @@ extern "C" bool volta_fa_describe(const void* tensor, TensorInfo* info) {
         info->device_index = t.device().index();
         info->rank = static_cast<int64_t>(sizes.size());
         for (size_t i = 0; i < std::min(sizes.size(), room); ++i) {
-            info->sizes[i] = known(sizes[i]);
-            info->strides[i] = known(strides[i]);
+            info->sizes[i] = size_or_unknown(sizes[i]);
+            info->strides[i] = size_or_unknown(strides[i]);
         }
         return true;
     } catch (...) {

@@ -4,8 +4,8 @@
 //! A tile is the query rows of one block (backward: its keys). A split stores its fp32 result in scratch memory and counts itself in the
 //! tile's semaphore; the last block to arrive combines the splits.
 
-use super::blocks::at;
-use super::launches::launch_id;
+use super::blocks::at; // address of an element of an fp32 tensor
+use super::launches::launch_id; // 48 bits that no other launch has, so that semaphores need no clearing
 use crate::error::Result;
 use crate::kernels::Pass;
 use crate::launch::Launcher;
@@ -138,7 +138,7 @@ impl BackwardLaunch {
         thread_local!(static LAST: Kept<BackwardStreamKPlan, BackwardStreamKSchedule> = const { RefCell::new(None) });
         let schedule = schedule(&LAST, plan, BackwardStreamKPlan::schedule);
         let v = kernel.variant;
-        let floats = i64::from(v.block_rows * (v.headdim + v.headdim_v));
+        let floats = i64::from(v.block_rows * (v.headdim + v.headdim_v)); // dk and dv of a key block
         let tiles = i64::from(plan.heads) * i64::from(schedule.tiles);
         let scratch = Scratch::new(tiles, i64::from(schedule.max_splits) * floats, launcher)?;
         Ok(BackwardLaunch { schedule, heads: plan.heads as usize, scratch })

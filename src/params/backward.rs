@@ -5,7 +5,7 @@
 use super::forward::StreamKSplit;
 use super::shared::{BlockLists, Lengths, Operand, Output, Problem, ScoreOptions};
 
-/// Parameter block of all backward kernels.
+/// Parameter block of the backward kernels, and the first part of the larger blocks below.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BwdParams {
@@ -36,11 +36,11 @@ pub struct BwdParams {
     pub dq_accum_split_stride: i64,
     /// Number of accumulators.
     pub dq_accum_splits: i32,
-    /// Number of the main launch's first key block, the keys of one block: a deterministic pass may launch one part after the other.
+    /// Index of the main launch's first key block (the keys of one block): a deterministic pass may launch one part after the other.
     pub first_key_block: i32,
     /// seqlen_q rounded up to the query tile.
     pub seqlen_q_rounded: i32,
-    /// headdim rounded up to the variant's; 0 without an accumulator.
+    /// Columns of dq_accum: headdim rounded up to that of the kernel; 0 without an accumulator.
     pub headdim_rounded: i32,
     /// Sizes, window and scale.
     pub problem: Problem,
@@ -58,7 +58,7 @@ pub struct BwdParams {
     /// Not 0: dbias is fp16, despite the pointer's type, and kernels store each element once. Rows are contiguous then, and seqlen_k is
     /// even. Always 0 for families without `Family::stores_dbias`.
     pub dbias_is_fp16: i32,
-    /// From one entry to the next.
+    /// Elements from one entry to the next, as the next three.
     pub dbias_batch_stride: i64,
     /// From one query head to the next.
     pub dbias_head_stride: i64,
@@ -81,7 +81,7 @@ pub struct BwdSplits {
     pub launch_id: u64,
     /// First key block with scratch memory.
     pub first_tile: i32,
-    /// Key blocks of a head with scratch memory.
+    /// Number of key blocks of a head with scratch memory.
     pub tiles: i32,
     /// Maximum splits of a key block.
     pub max_splits: i32,
@@ -105,9 +105,9 @@ pub struct BwdStreamKParams {
 pub struct BwdBlockParams {
     /// As for other backward kernels.
     pub backward: BwdParams,
-    /// Key blocks of query rows.
+    /// Of each block of query rows, its key blocks.
     pub blocks: BlockLists,
-    /// Query blocks of key rows.
+    /// Of each block of key rows, its query blocks.
     pub blocks_t: BlockLists,
 }
 
@@ -139,7 +139,7 @@ pub struct StoredScores {
     pub is_last: i32,
 }
 
-/// Parameter block of the backward kernels for large headdims, except preprocess.
+/// Parameter block of the backward kernels for large headdims or fp32, except preprocess.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BwdStoredParams {
@@ -157,6 +157,6 @@ pub struct BwdStoredBlockParams {
     pub backward: BwdParams,
     /// P and dS.
     pub stored: StoredScores,
-    /// Key blocks of query rows.
+    /// Of each block of query rows, its key blocks.
     pub blocks: BlockLists,
 }

@@ -1,5 +1,6 @@
 //! Parts of parameter blocks (kernels' arguments) that describe a KV cache, and the blocks of appending and dequantizing. src/ops/blocks.rs
-//! and kvcache/kernels.rs fill them. A dense cache has an entry for each sequence, a paged one pages that a block table assigns.
+//! and kvcache/kernels.rs fill them. A dense cache has an entry for each sequence, a paged one pages that a block table assigns. Strides
+//! count elements.
 
 use super::shared::{ElementType, Lengths, Operand, Output, Problem};
 
@@ -72,7 +73,7 @@ pub struct CacheScale {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CacheScales {
-    /// Format of both caches. Decode and append kernels are compiled for their formats and do not read it. A dequantize launch has one.
+    /// Format of both caches, which dequantize kernels read. Others are compiled for theirs. `Int8Int4` takes two dequantize launches.
     pub format: CacheFormat,
     /// Scales of k.
     pub k: CacheScale,
@@ -99,7 +100,7 @@ pub struct AppendParams {
     pub q: Operand,
     /// Rotated queries, with the shape of q.
     pub rotated_q: Output,
-    /// Sizes only; headdims need not be multiples of 8.
+    /// Kernels read the sizes only; headdims need not be multiples of 8.
     pub problem: Problem,
     /// Kernels read cu_seqlens_q and total_q.
     pub lengths: Lengths,
@@ -139,7 +140,7 @@ pub struct DequantizeParams {
     pub v: Output,
     /// Output, (batch): tokens of each sequence; -1 for invalid lengths, or a missing page whose tokens a query sees. Null: not requested.
     pub seqlens_k_out: *mut i32,
-    /// Sizes and window_left; headdims need not be multiples of 8.
+    /// Sizes and window_left: tokens before all windows are not read. Headdims need not be multiples of 8; 0: no k, or no v.
     pub problem: Problem,
     /// Kernels read cu_seqlens_q and total_q.
     pub lengths: Lengths,

@@ -1,5 +1,6 @@
 //! Parameter blocks (kernels' arguments) of decoding, sparse attention to latents, and the indexer. src/ops/kvcache/kernels.rs, sparse.rs
-//! and indexer.rs fill them. A latent is one vector per token: key and value of all heads (multi-head latent attention, MLA).
+//! and indexer.rs fill them. A latent is one vector per token: key and value of all heads (multi-head latent attention, MLA). Strides
+//! count elements unless they say bytes.
 
 use super::cache::{Cache, CacheScales};
 use super::shared::{Divisor, Lengths, Operand, Output, Problem, ScoreOptions};
@@ -38,7 +39,7 @@ pub struct DecodeParams {
     pub scales: CacheScales,
 }
 
-/// A cache of latents, and the tokens of it that queries chose. Without one all else than `page_size` is null or 0.
+/// A cache of latents, and the tokens of it that queries chose. If the call has no such cache, all but `page_size` is null or 0.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ChosenTokens {

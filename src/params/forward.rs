@@ -1,6 +1,6 @@
 //! Parameter blocks (kernels' arguments) of forward passes: `fwd`, prefill over a KV cache, and `fwd_fast`. In src/ops, device.rs,
 //! kvcache/kernels.rs, stream_k.rs and fast.rs fill them. Plain kernels have code for no option, varlen ones for lengths from memory and
-//! sinks, generic ones for all.
+//! sinks, generic ones for all. Strides count elements.
 
 use super::cache::Cache;
 use super::shared::{BlockLists, ElementType, Lengths, Operand, Output, Problem, ScoreOptions};
@@ -94,7 +94,7 @@ pub struct FwdStreamKParams {
 pub struct FwdBlockParams {
     /// As for other forward kernels.
     pub forward: FwdParams,
-    /// Key blocks of query rows.
+    /// Of each block of query rows, its key blocks.
     pub blocks: BlockLists,
 }
 
@@ -120,9 +120,9 @@ pub struct FastParams {
     pub batch: i32,
     /// fp16 or bf16.
     pub element: ElementType,
-    /// Scratch: (nheads_k, k_rows, the kernel's headdim) int8 codes of K, four in a word.
+    /// Scratch: (nheads_k, k_rows, the kernel's headdim) int8 codes of K, four in a word. The sequences of all entries follow each other.
     pub k_codes: *mut u32,
-    /// Rows of a head in k_codes, a multiple of 64.
+    /// Rows of a head in k_codes: each sequence begins at a multiple of 64.
     pub k_rows: i64,
     /// Scratch: (nheads_k, k_rows / 64, 4): keys 8i + 2t and 8i + 2t + 1 of a block of 64 have scale t. A number is its code * scale.
     pub k_scales: *mut f32,

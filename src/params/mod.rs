@@ -9,12 +9,12 @@ mod backward;
 mod cache;
 mod decode;
 mod forward;
+mod merge_cast;
 mod shared;
-mod small;
 
 pub use backward::*;
 pub use cache::*;
 pub use decode::*;
 pub use forward::*;
+pub use merge_cast::*;
 pub use shared::*;
-pub use small::*;

@@ -3,12 +3,12 @@
 //! a tuning a file of measured choices and of kernels that failed on the device; `untuned()` is the device without it. A pass is what a
 //! kernel computes, and a feature an option that kernels need code for.
 
-use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE};
+use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE}; // families: those the device runs, the preferred one first
 use super::kernel::{usual_blocks, ChosenKernel, Reason};
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass, Variant};
 use crate::problem::{Attention, Window};
-use crate::tuning::Shape;
+use crate::tuning::Shape; // the properties of a problem that decide on kernels: headdims, lengths, mask, cache's format, dtype
 
 /// The chosen kernels of a set of passes: one for each.
 pub(super) type Chosen<const N: usize> = [ChosenKernel; N];
@@ -66,6 +66,7 @@ impl Search<'_> {
         Some(ChosenKernel { variant, reason: if is_usual { usual } else { Reason::FailedAvoided } })
     }
 
+    /// Returns the tuning's first choice that is of the family and applicable.
     fn tuned(&self, family: &Family, (pass, features): Requested) -> Option<&'static Variant> {
         let is_chosen = |v: &&Variant| v.family.name == family.name && is_applicable(v, self.shape, features, self.d);
         self.d.tuning?.kernels(pass, self.shape, features).find(is_chosen)

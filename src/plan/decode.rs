@@ -5,15 +5,15 @@
 //! device (`csrc/decode/tile_scheduler.cuh`). Rows are queries of all heads of a KV head, and a row tile those that a block takes at once.
 //! The tokens of a row tile may be split among blocks, which leave partial results.
 
-use super::choose::{choose, is_applicable};
-use super::device::{cached_plan, DeviceLimits, PlanCache};
+use super::choose::{choose, is_applicable}; // choose: the tuned or cheapest kernel of each pass
+use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same
 use super::features::{features, BackwardMode};
 use super::kernel::{ChosenKernel, PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{FeatureSet, Pass, Variant, COMPILED, SPLIT_TOKENS};
+use crate::kernels::{FeatureSet, Pass, Variant, COMPILED, SPLIT_TOKENS}; // SPLIT_TOKENS: 512 tokens, a split of batch-invariant kernels
 use crate::limits::MAX_DECODE_ROWS; // 64
 use crate::problem::{Attention, DType, Indexer, INDEXER_HEADDIM};
-use crate::tuning::Shape;
+use crate::tuning::Shape; // the properties of a problem that decide on its kernels; ANY: of a pass that takes any
 use std::cell::Cell;
 
 /// A decode kernel and its scratch memory.

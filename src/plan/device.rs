@@ -39,7 +39,7 @@ impl DeviceLimits {
         DeviceLimits { tuning: None, ..*self }
     }
 
-    /// Returns true if the kernel fits the shared memory and did not fail `python -m volta_fa check` there. Plans have no other.
+    /// Returns true if the kernel fits the shared memory and did not fail `python -m volta_fa check` there. Plans have no other kernels.
     pub(super) fn runs(&self, v: &Variant) -> bool {
         v.shared_bytes <= self.shared_bytes_per_block && !self.tuning.is_some_and(|t| t.has_failed(v))
     }

@@ -52,7 +52,7 @@ pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
         block_mask: features.has(Feature::Blocks),
         dropout_p: if features.has(Feature::Dropout) { 0.5 } else { 0.0 },
         tree: features.has(Feature::Tree),
-        batch_invariant: false,
+        batch_invariant: false, // no feature: `_plan()` reads it from the environment
         fp32_output: features.has(Feature::Fp32Output),
     };
     (requested, BackwardMode { fp32_gradients: features.has(Feature::Fp32Gradients), ..BackwardMode::default() })

@@ -2,10 +2,11 @@
 //! tile (the rows of one block) and head. A stream-K grid divides the keys of the last row tiles evenly among blocks. A
 //! tuning has choices of kernels that were measured on the GPU.
 
-use super::choose::{choose, is_uneven, sized}; // choose: tuned or cheapest kernels; sized: with smaller blocks where faster
+// choose: tuned or cheapest kernels; sized: with smaller blocks where faster; is_uneven: late rows see many more keys than early ones
+use super::choose::{choose, is_uneven, sized};
 use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same
 use super::features::{features, BackwardMode};
-use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason};
+use super::kernel::{planned, usual_blocks, ChosenKernel, PlannedKernel, Reason}; // planned: on the usual grid; usual_blocks: its blocks
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Kernels, Pass, Variant, COMPILED};
@@ -43,7 +44,7 @@ fn forward_pass(kernels: Kernels, pass: Pass, a: &Attention, features: FeatureSe
 /// tuned. Row tiles take the same time without a mask, and in a chunk of a prompt after many tokens. Over a KV cache, whose lengths the
 /// host does not know, the estimate assumes the longest sequence.
 fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
-    let shape = Shape::of(a);
+    let shape = Shape::of(a); // is_causal: None for a window
     let (stream_k, is_possible, is_even) = match pass {
         // a larger batch takes several launches
         Pass::Forward | Pass::ForwardSplit => {

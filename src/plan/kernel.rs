@@ -68,11 +68,12 @@ impl PlannedKernel {
     }
 }
 
+/// Rounds up to a multiple.
 pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
 }
 
-/// Returns (rows, heads) of one batch entry that the grid covers: of queries or keys, as the pass defines. Blocks divide the rows.
+/// Returns (rows, heads) of one batch entry that the grid covers: of queries or keys, as the pass defines.
 pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
     match variant.pass.info().rows {
         RowKind::Queries => (a.seqlen_q, a.nheads),
@@ -88,12 +89,13 @@ pub(super) fn usual_blocks(variant: &Variant, a: &Attention) -> u64 {
     (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads / i64::from(variant.heads) * a.batch) as u64
 }
 
-/// Plans a kernel on a grid of all its rows. The pass defines the rows.
+/// Plans a kernel on its usual grid, for all rows that the pass defines.
 pub(super) fn planned(kernel: ChosenKernel, a: &Attention) -> PlannedKernel {
     let (rows, heads) = rows_and_heads(kernel.variant, a);
     of_rows(kernel, rows, heads, a)
 }
 
+/// As [`on_grid`], but with row tiles as the second axis where the long ones should start first.
 pub(super) fn of_rows(kernel: ChosenKernel, rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid(kernel, rows, heads);
     // Blocks start in the order of the grid, the first axis fastest. If a long block starts late, the other SMs idle until it ends. Under a
@@ -102,6 +104,7 @@ pub(super) fn of_rows(kernel: ChosenKernel, rows: i64, heads: i64, a: &Attention
     // GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     let is_uneven = a.window.right.is_some() || a.features.block_mask;
+    // either_order: passes whose kernels accept both orders of the axes; heads: query heads of a block
     let may_reverse = kernel.variant.family.either_order.contains(&kernel.variant.pass) && kernel.variant.heads == 1;
     if may_reverse && is_uneven && fits {
         planned.blocks.reverse();

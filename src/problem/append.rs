@@ -58,7 +58,7 @@ fn check_lengths(o: &Options, q: &TensorDesc, ks: &Sizes, to: &Target<'_>, packi
     if let Some(cu) = &o.cu_seqlens_k_new {
         let count = if to.batch == UNKNOWN { UNKNOWN } else { to.batch + 1 };
         check_cu_seqlens("cu_seqlens_k_new", cu, q, Some(count), "(batch + 1,)")?;
-        return Ok((ks.rows, Some(ks.rows)));
+        return Ok((ks.rows, Some(ks.rows))); // no argument tells the longest sequence: at most all rows
     }
     if packing.is_packed() {
         check_same_size("k", "total", ks.rows, "q, since cu_seqlens_k_new is not given", to.queries.rows)?;

@@ -176,6 +176,7 @@ impl Attention {
         matches!(self.keys, Keys::Latents(_))
     }
 
+    /// Returns the arguments' names for keys and values, for errors.
     pub fn key_names(&self) -> [&'static str; 2] {
         match self.keys {
             Keys::Dense | Keys::Packed { .. } => ["k", "v"],
@@ -218,6 +219,7 @@ impl Attention {
         }
     }
 
+    /// Returns the shape of softmax_lse.
     pub fn lse_shape(&self) -> Vec<i64> {
         match self.queries {
             Queries::Packed { total } => vec![self.nheads, total],

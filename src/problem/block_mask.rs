@@ -90,7 +90,9 @@ pub struct ListValues<'a> {
     pub name: &'a str,
     /// The lists, contiguous.
     pub values: &'a [i32],
+    /// (mask batch, mask heads, row blocks, numbers of a list)
     pub sizes: [i64; 4],
+    /// Tiles of bits.
     pub tiles: i64,
     /// Positions that the column blocks divide: seqlen_k; of transposed lists, seqlen_q.
     pub columns: i64,
@@ -110,7 +112,7 @@ pub fn validate_block_lists(lists: &ListValues<'_>) -> Result<()> {
             taken.fill(false);
         }
         check_list(lists, list, &place)?;
-        let order = i64::from(list[3]);
+        let order = i64::from(list[3]); // the row block that is launched at this list's place
         if !(0..row_blocks).contains(&order) || std::mem::replace(&mut taken[order as usize], true) {
             let allowed = format!("each row block from 0 to {} once for each batch entry and head (number 3 of a list)", row_blocks - 1);
             return Err(Error::value(lists.name, format!("row block {order} to launch in {place}"), allowed));

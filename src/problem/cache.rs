@@ -4,7 +4,7 @@
 
 use super::attention::{Cache, CacheLayout};
 use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
-use super::formats::{cache_format, key_format};
+use super::formats::{cache_format, key_format}; // formats by dtypes: of a cache with keys and values; of keys or latents
 use super::operands::check_headdim;
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
@@ -90,7 +90,7 @@ fn check_values(v_cache: &TensorDesc, q: &TensorDesc, keys: &CacheShape, headdim
         let given = format!("a cache of values beside keys of headdim {}", keys.headdim);
         return Err(Error::value("v_cache", given, "volta_fa::fwd_mla for latents, whose first columns are the values"));
     }
-    let [_, of_values] = keys.format.parts();
+    let [_, of_values] = keys.format.parts(); // formats of keys and of values
     let headdim_v = of_values.columns(elements);
     check_headdim("q", headdim_q)?;
     check_headdim("v_cache", headdim_v)?;

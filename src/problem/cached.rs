@@ -8,7 +8,7 @@ use super::cache::{self, CacheTensors};
 use super::features::RequestedFeatures;
 use super::operands::{self, Packing}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, Options, TensorDesc};
-use super::{append, formats, lengths, scores, selection, tree};
+use super::{append, formats, lengths, scores, selection, tree}; // scores: scale, window, bias, ALiBi, sinks
 use crate::error::Result;
 
 /// Checks q, the caches, k and v to append and the options of `fwd_kvcache`.

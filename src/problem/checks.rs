@@ -1,9 +1,9 @@
 //! Checks that the validators of src/problem/ share, and the words of their errors. A tensor is its description; sizes and strides that are
 //! not known (symbolic, in meta kernels) pass every check.
 
-use super::tensor::{Backend, DType, TensorDesc};
+use super::tensor::{Backend, DType, TensorDesc}; // Backend: Cpu is ATen's; Kernels, a GPU or the simulator; Meta computes shapes only
 use crate::error::{Error, Result};
-use crate::limits::MAX_ROW_STRIDE;
+use crate::limits::MAX_ROW_STRIDE; // 2^32 - 1 elements
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use std::fmt;
 
@@ -71,6 +71,7 @@ pub fn check_at_most(name: &str, what: &str, n: i64, most: i64) -> Result<()> {
     Ok(())
 }
 
+/// Rejects another dtype than `expected`.
 pub fn check_dtype(name: &str, d: &TensorDesc, expected: DType) -> Result<()> {
     reject_if!(d.dtype != expected, name, format!("dtype {}", d.dtype), expected);
     Ok(())
@@ -100,6 +101,7 @@ pub fn check_compute_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Resu
     Ok(())
 }
 
+/// Rejects another dtype or device than q's.
 pub fn check_like_q(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     check_same(name, "dtype", d.dtype, "q", q.dtype)?;
     check_device(name, d, q)
@@ -131,14 +133,14 @@ pub fn check_written(name: &str, d: &TensorDesc) -> Result<()> {
     }
 }
 
-/// Rejects strides that the backend cannot read, of a tensor (..., rows, heads, headdim).
+/// Rejects strides that the backend cannot read, of a tensor (rows, heads, headdim) or (batch, rows, heads, headdim).
 pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     if d.sizes.contains(&0) {
         return Ok(());
     }
     check_contiguous_last(name, d)?;
-    // other dtypes are converted, and the copy has its own strides
-    let rows = d.sizes.len() - 3;
+    // fp16 alone is read in place: other dtypes are converted, and the copy has its own strides
+    let rows = d.sizes.len() - 3; // index of the dimension
     if matches!(backend, Backend::Kernels | Backend::KernelsWithFp32)
         && d.dtype == DType::Half
         && d.sizes[rows] > 1

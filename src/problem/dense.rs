@@ -1,5 +1,6 @@
 //! Validation of `fwd` and `bwd`: dense q, k and v (batch, seqlen, nheads, headdim), or packed ones (total, nheads, headdim), whose
-//! sequences follow each other. Makes the [`Attention`] problem that planner and backends work with, by the rules of other modules.
+//! sequences follow each other. Makes the [`Attention`] problem that planner and backends work with, by the rules of other modules:
+//! operands (ranks and heads), lengths (of sequences), scores (scale, window, bias), block_mask.
 
 use super::attention::{Appended, Attention, Keys, Queries};
 use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
@@ -21,6 +22,7 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     let vs = operands::check_operand("v", v, q, packing, backend)?;
     check_same_size("k", "batch", ks.batch, "q", qs.batch)?;
     check_same_size("v", "batch", vs.batch, "q", qs.batch)?;
+    // rows(): the dimension's name, total or seqlen
     check_same_size("v", packing.rows(), vs.rows, "k", ks.rows)?;
     check_same_size("v", "nheads", vs.nheads, "k", ks.nheads)?;
     check_same_size("k", "headdim", ks.headdim, "q", qs.headdim)?;
@@ -29,12 +31,14 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     operands::check_headdim("v", vs.headdim)?;
     let lengths = lengths::check(q, o, packing, [&qs, &ks], backend)?;
     if let Some(d) = &o.seqused_k {
+        // the rules of cu_seqlens: an int32 vector, here of this many numbers
         lengths::check_cu_seqlens("seqused_k", d, q, Some(lengths.batch), "(batch,)")?;
     }
     scores::check_tensors(o, q, [lengths.batch, qs.nheads, lengths.longest_q, lengths.longest_k])?;
     block_mask::check(o, q, [lengths.longest_q, lengths.longest_k])?;
     Ok(Attention {
         batch: lengths.batch,
+        // rows: of an entry, packed of all sequences, which max_seqlen_q may exceed
         seqlen_q: lengths.longest_q.min(qs.rows),
         seqlen_k: lengths.longest_k.min(ks.rows),
         nheads: qs.nheads,
@@ -79,10 +83,12 @@ pub fn validate_backward(
     check_rng_state(rng_state, q, a)
 }
 
+/// Checks the gradient of softmax_lse.
 pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_per_row("dlse", dlse, q, a)
 }
 
+/// Checks softmax_lse or its gradient: fp32, a number for each query row.
 fn check_per_row(name: &str, d: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_dtype(name, d, DType::Float)?;
     check_device(name, d, q)?;
@@ -90,6 +96,7 @@ fn check_per_row(name: &str, d: &TensorDesc, q: &TensorDesc, a: &Attention) -> R
     Ok(())
 }
 
+/// Checks seed and offset of the forward's dropout.
 fn check_rng_state(rng_state: Option<&TensorDesc>, q: &TensorDesc, a: &Attention) -> Result<()> {
     match rng_state {
         Some(d) if a.features.dropout_p > 0.0 => {

@@ -127,6 +127,7 @@ fn check_descale(name: &str, d: &TensorDesc, format: CacheFormat, [batch, nheads
     Ok(())
 }
 
+/// Names a format for an error: `int8 (torch.int8)`.
 fn described(format: CacheFormat) -> String {
     let [keys, values] = format.parts().map(|part| part.info().dtype);
     match format.is_quantized() {

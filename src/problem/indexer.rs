@@ -57,6 +57,7 @@ impl Indexer {
     }
 }
 
+/// Checks a call, and returns it as sizes.
 pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Result<Indexer> {
     let IndexerArgs { q, k, weights, k_end, k_start, .. } = args;
     check_query_dtype(q, backend)?;

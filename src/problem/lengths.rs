@@ -6,7 +6,7 @@ use super::checks::*; // check_... and reject_if!: errors for the user; unknown 
 use super::operands::{Packing, Sizes}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES};
+use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES}; // 2^31 - 1 and 2^25
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 
 /// Batch size and longest sequences of a call.
@@ -65,7 +65,7 @@ fn check_no_longest(name: &str, given: Option<i64>, missing: &str) -> Result<()>
     }
 }
 
-/// Checks lengths of queries and of keys that are dense or packed with them.
+/// Checks lengths of queries and of keys that are dense or packed with them. `qs`, `ks`: sizes of q and k; rows of all sequences if packed.
 pub fn check(q: &TensorDesc, o: &Options, packing: Packing<'_>, [qs, ks]: [&Sizes; 2], backend: Backend) -> Result<Lengths> {
     if !packing.is_packed() {
         check_no_longest("max_seqlen_q", o.max_seqlen_q, "cu_seqlens_q")?;

@@ -5,7 +5,7 @@ use super::checks::*; // check_... and reject_if!: errors for the user; unknown 
 use super::operands::{self, Packing}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN};
+use crate::limits::{MAX_HEADS, MAX_MERGED_HEADDIM, MAX_SEQLEN}; // 65535, 2^20 and 2^29 - 1
 
 /// A validated `volta_fa::merge_attention_states`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +30,7 @@ pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], in_place: 
     let [a, b] = outs;
     let packing = check_first(a, backend)?;
     let sizes = operands::sizes("out_a", a, packing)?;
+    // in place, out_a may be an fp32 sum of fp16 or bf16 parts
     if !(in_place && a.dtype == DType::Float && matches!(b.dtype, DType::Half | DType::BFloat16)) {
         check_same("out_b", "dtype", b.dtype, "out_a", a.dtype)?;
     }

@@ -6,7 +6,7 @@ use super::attention::{Attention, Cache, CacheLayout, Keys, Queries};
 use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
-use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN};
+use crate::limits::{LATENT_HEADDIMS, MAX_HEADS, MAX_SEQLEN}; // 512, then 64 columns; 65535; 2^29 - 1
 use crate::options::UNKNOWN; // a symbolic size or number (torch.compile)
 use crate::params::CacheFormat;
 

@@ -69,7 +69,7 @@ pub type Dims = SmallVec<[i64; 5]>;
 #[derive(Clone, Debug)]
 pub struct TensorDesc {
     pub dtype: DType,
-    /// Where it is; all tensors of a call share it.
+    /// Where it is. Validation rejects a call whose tensors are on several devices.
     pub device: Device,
     pub sizes: Dims,
     /// One stride per dimension, in elements.
@@ -79,13 +79,13 @@ pub struct TensorDesc {
 /// Backend of a call, which decides the possible dtypes and layouts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
-    /// ATen operations on the CPU.
+    /// ATen operations on the CPU: fp16, bf16, fp32 and fp64.
     Cpu,
     /// The compiled kernels, on a GPU or in the simulator: fp16, and bf16 by conversion.
     Kernels,
     /// The same with fp32, by conversion too.
     KernelsWithFp32,
-    /// None: meta tensors, which may stand for tensors of either backend.
+    /// Nothing is computed: meta tensors, which may stand for tensors of any backend.
     Meta,
 }
 

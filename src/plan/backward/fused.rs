@@ -4,8 +4,8 @@ use super::plan::BackwardPlan;
 use crate::kernels::{Kernels, Pass, Variant, COMPILED};
 use crate::plan::choose::{choose, sized}; // choose: the tuned or cheapest kernel; sized: with smaller blocks where faster
 use crate::plan::device::DeviceLimits;
-use crate::plan::features::{features, BackwardMode};
-use crate::plan::kernel::{planned, Reason};
+use crate::plan::features::{features, BackwardMode}; // features: those of problem and mode, which kernels need code for
+use crate::plan::kernel::{planned, Reason}; // planned: a kernel on a grid of a block for each row tile and head
 use crate::problem::Attention;
 use crate::tuning::Shape;
 use std::sync::LazyLock;

@@ -12,14 +12,14 @@ pub use plan::{BackwardPlan, StoredPlan, Tail, STORED_ROWS};
 pub use stream_k::{BackwardStreamKPlan, BackwardStreamKSchedule};
 
 use super::device::DeviceLimits;
-use super::features::BackwardMode;
-use super::kernel::{PlannedKernel, Reason};
+use super::features::BackwardMode; // deterministic, fp32_gradients, has_dlse, split
+use super::kernel::{PlannedKernel, Reason}; // Tuned: the tuning names the kernel; TunedMode: it forbids atomics
 use crate::error::Result;
 use crate::kernels::{Kernels, COMPILED};
 use crate::problem::Attention;
 use fused::fused;
 use parts::in_parts;
-use stored::{faster_stored, needs_stored, stored};
+use stored::{faster_stored, needs_stored, stored}; // stored: the plan that passes P and dS through memory
 
 /// Plans the backward pass of a non-empty problem.
 ///
@@ -42,6 +42,7 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         return stored(kernels, a, mode, d);
     }
     let in_one_kernel = || if mode.has_dlse { None } else { fused(kernels, a, mode, d) };
+    // faster than parts by the planner's rules; a tuning may know better
     let Some(faster) = faster_stored(kernels, a, mode, d).or_else(in_one_kernel) else { return in_parts(kernels, a, mode, d) };
     if d.tuning.is_some() && faster.main.reason != Reason::Tuned {
         let parts = in_parts(kernels, a, mode, d)?;

@@ -7,13 +7,14 @@
 use super::plan::{BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
 use crate::error::Result;
-use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
+use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant}; // kernels::BACKWARD: the passes with atomics; DETERMINISTIC_...: with dq's
 use crate::limits::MAX_GRID_YZ; // 65535
 use crate::plan::choose::{choose, of_all_sizes, sized, Chosen}; // choose: tuned or cheapest kernels; sized: smaller blocks where faster
 use crate::plan::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning match
 use crate::plan::features::{features, BackwardMode};
+// planned: a kernel on its usual grid, a block for each row tile and head; of_rows: for this many rows; usual_blocks: the grid's blocks
 use crate::plan::kernel::{of_rows, planned, rows_and_heads, usual_blocks, ChosenKernel, PlannedKernel, Reason};
-use crate::plan::stream_k::pays;
+use crate::plan::stream_k::pays; // true if the first time is at least 4% less than the second
 use crate::problem::{Attention, Keys, Queries, Window};
 use crate::tuning::Shape;
 use std::cell::Cell;
@@ -75,6 +76,7 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
+    /// Returns kernels with atomics: the third converts dq's accumulator.
     fn with_atomics(&self) -> Result<Chosen<3>> {
         choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, self.d)
     }
@@ -142,6 +144,7 @@ impl Planner<'_> {
         if self.a.features.block_mask {
             return None;
         }
+        // has_key_block_offset: main kernels of the family can begin at any key block
         let chosen = self.with_atomics().ok().filter(|[_, main, _]| main.variant.family.has_key_block_offset)?;
         let chosen @ [_, main, _] = self.sized(chosen);
         [true, false].into_iter().find_map(|with_tail| {
@@ -197,13 +200,13 @@ impl Planner<'_> {
 
     /// Takes the faster of launches of a main kernel and a separate kernel for dq, unless the tuning chooses the latter.
     fn deterministic(&self) -> Result<Parts> {
-        let own = self.without_atomics();
+        let without_atomics = self.without_atomics();
         let is_forced = |kernel: &ChosenKernel| kernel.variant.pass != Pass::BackwardPreprocess && kernel.reason == Reason::Tuned;
-        let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
+        let forced = without_atomics.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
         let launches = if forced { None } else { self.by_launches() };
-        match (launches, own) {
-            (Some((time, parts)), own) if own.is_err() || time < separate_time(parts.chosen[1].variant, self.a, self.d) => Ok(parts),
-            (_, own) => Ok(self.separate(own?)),
+        match launches {
+            Some((time, parts)) if without_atomics.is_err() || time < separate_time(parts.chosen[1].variant, self.a, self.d) => Ok(parts),
+            _ => Ok(self.separate(without_atomics?)),
         }
     }
 

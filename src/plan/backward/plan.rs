@@ -62,6 +62,7 @@ impl BackwardPlan {
         self.batch_chunks(batch).map(|(_, n)| n).max().unwrap_or(0)
     }
 
+    /// Returns the launches of `main` in all parts of the batch.
     pub fn all_main_launches(&self, batch: i64) -> i64 {
         self.batch_chunks(batch).count() as i64 * i64::from(self.main_launches)
     }

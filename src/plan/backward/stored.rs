@@ -9,8 +9,8 @@ use crate::kernels::{self, Family, Kernels};
 use crate::limits::COMMON_HEADDIM; // 256
 use crate::plan::choose::choose; // the tuned or cheapest kernels of one family
 use crate::plan::device::DeviceLimits;
-use crate::plan::features::{features, BackwardMode};
-use crate::plan::kernel::{planned, PlannedKernel, Reason};
+use crate::plan::features::{features, BackwardMode}; // features: those of problem and mode, which kernels need code for
+use crate::plan::kernel::{planned, PlannedKernel, Reason}; // planned: a kernel on a grid of a block for each row tile and head
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
@@ -25,6 +25,7 @@ pub(super) fn needs_stored(a: &Attention) -> bool {
 
 /// Plans a backward pass that stores P and dS, if that is faster than other kernels of the family (volta or turing).
 pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<BackwardPlan> {
+    // stored_above: the largest headdim at which other kernels of the family are as fast
     let is_wide = |family: &Family| a.headdim.max(a.headdim_v) > i64::from(family.stored_above);
     if !kernels.families().any(is_wide) {
         return None; // most problems end here, without a search for kernels

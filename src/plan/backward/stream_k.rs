@@ -9,12 +9,12 @@ use crate::kernels::Variant;
 use crate::limits::MAX_BACKWARD_SPLITS; // 384
 use crate::params::StreamKSplit;
 use crate::plan::device::DeviceLimits;
-use crate::plan::features::problem_block;
+use crate::plan::features::problem_block; // the problem's sizes, with a window whose sides are always numbers
 use crate::problem::Attention;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Time of a step of 32 queries: all times here are in tenths of it, of blocks of [`LARGE_BLOCK`] keys.
+/// Time of a step, 32 queries by [`LARGE_BLOCK`] keys. A tenth of it is the unit of all times here.
 const STEP: u64 = 10;
 /// Time to load K and V and to write dK and dV: 2.1 to 2.5 steps at headdims 64 and 128.
 const FIXED: u64 = 22;
@@ -74,7 +74,9 @@ struct Shape {
     high: i32,
     /// Query heads of a KV head.
     group: u32,
+    /// Keys of a block.
     block_rows: i32,
+    /// Queries of a step.
     step: i32,
 }
 
@@ -171,7 +173,7 @@ impl BackwardStreamKPlan {
     /// take the GPU's places in their order, each as soon as one is free.
     fn time(&self, v: &Variant, d: &DeviceLimits) -> Option<u64> {
         if self.key_blocks as usize > MAX_BACKWARD_SPLITS {
-            return None; // without a list of them
+            return None; // before it lists the blocks, which may be many
         }
         let blocks = self.blocks();
         if blocks.len() > MAX_BACKWARD_SPLITS {

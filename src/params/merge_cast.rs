@@ -41,7 +41,7 @@ pub struct CastParams {
     pub q: Operand,
     /// (batch, seqlen_k, nheads_k, headdim) of type `element`
     pub k: Operand,
-    /// (batch, seqlen_k, nheads_k, headdim_v) of type `element`; unused in grids without its heads
+    /// (batch, seqlen_k, nheads_k, headdim_v) of type `element`; not read if the grid's second axis has the heads of q and k alone
     pub v: Operand,
     /// q as fp16.
     pub q_fp16: Output,
@@ -52,9 +52,10 @@ pub struct CastParams {
     /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Where a row of q gets a smaller exponent, phase 2 scales it
     /// before a backward pass, and phase 4 scales it back after a forward pass.
     pub softmax_lse: *mut f32,
-    /// Scratch: (7, groups), zeros before the first phase: bits of magnitudes as fp32, one row for each `cast::Magnitude`.
+    /// Scratch: (7, groups), zeros before the first phase: fp32 bits of magnitudes (`cast::Magnitude`), the largest of q, k and v, the
+    /// smallest of k and v, the largest of k and v without hidden outlying ones.
     pub largest: *mut u32,
-    /// Output (3, groups): fp16 numbers are the given ones times 2^exponent. Rows of q, and of softmax_lse, may have smaller ones.
+    /// Output (3, groups), of q, k and v: fp16 numbers are the given ones times 2^exponent. Rows of q, and of softmax_lse, may have smaller ones.
     pub exponents: *mut i32,
     /// Type of q, k and v: bf16 or fp32.
     pub element: ElementType,
@@ -66,7 +67,7 @@ pub struct CastParams {
     pub groups: i32,
     /// Number of the launch's first batch entry; 0 if packed.
     pub first_entry: i32,
-    /// Exponent that every q gets, because problem.scale lacks it.
+    /// Exponent that every q gets: problem.scale is softmax_scale without this power of two.
     pub scale_exponent: i32,
     /// Exponent e of problem.scale_log2, rounded up: 2^(e - 1) <= scale_log2 < 2^e.
     pub scale_log2_exponent: i32,
@@ -80,13 +81,13 @@ pub struct CastParams {
     pub largest_v_exponent: i32,
     /// Not 0: v gets no exponent if fp16 holds it, so that its bits do not depend on other tokens.
     pub keeps_ordinary_v: i32,
-    /// A bias hides keys; the rest is not read.
+    /// Phase 1 reads the bias, which may hide keys; the rest is not read.
     pub score_options: ScoreOptions,
-    /// Key blocks of query rows; without lists every block is full.
+    /// Of each block of query rows, its key blocks; without lists every block is full.
     pub blocks: BlockLists,
     /// The launch's phase, `cast::Phase`: 0 takes magnitudes, 1 leaves out hidden keys, 2 casts, 3 casts for gradients, 4 restores lse.
     pub phase: i32,
-    /// Sizes and scale.
+    /// Sizes, scale and window.
     pub problem: Problem,
     /// Of packed sequences, and seqused_k.
     pub lengths: Lengths,
