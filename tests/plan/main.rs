@@ -240,7 +240,9 @@ fn orders_long_blocks_first_under_causal_masks() {
     let turing = Kernels(COMPILED.0.iter().copied().filter(|table| table[0].family.name == "turing").collect::<Vec<_>>().leak());
     let a = Attention { nheads: 8, ..attention(2048, 2048, 128, 128) };
     let right = |bound| Attention { window: Window { left: None, right: bound }, ..a };
-    for (a, expected) in [(right(None), [8, 8]), (right(Some(0)), [8, 8]), (Attention { nheads: 3, ..right(Some(0)) }, [3, 8])] {
+    let longer = |a| Attention { seqlen_q: 4096, seqlen_k: 4096, ..a };
+    for (a, expected) in [(right(None), [16, 8]), (right(Some(0)), [8, 16]), (Attention { nheads: 3, ..right(Some(0)) }, [3, 16])] {
+        let a = longer(a);
         let plan = plan::forward_among(turing, &Attention { batch: 64, nheads_k: a.nheads, ..a }, &T4).unwrap();
         assert_eq!((plan.variant.block_rows, plan.blocks), (256, expected));
     }
