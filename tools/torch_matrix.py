@@ -66,7 +66,7 @@ CHECKS = {
 #: The tests that also run with the oldest transformers.
 TRANSFORMERS = [
     "test_transformers.py::test_causal_models",
-    "test_transformers.py::test_generate",
+    "test_transformers_generation.py::test_generate",
     "test_transformers_masks.py::test_training",
 ]
 #: The Python of each release: varied within the range that it supports. This Python if uv does not find it.
