@@ -1,5 +1,5 @@
 // dQ kernel of the volta backward pass, for plans without atomics (src/plan/backward/parts.rs): deterministic=True where this is
-// faster, block-sparse masks with other features too, or a tuning file that chooses it. The main kernel, whose blocks own keys, then
+// faster, block-sparse masks with other features, or a tuning file that chooses it. The main kernel, whose blocks own keys, then
 // computes dK and dV only (DqMode::kSeparate). Here a thread block owns queries and visits keys that they see, a step at a time:
 //
 //   S = Q K^T     P = exp(scale * S - lse)     dP = dO V^T - delta     dS = P * dP     dQ += dS K

@@ -15,7 +15,7 @@ namespace volta {
 struct DqAccumulator {
     static constexpr int kTileFloats = 256, kLineFloats = 32;
     static __device__ __forceinline__ constexpr bool has_short_steps(int headdim) { return headdim > 192; }
-    // Returns a lane's position in its line, for the atomics of dq_product.cuh. The other functions serve postprocess alone.
+    // Returns a lane's position in its line, for the atomics of dq_product.cuh. The functions below serve postprocess alone.
     static __device__ __forceinline__ constexpr int line_offset(int half, int qn, int qm, int quad) {
         return 16 * half + 8 * qn + 4 * qm + quad % 2 * 2 + quad / 2;
     }
