@@ -67,8 +67,7 @@ struct DecodeLayout {
     static constexpr int kRowLaneMasks[2] = {2, 8};  // shfl_xor masks that reach the other lanes of a row
 
     // Sets x to the lane's two scores of each row tile, Q K^T of eight tokens, not scaled. Keys with kTwoScales (int4) have the
-    // last four fp16 numbers of a chunk times 16: unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these four
-    // alone.
+    // last four fp16 numbers of a chunk times 16: unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c[RowTiles] = {}, split[RowTiles] = {};
