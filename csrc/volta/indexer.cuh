@@ -27,7 +27,8 @@ struct IndexerProducts {
     Lane lane;
 
     __device__ __forceinline__ explicit IndexerProducts(int lane_) : lane(lane_) {}
-    // Element v is in row row() + kRowStep * ((v >> 1) & 1) of its row tile, and of key key((v & 1) + 2 * (v >> 2)).
+    // Query rows and keys of the lane's scores. Element v is in row row() + kRowStep * ((v >> 1) & 1) of its row tile, and of key
+    // key((v & 1) + 2 * (v >> 2)).
     __device__ __forceinline__ int row() const { return lane.qm + 2 * (lane.t & 1) + 8 * lane.half; }
     __device__ __forceinline__ int key(int i) const { return 2 * (lane.t & 2) + 8 * lane.qn + 2 * (i & 1) + (i >> 1); }
     // Byte offset of the lane's row of operand K in a tile of keys.

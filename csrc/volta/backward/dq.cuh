@@ -1,6 +1,6 @@
 // dQ kernel of the volta backward pass, for plans without atomics (src/plan/backward/parts.rs): deterministic=True where this is
-// faster, block masks with other features, or a tuning file that chooses it. The main kernel, whose blocks own keys, then computes
-// dK and dV only (DqMode::kSeparate). Here a thread block owns queries and visits the keys that they see, a step at a time:
+// faster, block-sparse masks with other features, or a tuning file that chooses it. The main kernel, whose blocks own keys, then
+// computes dK and dV only (DqMode::kSeparate). Here a thread block owns queries and visits keys that they see, a step at a time:
 //
 //   S = Q K^T     P = exp(scale * S - lse)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
 //
@@ -17,10 +17,13 @@
 //                     v. score_own(lane, m, v): query of element v of tile m, from the warp's first (fragments.cuh)
 //   RowStats          layout of -lse/|softmax_scale| (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a
 //                     query; rounded_row(): the sequence's first row there, of all heads; rounded_rows(): its rows there
+//   range             first to end - 1: keys that the block's queries see; unmasked: first keys of steps that need no mask
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
+//   tiles             StepTiles, a thread's part of the next step's K and V: load(k, v, n) gets it (zeros past n keys) and moves
+//                     on a step; skip(k, v, n) moves n keys further; store() puts it to shared memory
 //   bits              under a block-sparse mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   chunk_after(x, n) the address n chunks after x in a swizzled row (tile.cuh)
-//   remat_*()         reads a special register (threadIdx, blockIdx) again at its use, to hold no register in between (ptx.cuh)
+//   remat_*()         reads threadIdx or blockIdx (x: block of queries, y: query head, z: batch entry) again, to hold no register
 //   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
 //                     (softcap, ALiBi, bias, dropout)
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
@@ -42,7 +45,7 @@ namespace volta {
 // causal mask or window leaves; ListedBlocks (kListed): those in the lists of a block-sparse mask, where bits may hide scores.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
-    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill shared memory (96 KB), dS takes the place of V after dP.
+    // dS lies in tiles of 32 keys. Where shared memory (96 KB) has no room beside Q, dO, K and V, dS takes the place of V.
     static constexpr int kScoreTiles = Step / 32;
     static constexpr bool kScoresInV = Headdim > 96;
     using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
@@ -125,7 +128,7 @@ struct BackwardDq {
         }
     }
 
-    // Computes the block's dQ: blockIdx.x is a block of queries, y a query head, z a batch entry.
+    // Computes the block's dQ. `blocks`: which keys it visits.
     static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
@@ -174,9 +177,9 @@ struct BackwardDq {
                 addends.of_row[m][r] = exists ? stats[RowStats::kNegLseAt] : negative_infinity();
                 neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }
-        addends.scale(p.problem.scale_log2, 0.f);  // to -lse in log2 units, and adds 0
+        addends.scale(p.problem.scale_log2, 0.f);  // to -lse in log2 units; 0: the shift, as dS alone is packed, not P
 
-        Gradient<kQueryTiles, kPanels> dq = {};
+        Gradient<kQueryTiles, kPanels> dq = {};  // of the warp: tiles of 16 queries by panels of 32 columns
 
         tiles.store(tile_address);
         __syncthreads();

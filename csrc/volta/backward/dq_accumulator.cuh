@@ -15,15 +15,15 @@ namespace volta {
 struct DqAccumulator {
     static constexpr int kTileFloats = 256, kLineFloats = 32;
     static __device__ __forceinline__ constexpr bool has_short_steps(int headdim) { return headdim > 192; }
-    // Returns a lane's position in its line.
+    // Returns a lane's position in its line, for the atomics of dq_product.cuh. The functions below serve postprocess alone.
     static __device__ __forceinline__ constexpr int line_offset(int half, int qn, int qm, int quad) {
         return 16 * half + 8 * qn + 4 * qm + quad % 2 * 2 + quad / 2;
     }
 
-    // Element (row, column), column a multiple of 8, lies at row(row) + column(column) from the sequence's first element; load8()
-    // has the seven after it. The row's bits are, from the lowest: bit 0 of t, bit 1 of v, then qn, half and qm. In steps of 16
-    // queries qm is bit 3 of the column instead. headdim: columns of a row of the accumulator. Integer: the type of offsets, long
-    // long in postprocess.
+    // Element (row, column) of a head, column a multiple of 8, lies at row(row) + column(column) floats from the sequence's first;
+    // load8() gets it and the next seven. row() counts rows of the sequence. The row's bits are, from the lowest: bit 0 of t,
+    // bit 1 of v, then qn, half and qm. In steps of 16 queries qm is bit 3 of the column instead. headdim: columns of a row of the
+    // accumulator. Integer: the type of offsets, long long in postprocess.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         const int rows = has_short_steps(headdim) ? 16 : 32, in_step = static_cast<int>(row % rows);

@@ -17,7 +17,7 @@
 #pragma once
 
 #include "backward/packed_tile.cuh"  // PackedTile: a lane's eight scores as fp16
-#include "backward/scratch.cuh"
+#include "backward/scratch.cuh"  // RowStats
 #include "backward/score_coord.cuh"  // what both layouts promise to shared code: covers_tile(), has_rows_and_keys()
 #include "tile.cuh"  // swizzled(), chunk_after(); load_shared() 16 bytes, load_shared2() 8
 #include "volta/backward/shape.cuh"
@@ -43,6 +43,7 @@ __device__ __forceinline__ constexpr int score_step(const Lane& lane, int n, int
 
 // S^T and dP^T in the main kernels: rows are keys. Tells shared code (interface: backward/score_coord.cuh) that element v is query
 // first_query(lane) + query_slot(v) and key first_key(lane) + key_slot(v) of a tile: slots count from the lane's first ones.
+// query(first, v) and key(first, v) add the slot to `first`.
 struct KeysLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
@@ -54,8 +55,8 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int query_slot(int v) { return query(0, v); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return key(0, v); }
 
-    // kKeyRows: rows of the product are keys. In all other names below, "row" means query. A lane has kRows queries r, each with
-    // kKeys keys j kKeyStride apart. Query r is row_slot(r) after the lane's first. Element v is of query r = row_of(v), and
+    // kKeyRows: rows of the product are keys. In this struct's other names, "row" means query. A lane has kRows queries r, each
+    // with kKeys keys j kKeyStride apart. Query r is row_slot(r) after the lane's first. Element v is of query r = row_of(v), and
     // element(r, j) is the v of query r and key j. Lane ^ 1 (kKeyPartnerMask) has the keys between, lane ^ 2 queries 4 away.
     static constexpr bool kKeyRows = true;
     static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 1, kQueryPartnerMask = 2;
@@ -116,8 +117,8 @@ __device__ __forceinline__ PackedTile load_packed(u32 address, int m, int n) {
 
 // ---- initial accumulators -------------------------------------------------------------------------
 
-// RowStats (backward/scratch.cuh) is the layout of -lse/scale and -delta (delta = rowsum(dO * O)) in global memory: kRowFloats (4)
-// floats a query. Either statistic of four queries is eight floats, each value twice: query r's at offset(r), and kCopyDistance
+// RowStats (backward/scratch.cuh) is the layout of -lse/|softmax_scale| and -delta (rowsum(dO * O)) in global memory: kRowFloats
+// (4) floats a query. Either statistic of four queries is eight floats, each value twice: query r's at offset(r), and kCopyDistance
 // floats further. Two 16-byte loads fill an accumulator, whose elements are two keys of each query. `stats`: the statistic to load,
 // of the lane's queries in tile 0 (lane_stats_offset()).
 
@@ -145,7 +146,7 @@ __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* 
         }
     });
 }
-// Loads one copy of a statistic, of the lane's four queries in N tiles. Not by the read-only path: a fused kernel has written it.
+// Loads one copy of a statistic, of four queries of the lane in N tiles. Not by the read-only path: a fused kernel has written it.
 template <int N>
 __device__ __forceinline__ void load_rows(float (&x)[N][KeysLayout::kRows], const float* stats) {
 #pragma unroll

@@ -15,7 +15,7 @@ struct KeyBlock : BatchAxis {
     // The planner (src/plan) chooses the order of the axes; the kernel infers it from the grid's size. With as many KV heads as
     // blocks of keys, both orders cover the same (block of keys, KV head) pairs.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
-    // Number of the block of keys in its head. One launch may take a part of a head's blocks, from first_key_block on.
+    // Number of the block of keys in its KV head, head(). One launch may take a part of these, from first_key_block on.
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }
     __device__ __forceinline__ static int head(const BwdParams& p) { return heads_first(p) ? remat_block_x() : remat_block_y(); }
     // Blocks of keys of a head in this launch.
@@ -25,7 +25,8 @@ struct KeyBlock : BatchAxis {
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {
         return p.dq_accum + in_launch(p) * p.dq_accum_split_stride;
     }
-    // Returns whether this block stores the gradients: always here, because no other block has a part of them.
+    // Called after the last step with the accumulators of dk and dv. Returns whether this block of Threads threads stores them:
+    // always here. (StreamKKeyBlock first adds those of the other blocks that have the same keys.)
     template <int Threads, class... Gradients>
     __device__ __forceinline__ static bool combine_splits(Gradients&...) {
         return true;

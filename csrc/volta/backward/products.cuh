@@ -7,6 +7,7 @@
 //   m, n, j           a tile of 16 own rows of the warp, below M; a tile of 16 step rows, below N; a panel of the warp, below J
 //   panel             32 columns of a gradient; the warp has every PanelStep-th one
 //   kScoreChunks, kScoreRowBytes  a row of a tile of P^T or dS^T: 4 chunks of eight step rows, and its bytes
+//   swizzled(r, c)    byte offset of chunk c of row r in a tile with permuted chunks
 //   chunk_after(x, n) the address n chunks after x in a row of a swizzled tile (tile.cuh), whose chunks are permuted by XOR
 //   row_swizzle(n)    by how many chunks the swizzle moves a chunk from a row to the row n further
 //   kHasScoreFeatures the kernel has code for softcap, ALiBi, bias or dropout (features.cuh)
@@ -22,7 +23,8 @@ namespace volta {
 // ---- S^T = K Q^T and dP^T = V dO^T ----------------------------------------------------------------
 
 // A lane's operands of S^T or dP^T for one chunk of headdim: M tiles of own rows (a), N tiles of step rows (b). Addresses:
-// own_operand() and step_operand() (fragments.cuh) at that chunk. multiply_low() multiplies columns 0 to 3, multiply_high() 4 to 7.
+// own_operand(), step_operand() (fragments.cuh) at that chunk. multiply_low() adds products of the
+// chunk's columns 0 to 3 to c, multiply_high() those of 4 to 7.
 template <class S, int M, int N>
 struct Fragments {
     uint4 a[M], b[N];
@@ -47,9 +49,9 @@ struct Fragments {
 template <int M, int J>
 using Gradient = Accumulator[M][J][2];
 
-// Adds the product over the rows of a step, at most 32. Addresses: score_operand() (A) and column_operand() (B) of fragments.cuh.
-// The warp computes its first `panels` panels. Compact: half of the code, four step rows in an iteration instead of eight, for
-// kernels that would not fit the instruction cache.
+// Adds the product over the rows of a step, at most 32 (for longer steps dq.cuh calls it once for every 32). Addresses:
+// score_operand() (A) and column_operand() (B) of fragments.cuh. The warp computes its first `panels` panels. Compact: half of the
+// code, four step rows in an iteration instead of eight, for kernels that would not fit the instruction cache.
 template <class S, int PanelStep, bool Compact = kHasScoreFeatures, int M, int J>
 __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address, int panels = J) {
     constexpr int kRows = S::kStep < 32 ? S::kStep : 32;
@@ -116,7 +118,8 @@ __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float fac
     });
 }
 
-// Stores a warp's gradient as fp16 to the shared tile `tile`, which shared_to_output (backward/tiles.cuh) copies after a barrier.
+// Stores a warp's gradient times `factor` as fp16 to the shared tile at address `tile`, which shared_to_output (backward/tiles.cuh)
+// copies after a barrier.
 template <class S, int PanelStep, int M, int J>
 __device__ __forceinline__ void to_shared(const Gradient<M, J>& c, float factor, u32 tile, int first_row, int first_panel) {
     for_each_pair<PanelStep>(c, factor, first_row, first_panel, [&](int row, int column, float x, float y) {
@@ -126,8 +129,8 @@ __device__ __forceinline__ void to_shared(const Gradient<M, J>& c, float factor,
 
 // Stores a warp's gradient as fp32 to the output `out` of `head`. The sequence begins at row `origin` of out, and the thread block
 // at row first_row of the sequence, which has all_rows rows. The warp's first row is warp_row rows further. `headdim`: columns of
-// the output. Grid gives the batch entry (key_block.cuh). head_base() is the address of the head's row 0 as if elements were fp16,
-// fp32_element() that of the same element in fp32 (tile.cuh).
+// the output. Grid gives the batch entry: BatchAxis reads blockIdx.z. head_base() is the address of the head's row 0 as if elements
+// were fp16, fp32_element() that of the same element in fp32 (tile.cuh).
 template <int PanelStep, int M, int J, class Grid = BatchAxis>
 __device__ __forceinline__ void to_fp32_output(const Gradient<M, J>& c, float factor, int warp_row, int first_panel,
                                                const BwdParams& p, const Output& out, int head, int origin, int first_row,

@@ -15,7 +15,7 @@
 // end of names are the products S and dP that an operand belongs to.
 #pragma once
 
-#include "tile.cuh"
+#include "tile.cuh"  // kChunk (8 fp16 columns), kChunkBytes (16)
 
 namespace volta {
 
@@ -24,15 +24,16 @@ namespace volta {
 constexpr int kScoreChunks = 4, kScoreRowBytes = kScoreChunks * kChunkBytes;
 
 // A block owns kRows rows (keys, or queries in dq.cuh), and visits the other rows in steps of kStep. ScoreTiles: how many tiles of
-// P^T and dS^T shared memory has (in dq.cuh of dS). The others come from the kernel's entry in the tables of src/kernels.
+// P^T and dS^T shared memory has (in dq.cuh of dS). The other arguments come from the kernel's entry in the tables of
+// src/kernels: columns of Q and K (of V too), Rows own rows, Step rows of a step, Threads of a block.
 template <int Headdim, int Rows, int Step, int Threads, int ScoreTiles>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kWarps = kThreads / 32;
     static constexpr int kChunks = kHeaddim / kChunk, kRowBytes = kChunks * kChunkBytes;  // of a row of Q, K, V, dO
 
     // Sizes of tiles and offsets in shared memory, bytes. Chunks of a row are permuted by XOR of address bits (chunk_after,
-    // tile.cuh). Tiles are multiples of 512 bytes, the longest row (headdim 256), so the XOR never leaves a row. kOwnS and kStepS
-    // have the operands of S (K and Q, in dq.cuh Q and K), kOwnDp and kStepDp those of dP (V and dO, or dO and V).
+    // tile.cuh). Tiles begin at multiples of 512 bytes, the longest row (headdim 256): no XOR of low bits leaves a row. kOwnS and
+    // kStepS have the operands of S (K and Q, in dq.cuh Q and K), kOwnDp and kStepDp those of dP (V and dO, or dO and V).
     static constexpr int kOwnTile = kRows * kRowBytes, kStepTile = kStep * kRowBytes, kScoreTile = kRows * kScoreRowBytes;
     static constexpr int kOwnS = 0, kOwnDp = kOwnTile, kStepS = 2 * kOwnTile, kStepDp = kStepS + kStepTile;
     // With ScoreTiles = 0, as in some dq kernels, dS takes the place of the second step tile.

@@ -15,11 +15,11 @@
 namespace volta {
 
 // `params_.splits` holds, for each split of a head, its key block (`tile`), steps `first` to end - 1, and `part`: its number among
-// the key block's splits (upper 8 bits) and how many these are (lower 8). The grid's first axis is KV heads of all batch entries,
-// its second the splits of a head. remat_*() reads blockIdx or threadIdx again at its use, to hold no register in between.
+// the key block's splits (upper 8 of 16 bits) and how many these are (lower 8). The grid's first axis is KV heads of all batch
+// entries, its second the splits of a head. remat_*() reads blockIdx or threadIdx again at its use, to hold no register in between.
 class StreamKKeyBlock {
     // Also scratch memory `partials`, fp32: max_splits splits for each of `tiles` key blocks of a head, from number first_tile on.
-    // Each has a semaphore, which counts thread blocks of the launch that has the unique launch_id (semaphore.cuh).
+    // Each key block has a semaphore, which counts thread blocks of the launch that has the unique launch_id (semaphore.cuh).
     const BwdSplits& params_;
 
     __device__ __forceinline__ const StreamKSplit& split() const { return params_.splits[remat_block_y()]; }
@@ -55,7 +55,7 @@ class StreamKKeyBlock {
             z += __uint_as_float(stored.z), w += __uint_as_float(stored.w);
         });
     }
-    // 16-byte chunks of a thread in a split.
+    // 16-byte chunks of scratch memory that a thread needs for its accumulators of dk and dv.
     template <class... Gradients>
     static constexpr int kChunks = (0 + ... + sizeof(Gradients)) / 16;
 
@@ -63,7 +63,7 @@ public:
     static constexpr bool kStreamK = true;  // a block visits the steps of its split (clip())
     __device__ __forceinline__ explicit StreamKKeyBlock(const BwdSplits& params) : params_(params) {}
 
-    // Key block, batch entry and KV head of this thread block. All blocks add dq to one accumulator, by atomics.
+    // Key block, batch entry and KV head of this thread block. All blocks add dq to one fp32 accumulator, by atomics.
     __device__ __forceinline__ int number(const BwdParams&) const { return split().tile; }
     __device__ __forceinline__ int batch(const BwdParams& p) const { return remat_block_x() / p.problem.nheads_k; }
     __device__ __forceinline__ int head(const BwdParams& p) const { return remat_block_x() % p.problem.nheads_k; }

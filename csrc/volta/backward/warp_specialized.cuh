@@ -6,8 +6,8 @@
 //
 // 8 warps have two roles (warp specialization). Warps 0 to 3 (first role) compute S^T, P and dV, warps 4 to 7 (second) dP^T, dS and
 // dK: dV and dK together do not fit one warp's registers. P goes to the second role through shared memory. All warps compute dQ,
-// which is added up by atomics (fp32, unscaled), left to dq.cuh, or stored by the fused kernel, whose block has all keys of a head
-// (Mode, gradient_output.cuh). csrc/entry.cu calls run().
+// which is added up by atomics in fp32, unscaled (Mode kAtomicAdd), left to dq.cuh (kSeparate), or stored by the fused kernel,
+// whose block has all keys of a head (kStore). csrc/entry.cu calls run().
 //
 // With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of its gradient. With 64 keys (headdim
 // above 128, and small grids) two warps of a role share 32 keys, a key group. Of the scores each has half the queries (or half the
@@ -28,8 +28,11 @@
 //                     warp's first (fragments.cuh)
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
 //                     kRowFloats a query; rounded_row(): the sequence's first row there, of all heads (backward/scratch.cuh)
-//   Queries           first() to `end`: query rows that see the block's keys; unmasked: those whose steps need no mask; rows():
-//                     rows that loads may read (backward/iteration_range.cuh)
+//   range             first() to end - 1: query rows that see the block's keys; unmasked: first rows of steps that need no mask;
+//                     rows(): rows that loads may read (QueryRange, backward/iteration_range.cuh)
+//   tiles             StepTiles, a thread's part of the next step's Q and dO: load(q, dout, n) gets it (zeros past n rows), and
+//                     moves on a step; skip(q, dout, n) moves n rows further; store() puts it to shared memory
+//   grid              Grid: number() of the key block, head() its KV head, batch(), dq_accum() the fp32 accumulator
 //   queries           with a block-sparse mask: iterator over listed steps; first(): a step's first query; after(n): n steps later
 //   bits              with a block-sparse mask: which single scores of the warp exist in this step; else calls compile to nothing
 //   named_sync(i, n)  barrier number i, of n threads (ptx.cuh)
@@ -53,7 +56,7 @@
 #include "backward/row_statistics.cuh"  // write_row_statistics(): -lse/scale and -delta, in the fused kernel
 #include "volta/backward/bias_gradient.cuh"  // store_bias_gradient(): dbias as fp16
 #include "volta/backward/key_block.cuh"  // KeyBlock
-#include "volta/backward/dq_product.cuh"
+#include "volta/backward/dq_product.cuh"  // DqProduct
 #include "volta/backward/products.cuh"  // Fragments, accumulate(): products; to_shared(), to_fp32_output(): dK and dV at the end
 
 namespace volta {
@@ -107,8 +110,9 @@ struct BackwardWarpSpecialized {
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
 
     // Computes P from S, and stores both tiles. `key`, `row`: the warp's first key and query. Queries from row_end on see no key.
-    // `stats`: -lse/scale of the lane's queries in this step. `masked`: the step needs the causal, window or length mask. `packed`:
-    // the lane's shared address in the P^T tile. keys_left: keys that exist, from the lane's first on; others are not stored.
+    // `stats`: -lse/scale of the lane's queries in this step. `head`: query head. `masked`: the step needs the causal, window or
+    // length mask. `packed`: the lane's shared address in the P^T tile. keys_left: keys that exist, from the lane's first on;
+    // others are not stored.
     static __device__ __forceinline__ void generic_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row,
                                                                  int row_end, const float* stats, bool masked, const Bits& bits,
                                                                  u32 packed, int keys_left) {

@@ -23,10 +23,10 @@ namespace volta {
 template <int RowTiles>
 struct DecodeLayout {
     using Lane = volta::Lane;
-    // Loads: the j of V, because the warp's loads of one j take 64 columns.
+    // Loads: how many j the warp's columns of V are (64 columns each), as many as a lane's 16-byte loads of a token of V.
     template <int Loads>
     struct Output {
-        Accumulator tile[RowTiles][Loads][2];  // [2]: first and last four of the eight columns of V that the lane loads
+        Accumulator tile[RowTiles][Loads][2];  // [mt][j][i]; i: first or last four of the eight columns of V that the lane loads
     };
 
     // The lane's quad-pair, 0 to 3.
@@ -67,7 +67,7 @@ struct DecodeLayout {
     static constexpr int kRowLaneMasks[2] = {2, 8};  // shfl_xor masks that reach the other lanes of a row
 
     // Sets x to the lane's two scores of each row tile, Q K^T of eight tokens, not scaled. Keys with kTwoScales (int4) have the
-    // last four fp16 numbers of a chunk times 16, because unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these.
+    // last four fp16 numbers of a chunk times 16: unpack8 leaves high nibbles in place (quantized.cuh). `split` sums these.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c[RowTiles] = {}, split[RowTiles] = {};
@@ -100,7 +100,7 @@ struct DecodeLayout {
 
     // Replaces each output x by f(x, its row's value, whether x is in the last four of a lane's eight columns). row_values[mt] is
     // that of the lane's score_row() in row tile mt: a factor or an addend. In the last four columns int4 values are 16 times too
-    // large, and f divides. A lane has outputs of two rows: its score_row and that of lane ^ 4. e & 2 tells which.
+    // large, and the caller's f divides. A lane has outputs of two rows: its score_row and that of lane ^ 4. e & 2 tells which.
     template <int Loads, class F>
     __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&row_values)[RowTiles], F f) {
 #pragma unroll

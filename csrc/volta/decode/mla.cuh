@@ -17,14 +17,16 @@
 // What the tokens are, and who loads them, is a policy: CacheTokens are those of a sequence's pages or entry. SparseTokens
 // (volta/decode/sparse_mla.cuh) are the ones that a query chose.
 //
-// Names: g is an operand (16 columns of Q and K), i a pair of row tiles, mt a row tile of the output (8 rows), j 64 columns of
-// values, e a lane's element (0 to 7) of an accumulator. A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad
-// is lane % 4 and half is lane / 16. Its quad-pair is (qm, qn), bits 2 and 3 of the lane: in the scores, qm is the half of the
-// columns and qn the row tile of 8. s is the work tile: `rows` packed rows (row r: query r / nheads, head r % nheads) from `row`
-// on, tokens `first` to end - 1. Staged latents are KeyElement::kScale times the numbers that codes stand for.
-// CacheUnit is what cache pointers and strides count: a column, of 2 bytes, or of 1 byte in a quantized cache.
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), THREADS (of a block), BLOCKS_PER_SM, and STEP (rows of
-// output that shared memory holds at a time).
+//   g, i, mt, j, e    an operand (16 columns of Q and K); a pair of row tiles; a row tile of the output (8 rows); 64 columns of
+//                     values; a lane's element (0 to 7) of an accumulator
+//   t, quad, half     the lane's number in its quad-pair, t = quad + 4 * half (0 to 7); lane % 4; lane / 16
+//   qm, qn            bits 2 and 3 of the lane, its quad-pair: in the scores the half of the columns, and the row tile of 8
+//   s                 the work tile: `rows` packed rows (row r: query r / nheads, head r % nheads) from `row` on, and tokens
+//                     `first` to end - 1 of batch entry `batch`
+//   kScale            (of KeyElement) staged latents are this times the numbers that codes stand for
+//   CacheUnit         what cache pointers and strides count: a column, of 2 bytes, or of 1 byte in a quantized cache
+//   BLOCK_ROWS, THREADS, BLOCKS_PER_SM, STEP  the kernel's row in src/kernels: query rows and threads of a block; blocks that an
+//                     SM has room for; rows of output that shared memory holds at a time
 #pragma once
 
 #include "decode/block.cuh"  // Block; WorkTile, RowInfo (a row's position), SharedPartials
@@ -130,7 +132,7 @@ class MlaMainloop {
     // Loads Q, the first operands to shared memory, the others to registers; zeros for rows that do not exist.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::WorkTile& s, const WarpCoord& lane,
                                                         Shared& shared, uint4 (&in_registers)[kRegisterOperands][kRowPairs]) {
-        const int group = p.problem.nheads;
+        const int group = p.problem.nheads;  // query heads of the one KV head: rows of a query
 #pragma unroll
         for (int i = 0; i < kRowPairs; i++) {
             const int row = lane.first_row + 16 * i + 8 * lane.qn + lane.t, packed = s.row + row;
@@ -262,17 +264,18 @@ public:
     static constexpr int kTokenGroups = 1;  // groups of warps that split the tokens of a work tile: all warps share each step
     // Rows of output that shared memory holds at a time: STEP of the kernel's row (not tokens of a step, which are kTokens).
     static constexpr int kRowsAtOnce = STEP;
+    // Shared memory of the loop, bytes; without `queries` if none are there. The outputs that run() leaves take its place.
     static constexpr int kWorkBytes = sizeof(Shared) - (kSharedOperands > 0 ? 0 : sizeof(Shared::queries));
 
     // Computes work tile s. row_info: position of each row's query among the keys. Leaves each row's softmax state and, kRowsAtOnce
-    // rows at a time, the outputs in `partials`; calls finish(first row) after each part.
+    // rows at a time, the outputs in `partials` (rows kPartialStride floats apart); calls finish(first row) after each such part.
     template <class Finish>
     __device__ __forceinline__ static void run(const DecodeParams& p, const decode::WorkTile& s, const decode::RowInfo* row_info,
                                                const decode::SharedPartials<kTokenGroups, kRowsAtOnce>& partials, Finish finish) {
         const WarpCoord lane;
         Shared& shared = *reinterpret_cast<Shared*>(partials.output);
         const float scale_log2 = p.problem.scale_log2;
-        const float key_scale =
+        const float key_scale =  // of the sequence; 0: the one KV head
             Tokens::kScales && !Tokens::kTokenScales ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::KeyElement::kScale : 1.f;
 
         // The thread's scores in the softmax: neighboring tokens, from own_token on, of own_row. In rows 8 to 15 of every 16,
@@ -353,7 +356,7 @@ public:
                 }
                 __syncthreads();
 
-                // phase 2: softmax. x: the thread's scores, then probabilities, then these in the row's unit
+                // phase 2: softmax. x: the thread's scores, then probabilities, then these times token scales in the row's unit
                 float x[kThreadScores] = {}, scale[kThreadScores];
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) scale[i] = Tokens::kTokenScales ? shared.scales[own_token + i] : key_scale;
@@ -384,7 +387,7 @@ public:
 #pragma unroll
                     for (int n = 1; n < kRowThreads; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
                     own_moved = largest > softmax.limit;
-                    // kMovedRows: all rows, in batch-invariant kernels those above their limit
+                    // kMovedRows: all rows, in batch-invariant kernels those above their limit. `factor`: for the row's output
                     factor = softmax.template update_row_max<kMovedRows>(largest, scale_log2, 1.f / scale_log2);
                 }
 #pragma unroll

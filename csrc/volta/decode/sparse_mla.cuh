@@ -4,12 +4,12 @@
 // cache is n, of the extra cache ~n. src/ops/sparse.rs launches it.
 //
 // A token's row (its latent) becomes fp16 in shared memory, with a factor of the token, a power of two, in fp32. So any magnitude
-// fits. Formats, by KEY_FORMAT and HEADDIM:
+// fits. Formats, by KEY_FORMAT (kKeyFormat) and HEADDIM of the kernel's row in src/kernels; HEADDIM_V is 512:
 //
 //   E4m3, 576         512 e4m3 codes, four fp32 scales of 128 codes each, 64 numbers of 16 bits (the tail)
 //   E4m3, 512         448 e4m3 codes and a tail of 64 numbers of 16 bits; after all rows of the page, eight bytes for each: the
 //                     exponents (E8M0) of seven scales of 64 codes, and a byte of padding
-//   Unquantized       HEADDIM numbers of the type of the queries
+//   Unquantized       HEADDIM numbers of the type of the queries, fp16 or bf16
 #pragma once
 
 #include "volta/decode/mla.cuh"
@@ -33,6 +33,7 @@ struct HalfFactor {
 
     __device__ __forceinline__ explicit HalfFactor(float x)
         : high(to_half2(x, x)), low(to_half2(x - to_float2(high).x, x - to_float2(high).x)) {}
+    // Returns pair * (high + low), of two fp16.
     __device__ __forceinline__ unsigned times(unsigned pair) const { return half2_fma(pair, high, half2_mul(pair, low)); }
     __device__ __forceinline__ uint4 times(const uint4& x) const {
         return make_uint4(times(x.x), times(x.y), times(x.z), times(x.w));
@@ -45,12 +46,13 @@ __device__ __forceinline__ int biased_exponent(float x) { return static_cast<int
 __device__ __forceinline__ float power(int biased) { return __uint_as_float(static_cast<unsigned>(biased) << 23); }
 
 // Loads steps of 16 chosen tokens into registers, and stages them in shared memory a step later. kThreads neighboring threads of a
-// warp share a token. The interface is that of MlaMainloop::LatentLoader. `s` is the work tile: query s.batch, and rows (heads)
-// from s.row on. In SparseMlaParams `own` is the main cache, `extra` the optional second one. Of the Mainloop: kTokens tokens of a
-// step, kTokenThreads threads of a token, kPitch bytes of a staged token's row.
+// warp share a token. The interface is that of MlaMainloop::LatentLoader. `s` is the work tile: query s.batch, rows (heads)
+// from s.row on, and seqlen_k tokens in the query's list. In SparseMlaParams `own` is the main cache, `extra` the optional second
+// one. Of the Mainloop: kTokens tokens of a step, kTokenThreads threads of a token, kPitch bytes of a staged token's row.
 template <class Mainloop>
 class SparseLoader {
     using M = Mainloop;
+    // kPageScales: the format of 512 columns, whose scales lie at the end of a page
     static constexpr bool kFp8 = decode::kKeyFormat == CacheFormat::E4m3, kPageScales = kFp8 && HEADDIM == HEADDIM_V;
     static_assert(kFp8 || decode::kKeyFormat == CacheFormat::Unquantized, "the formats of sparse MLA");
     static constexpr int kThreads = M::kTokenThreads, kTokens = M::kTokens;
@@ -58,7 +60,7 @@ class SparseLoader {
     static constexpr int kTail = 64, kColumns = HEADDIM - kTail, kChunkColumns = kFp8 ? 16 : 8;
     static constexpr int kChunks = kColumns / kChunkColumns, kLoads = (kChunks + kThreads - 1) / kThreads;
     static constexpr int kTailWords = kTail / 2 / kThreads;
-    // fp8: columns of a scale, chunks of these, scales of a row, and their 32-bit words.
+    // fp8: columns of a scale; chunks of 16 bytes in these; scales of a row; 32-bit words of a row's scales.
     static constexpr int kScaleColumns = kPageScales ? 64 : 128, kScaleChunks = kScaleColumns / 16,
                          kRowScales = kColumns / kScaleColumns, kScaleWords = kPageScales ? 2 : 4;
 
@@ -100,7 +102,7 @@ public:
     __device__ __forceinline__ bool page_valid() const { return true; }
     __device__ __forceinline__ void advance(const DecodeParams&, const decode::WorkTile&) { list_ += kTokens; }
     // Loads the step that begins at token `first`, and the entries of the step after it; zeros for tokens that do not exist.
-    // load_columns<0, n>(condition, x, from) loads n 32-bit words into x if the condition is above 0 (here 1).
+    // load_columns<0, n>(condition, x, from) loads n 32-bit words into x if the condition is true; load_int_if() one int.
     __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
         const int exists = first + token() < end;
         if (first + kTokens > end) {
@@ -188,7 +190,8 @@ private:
         int unit = 0;
 #pragma unroll
         for (int t = 0; t < kRowScales; t++) unit = max(unit, biased_exponent(code_scale(scale_bits(t))) + 1);
-        // The tail has room up to 2^8 units: 144 times that is below fp16's 65504. The bounds keep the unit and its inverse normal.
+        // The tail has room up to 2^8 units: 144 times that is below fp16's 65504. So unit is at least its exponent - 7, as |tail|
+        // < 2^(exponent - 126) and the unit is 2^(unit - 127). Bounds of 16 and 252 keep the unit, unit / 144 and 1 / unit normal.
         unit = min(max(max(unit, tail_exponent(tail) - 7), 16), 252);
         const float inverse = power(254 - unit);
 #pragma unroll
@@ -213,7 +216,8 @@ private:
 #pragma unroll
         for (unsigned x : tail_) add(x);
         const int exponent = max(largest_of_token(static_cast<int>(largest >> 23)), 16);
-        const float inverse = power(268 - exponent);  // 2^(141 - exponent), for numbers below 2^(exponent - 126)
+        // 2^(141 - exponent): brings numbers below 2^(exponent - 126) to below 2^15
+        const float inverse = power(268 - exponent);
         const auto scaled = [&](unsigned pair) {
             const float2 x = bf16x2_to_float2(pair);
             return to_half2(x.x * inverse, x.y * inverse);
@@ -226,7 +230,7 @@ private:
                 make_uint4(scaled(x[0]), scaled(x[1]), scaled(x[2]), scaled(x[3]));
         }
         store_tail(to, [&](int i) { return scaled(tail_[i]); });
-        return power(exponent - 14);
+        return power(exponent - 14);  // 1 / inverse
     }
 };
 

@@ -15,13 +15,15 @@
 // For sums, mask and softmax each warp has a part: eight of the group's rows with all 16 keys. So a row's state is one warp's.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in
-// row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh).
+// row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh). A group below is one of warps, where the
+// comment does not say: of keys, or of a page's tokens. A part is eight rows of a group (kParts).
 //
 //   mt, r, j          a row tile of 16; one of a lane's two rows in it; an output tile of 16 columns
 //   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the others; u is 0 for the even
 //                     four of these, 1 for the odd
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
-//   named_sync(), named_arrive()  bar.sync and bar.arrive of a named barrier, for this many threads
+//   named_sync(i, n), named_arrive()  bar.sync and bar.arrive of barrier i, for n threads; named_sync_or(i, n, x): also returns
+//                     whether x is true in any of them
 //   remat_*()         read a special register again, so that it holds no register; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh); kGeneric: score features by parameters
 //   problem.scale_log2, sign_flip  |softmax_scale| * log2(e); 0x80008000 (signs of two fp16) if softmax_scale is negative, else 0
@@ -29,10 +31,10 @@
 //                     memory of a block
 #pragma once
 
-#include "forward/block.cuh"
+#include "forward/block.cuh"  // a block's rows, head and batch entry
 #include "forward/pages.cuh"  // PagedTileStream: loads of a KV cache; has_pages(): whether it has all pages of the sequence
 #include "volta/forward/required_features.cuh"  // layout.cuh: ForwardLane, ForwardLayout, grid policies
-#include "volta/forward/output_product.cuh"
+#include "volta/forward/output_product.cuh"  // accumulate_columns()
 
 namespace volta {
 
@@ -68,7 +70,7 @@ __device__ __forceinline__ void clear(uint4 (&staging)[Passes][ChunksPerRow]) {
 }
 
 // Loads tiles (Rows keys) of K and V of a block, one after the other: the first half of its Threads threads loads V, the second
-// half K. The specialization below goes through a KV cache's pages.
+// half K. Stream: the loader, TileStream of tile.cuh. Paged: the specialization below goes through a KV cache's pages.
 template <bool Paged, int Chunks, int Rows, int Threads, template <int, int, int> class Stream>
 struct KOrVTiles {
     Stream<Chunks, Rows, Threads / 2> tile;
@@ -255,6 +257,7 @@ struct ForwardColumnGroups {
     // in registers. Loads and products alternate between even and odd chunks.
     __device__ __forceinline__ static void add_scores(Tile (&s)[kSums], u32 q, u32 k,
                                                       const uint4 (&last)[kRegisterChunks][kRowTiles]) {
+        // bytes from an even chunk to the next even one; chunks in the rolled loop, whose Q is in shared memory
         constexpr int kPair = 2 * kGroupWarps * kChunkBytes, kRolled = kSharedChunks / 2 * 2;
         Operands even, odd;
         even.load_q(q), even.load_k(k);
@@ -317,8 +320,8 @@ struct ForwardColumnGroups {
         }
 
         // The block's first key. Batch-invariant kernels (a row's bits do not depend on other rows) round it down to a multiple of
-        // kStep. Kernels with pages, bias or dropout (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias
-        // and random numbers in groups of 4.
+        // kStep. Kernels with pages, bias or dropout, and generic ones (kRoundedKeys), round it to one of 16: pages come in groups
+        // of 16 keys, bias and random numbers in groups of 4.
         int key = first_step<kStep>(block.template key_first<kStep>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));

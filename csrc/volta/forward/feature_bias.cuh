@@ -1,5 +1,6 @@
-// fp16 attn_bias, alone or with dropout (feature_dropout.cuh), in volta forward kernels of one or two features: overrides functions
-// of ScoreFeature. The main loops (register_q.cuh, shared_q.cuh) call them; score_feature.cuh has their order and what each is for.
+// fp16 attn_bias, alone or with dropout (feature_dropout.cuh), in volta forward kernels that require these features: overrides
+// functions of ScoreFeature. The main loops (register_q.cuh, shared_q.cuh) call them; score_feature.cuh has their order and what
+// each is for.
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
@@ -14,7 +15,8 @@ namespace volta {
 // keys from first_key() on. Its element v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v).
 //
 // RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys a step (nt). r is one of a lane's two rows of a tile.
-// Grid: the kernel's grid policy, which has a block's head and batch entry.
+// Grid: the kernel's grid policy, which has a block's head and batch entry. Arguments `row`, `key`: first of the warp's scores of a
+// step. Tile: a lane's scores of a step. Base, without a feature, has the functions that are not overridden.
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
@@ -23,7 +25,7 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
     // Where the lane's bias lies.
     struct BiasAddress {
         const unsigned short* base;  // key 0 of the lane's first row
-        int rows_left, first_key;  // rows after that one; the lane's first key in a tile
+        int rows_left, first_key;  // rows of the tensor after that one; the lane's first key in a tile
     };
     BiasAddress address_;  // unless kIsInitial: then it lies in memory_
     LaneScratch memory_;
@@ -47,8 +49,8 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
         return o.bias + grid.remat_batch(p.problem) * o.bias_batch_stride + grid.remat_head(p.problem) * o.bias_head_stride +
                min(row + ForwardLayout::first_query(lane), p.problem.seqlen_q - 1) * o.bias_row_stride;
     }
-    // Returns 1 / softmax_scale, divided at each use. The scale passes through keep_in_register(), so that the compiler cannot
-    // compute the quotient early and hold it.
+    // Returns 1 / |softmax_scale|, divided at each use (Q has the scale's sign). The scale passes through keep_in_register(), so
+    // that the compiler cannot compute the quotient early and hold it.
     __device__ __forceinline__ static float inverse_scale(const FwdParams& p) {
         return __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(p.problem.scale))));
     }
@@ -64,7 +66,7 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
 
 public:
     using typename Base::Tile;
-    static constexpr int kLaneScratchChunks = kIsInitial ? 1 : 0;  // of 16 bytes: address_
+    static constexpr int kLaneScratchChunks = kIsInitial ? 1 : 0;  // 16-byte chunks of memory_: a BiasAddress
 
     __device__ __forceinline__ ScoreFeature(const FwdParams& p, const Grid& grid, const Mask& mask,
                                             typename Base::Unmasked& unmasked, const LaneScratch& memory, int row, int key)
@@ -77,8 +79,8 @@ public:
         memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),
                                    ForwardLayout::first_key(lane)));
     }
-    // Keys past the last group of four read that group (the host pads rows to a multiple of 4 keys), rows past the last the last
-    // row: these scores are masked or not stored.
+    // Loads the bias of the step at `key`. Keys past the last group of four read that group (the host pads rows to a multiple of 4
+    // keys), rows past the last the last row: these scores are masked or not stored.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
         BiasAddress address = address_;
         if (kIsInitial) {

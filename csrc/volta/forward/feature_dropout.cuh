@@ -1,13 +1,18 @@
-// Dropout, alone or with a bias, in volta forward kernels of one or two features: overrides draw() and drop() of ScoreFeature
+// Dropout, alone or with a bias, in volta forward kernels that require these: overrides draw() and drop() of ScoreFeature
 // (score_feature.cuh), which the main loops call (register_q.cuh, shared_q.cuh). Random numbers are Philox4x32 (philox.cuh). It
 // multiplies and XORs a counter (column / 4, row, head, offset) with a key, the seed, in each of seven rounds (kPhiloxRounds). So a
 // lane's calls share the products of head, of column and of row in rounds 0 and 1. Each product has a low and a high word.
 //
-// A round multiplies words x and z of the counter (x, y, z, w) by constants. PhiloxProduct is such a product; PhiloxTerms has the
-// key and word x after round 0, of a row. In round 0, of_column is the product of x, and of_head that of z. In round 1, of_row is
-// the product of x, which head and row decide, and of_both that of z, which column, offset and key decide. after_round_1() XORs
-// their words to the counter after round 1. K is the key of round 1. A row enters word x by XOR alone, so flip_row(bits) moves
-// the terms from row r to row r ^ bits. One call gives a lane the numbers of four keys of two rows.
+// A round multiplies words x and z of the counter (x, y, z, w) by constants. One call gives a lane the numbers (16 bits each) of
+// four keys of two rows, r and r + 4.
+//
+//   PhiloxProduct     one of a round's two products; words low and high
+//   PhiloxTerms       the key, and word x after round 0, of a row (the constructor: row 0)
+//   of_column, of_head  products of round 0: of x, and of z
+//   of_row, of_both   products of round 1: of x, which head and row decide; of z, which column, offset and key decide
+//   K                 key of round 1: key_of_round_1()
+//   after_round_1()   XORs words of these products and K: the counter after round 1
+//   flip_row(bits)    moves terms from row r to row r ^ bits, because a row enters word x by XOR alone
 #pragma once
 
 #include "volta/forward/feature_bias.cuh"
@@ -20,13 +25,13 @@ namespace volta {
 // computed again, without registers.
 enum class DropoutKeeps { kAll, kSeed, kNothing };
 
-// Dropout of packed probabilities: fp16 pairs before the second product. RowTiles: tiles of 16 rows (mt). Rolled: rounds in a loop.
+// Dropout of packed probabilities: fp16 pairs before O += P V. RowTiles: tiles of 16 rows (mt). Rolled: rounds in a loop.
 template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
 class DropoutFeature {
     static_assert(RowTiles <= 2, "row + 16 must be row ^ 16, so that rows of both tiles differ in one term");
     static constexpr bool kInMemory = Keeps == DropoutKeeps::kAll;
 
-    PhiloxTerms terms_;  // of the lane's first row, with kSeed
+    PhiloxTerms terms_;  // of the lane's first row; read with kSeed alone
     LaneScratch memory_;
 
     // What all calls of a lane share, as it lies in the lane's scratch: two 16-byte chunks.
@@ -63,7 +68,7 @@ class DropoutFeature {
 
 public:
     static constexpr int kLaneScratchChunks = kInMemory ? 2 : 0;
-    // The random words of each row tile, for the lane's scores of one step.
+    // The random words of each row tile, for the lane's scores of 16 keys.
     struct Numbers {
         uint4 words[RowTiles];
     };
@@ -85,7 +90,7 @@ public:
                 .store(memory);
         }
     }
-    // Computes the numbers of a step. `row` and `key`: first of the warp.
+    // Computes the lane's numbers for 16 keys. `row`: the warp's first row. `key`: the first of these keys.
     __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int row, int key) const {
         u32 keys[2];
         if constexpr (kInMemory) {
@@ -132,7 +137,8 @@ public:
     }
 };
 
-// Adds dropout to another feature, Other. KeyTiles: tiles of 16 keys a step. Grid: the kernel's grid policy (layout.cuh).
+// Adds dropout to Other, the base class of plain kernels or the bias. KeyTiles: tiles of 16 keys a step. Grid: the kernel's grid
+// policy (layout.cuh).
 template <int RowTiles, int KeyTiles, class Grid, class Other, DropoutKeeps Keeps, bool Rolled = false>
 class WithDropout : public Other {
     static_assert(Grid::kHasHeadAndBatchAxes, "the grid has axes for head and batch");

@@ -9,10 +9,14 @@
 namespace volta {
 
 // A score function maps a product q . k to a state, and score = factor * state + constant in log2 units (score_function.cuh).
-// Softcap is cap tanh x = cap (1 - 2 / (e^2x + 1)) with x = softmax_scale * product / cap: its state is 1 / (e^2x + 1), its factor
-// -2 cap and its constant cap, both times log2(e). The softmax takes states with factor as their scale, so scores are never
-// computed. Row maxima lack the constant until finish(). RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys
-// a step. r is one of a lane's two rows of a tile. Tile: a lane's products of a step. Base alone has Grid, Unmasked, LaneScratch.
+// Softcap is cap tanh x = cap (1 - 2 / (e^2x + 1)) with x = softmax_scale * product / cap:
+//
+//   state(product)    1 / (e^2x + 1); product(state) is its inverse
+//   factor()          -2 cap log2(e); the softmax takes states with this as their scale, so scores are never computed
+//   constant()        cap log2(e); row maxima lack it until finish()
+//
+// RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys a step. r is one of a lane's two rows of a tile. Tile:
+// a lane's products of a step. Grid, Unmasked and LaneScratch are for other features: here they go to Base alone.
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, ScoreFunction::kFeature, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;

@@ -17,15 +17,18 @@
 // Eight consecutive lanes read rows of Q that differ in bits 0 to 2, and keys that differ in bits 1 and 2: these select the
 // 16-byte bank group in a swizzled tile (tile.cuh). Bit 0 of a row of V is u, known at compile time.
 //
-// Names: mt is a row tile (16 rows), r one of a lane's two rows in it, v a lane's element (0 to 7) of an Accumulator. A chunk is
-// eight fp16 columns, 16 bytes; a panel is four chunks. j is an output tile, 16 columns: tile 2 * panel has the first four columns
-// of each of the panel's chunks, the next tile the last four. remat_*() read a special register again, so that the value holds no
-// register in between (ptx.cuh). BlockSeqlenInfo has the lengths and the first row of a batch entry's sequence (seqlen_info.cuh).
-// kHasFp32Output: this kernel has code for an fp32 out (features.cuh).
+//   mt, r, v          a row tile (16 rows); one of a lane's two rows in it; a lane's element (0 to 7) of an Accumulator
+//   chunk, panel      eight fp16 columns, 16 bytes; four chunks
+//   j                 an output tile, 16 columns: tile 2 * panel has the first four columns of each of the panel's chunks, the next
+//                     tile the last four
+//   rows_of(x, batch, head, row)  address of that row of tensor x (tile.cuh)
+//   BlockSeqlenInfo   lengths, and first row in the tensors, of a batch entry's sequence (seqlen_info.cuh)
+//   remat_*()         read a special register again, so that the value holds no register in between (ptx.cuh)
+//   kHasFp32Output    this kernel has code for an fp32 out (features.cuh)
 #pragma once
 
-#include "dense_steps.cuh"
-#include "forward/output.cuh"
+#include "dense_steps.cuh"  // DenseSteps, NoMaskBits
+#include "forward/output.cuh"  // finish_row(), SoftmaxRows; forward/block.cuh: DenseBlock, ForwardBlock, HeadGroupBlock
 #include "half.cuh"
 #include "tile.cuh"
 #include "volta/mma.cuh"

@@ -10,10 +10,13 @@
 
 namespace volta {
 
-// Adds P V to the output o, of RowTiles by OutputTiles tiles. Quad-pair column qn has the scores of eight of 16 keys. Columns is 2
-// for all 16 (w = 0: the keys of the lane's own column, 1: of the other), or 1 for those of one, which the caller chooses (w = 0).
-// A product takes four of eight keys: the even ones with u = 0, the odd ones with 1. pair(row tile, w, u): P of these, four fp16 of
-// a row (RowPair). address(w): the lane's chunk of panel 0 of V for u = 0. Rows are Pitch bytes apart and swizzled (tile.cuh).
+// Adds P V to the output o, of RowTiles by OutputTiles tiles. Quad-pair column qn has the scores of eight of 16 keys.
+//
+//   Columns, w        quad-pair columns whose keys to take: 2 (w = 0: the lane's own, 1: the other), or 1, which the caller chooses
+//   u                 a product takes four of eight keys: the even ones with u = 0, the odd ones with 1
+//   pair(mt, w, u)    P of these four keys, in a row of row tile mt: four fp16 (RowPair)
+//   address(w)        shared address of the lane's chunk of V in panel 0, for u = 0
+//   Pitch             bytes between rows of V, which are swizzled (tile.cuh): their chunks are permuted by XOR
 template <int Columns, int Pitch, int RowTiles, int OutputTiles, class Pair, class Address>
 __device__ __forceinline__ void accumulate_columns(Accumulator (&o)[RowTiles][OutputTiles], Pair pair, Address address) {
     constexpr int kChunksV = 2 * OutputTiles;  // chunks of V for these columns

@@ -63,7 +63,8 @@ struct ForwardRegisterQ {
 
     using Block = typename Grid::template Block<kBlockRows>;
 
-    // A thread's chunks of K and V of a step, in flight from global memory to the ring; [pass][chunk of a row] of TileStream.
+    // A thread's chunks of K and V of a step, in flight from global memory to the ring. [1][1]: TileStream (tile.cuh), the loader,
+    // takes [pass][chunk of a row].
     struct KeyChunks {
         uint4 k[1][1] = {}, v[1][1] = {};  // columns past the matrix are never loaded and stay zero
     };
@@ -213,8 +214,8 @@ struct ForwardRegisterQ {
         features.load(p, row, keys.first());
         features.init_accumulators(p, s, row, keys.first());
         features.load(p, row, keys.after(1));
-        bits.load(grid, keys, 0);  // of the first step: 0 later
-        [[maybe_unused]] Tile first_odd;  // as in the loop: a step's sums must not depend on where the block begins
+        bits.load(grid, keys, 0);  // 0: of the first step; in the loop 1: of the next
+        [[maybe_unused]] Tile first_odd;  // as `odd` in the loop: a step's sums must not depend on where the block begins
         if constexpr (kBatchInvariant) first_odd.clear();
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
@@ -273,8 +274,8 @@ struct ForwardRegisterQ {
             if (exceeds) features.update_row_max(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             features.set_masked(masked, s);
 
-            // S of the next step, beside the softmax of this one. Even and odd k have their own accumulators: four short
-            // dependency chains instead of two long ones.
+            // S of the next step, beside the softmax of this one. The first four columns of each chunk add to `even`, the last four
+            // to `odd`: four short dependency chains instead of two long ones.
             const u32 k_next = k_lane + slot_after(1);
             Tile even, odd;
             Probabilities<kRowTiles> probabilities;
@@ -285,7 +286,7 @@ struct ForwardRegisterQ {
             features.draw(numbers, p, row, key);
 #pragma unroll
             for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];
-            constexpr int kPairs = 8 * kRowTiles / 2;  // pairs of scores of a lane
+            constexpr int kPairs = 8 * kRowTiles / 2;  // a lane's scores, by twos; a chunk's products run beside some
             constexpr int kPairsPerChunk = kPairs / kChunks;
 #pragma unroll
             for (int c = 0; c < kChunks; c++) {

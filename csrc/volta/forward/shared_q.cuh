@@ -31,7 +31,7 @@
 #include "forward/block.cuh"  // kBlockHeads: query heads of a block, more than 1 under HeadGroupGrid alone
 #include "forward/pages.cuh"  // KvTiles: loads K and V, from tensors or a KV cache's pages; has_pages(): whether it has all pages
 #include "volta/forward/required_features.cuh"  // Features; from layout.cuh Probabilities (of P V), grid policies
-#include "volta/forward/output_product.cuh"
+#include "volta/forward/output_product.cuh"  // accumulate_columns()
 
 namespace volta {
 
@@ -186,7 +186,8 @@ struct ForwardSharedQ {
         }
 
         // The block's first key. Batch-invariant kernels round it down to a multiple of kTileKeys. Kernels with pages, bias or
-        // dropout (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias and random numbers in groups of 4.
+        // dropout, and generic ones (kRoundedKeys), round it to one of 16: pages come in groups of 16 keys, bias and random numbers
+        // in groups of 4.
         int key = first_step<kTileKeys>(block.template key_first<kTileKeys>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kTileKeys>(mask));
@@ -244,7 +245,7 @@ struct ForwardSharedQ {
         for (; keys.exists(); keys.advance(grid)) {
             const int key = keys.first();
             Tile s;
-            bits.load(grid, keys, 0);  // of this step
+            bits.load(grid, keys, 0);  // 0: of this step, not a later one
             ScoreBias<ForwardLayout, RowTiles, kKeyTiles> bias;
             if (kBiasAhead && p.score_options.bias) bias.load(p, row, key + group_key);
             features.init_accumulators(p, s, row, key + group_key);
@@ -270,7 +271,7 @@ struct ForwardSharedQ {
                 } else {
                     s.apply_mask(mask, row, key + group_key);
                 }
-                // Clears V past the last key: P = 0 times NaN would be NaN. A tile masked for its bits alone has no such key.
+                // Clears V past the last key: P = 0 times NaN would be NaN. A step masked for its bits alone has no such key.
                 if (KeyGroups == 1 && !(kListed && unmasked.contains(key))) tiles.v.clear_beyond(staging, key);
             }
             if (KeyGroups > 1 && key + kTileKeys > key_end) tiles.v.clear_beyond(staging, key);
@@ -310,7 +311,7 @@ struct ForwardSharedQ {
 #pragma unroll
                         for (int v = 0; v < 8; v++) s.tile[mt][nt - 1][v] = s.tile[mt][nt][v];
             }
-            tiles.k.store(staging, k_store, kPitch, true);
+            tiles.k.store(staging, k_store, kPitch, true);  // true: no chunks past the last column, which are 0 already
             tiles.load_v(staging, p, keys.after(1));
             __syncthreads();
         }

@@ -36,7 +36,8 @@ class StreamKGrid {
     }
 
 public:
-    static constexpr bool kHasHeadAndBatchAxes = false;  // of the grid, for code that reads blockIdx directly
+    // The grid has one axis, splits and whole row tiles. So code that reads head and batch from blockIdx (dropout) cannot use it.
+    static constexpr bool kHasHeadAndBatchAxes = false;
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
