@@ -1,7 +1,8 @@
 // Copies K and V for the turing forward kernel (pipelined.cuh): from global memory to registers, and from there to a ring of slots
 // in shared memory, without branches or predicates on rows. (sm_75 has no cp.async.) A slot holds the rows of a step, 16 keys, an
 // iteration of the main loop; pipelined.cuh says when a step is loaded and stored, and has the barriers. Kernels with a paged cache
-// load by themselves, from addresses in pages, and use the rest. The stream is one of loads; stream-K is something else.
+// load by themselves, from addresses in pages, and use the rest. The stream is one of loads; stream-K is something else. Layout is
+// ForwardLayout (layout.cuh), matrix K or V of one sequence and KV head, swizzled(row, chunk) a chunk's byte offset (tile.cuh).
 #pragma once
 
 #include "tile.cuh"
