@@ -174,6 +174,7 @@ struct BackwardDq {
         clear_tiles(dq);
 
         StepTileLoader<S> tiles;
+        // of the list that has first_row; without lists unused
         auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
         Bits bits;
         if constexpr (Blocks::kListed) {

@@ -1,7 +1,8 @@
 // dQ += dS K in the main kernels of turing (single_role.cuh, single_role_halves.cuh, warp_specialized.cuh), whose blocks own keys
 // and visit queries in steps. Once dS^T of a step is in shared memory (block barrier), all warps call multiply(). Then add() adds
-// the result, unscaled, to dq's fp32 accumulator in global memory by atomics. In the fused kernel, whose block has all keys,
-// store() instead stores it as dq, times |softmax_scale|: for a negative one, load_own_keys() has flipped the signs of K.
+// the result, unscaled, to dq's fp32 accumulator in global memory by atomics (postprocess scales it). In the fused kernel, whose
+// block has all keys, store() instead stores it as dq, times |softmax_scale|: for a negative one, load_own_keys() has flipped the
+// signs of K.
 //
 //   S (Shape)         the kernel's sizes (shape.cuh): kRows keys of the block, kStep queries of a step, kWarps warps; a row of K
 //                     has kChunks chunks (16 bytes, 8 fp16) and kRowBytes bytes, a row of dS^T kScoreChunks and kScoreRowBytes
@@ -18,9 +19,8 @@ namespace turing {
 
 // dQ of a step is kStep queries x headdim. Its unit is a pair: 16 queries by two column tiles of 8 columns, so two Accumulators.
 // Warps take turns: number j (0 to kPairs - 1) of a warp's pairs has columns from 16 * (first_pair(warp) + kColumnWarps * j) on.
-// A warp sums a pair over all keys of the block (kKeyParts = 1). Where the pairs do not divide evenly among the warps but twice as
-// many would, it sums over half of the keys (kKeyParts = 2): of 8 warps that share 16 queries, two share each of 12 pairs (headdim
-// 192), so each takes 3.
+// A warp sums a pair over all keys of the block (kKeyParts = 1). Where pairs do not divide evenly among warps but twice as many do,
+// it sums over half of the keys (2): 8 warps that share 16 queries take 12 pairs (headdim 192) as 3 each, two warps a pair.
 template <class S>
 struct DqProduct {
     static constexpr int kAllPairs = S::kChunks / 2;  // in a row: of the same 16 queries

@@ -76,13 +76,12 @@ struct StoredFamily {
             });
         }
     }
-    // A quarter at a time: tiles m and m + 1 by n and n + 1.
     static __device__ __forceinline__ void add_scores(float (&c)[4][4][8], u32 a_address, u32 b_address) {
 #pragma unroll
         for (int m = 0; m < 4; m += 2)
 #pragma unroll
             for (int n = 0; n < 4; n += 2) {
-                __syncwarp();  // no operand is loaded before: registers hold those of one quarter
+                __syncwarp();  // no operand is loaded before: registers hold those of one quarter, 2 by 2 of the 4 by 4 tiles
                 Accumulator sums[2][2][2] = {};  // [m][n][j]
 #pragma unroll
                 for (int pair = 0; pair < TermColumns::kChunks / 2; pair++) {

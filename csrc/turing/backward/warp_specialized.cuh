@@ -359,6 +359,7 @@ struct BackwardWarpSpecialized {
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (kOneSlotStaggered ? remat_heads_end() : (blockIdx.y + 1) * group); head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
+            // of the list that has first_key; without lists unused
             auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
             int first;
             if constexpr (Blocks::kListed) {

@@ -151,9 +151,9 @@ struct FastForward {
     // A barrier of the thread block. Returns whether it is coarse: whether a unit, q's scale times k's, may exceed 1 for one of its
     // rows and keys. It may if k's scale exceeds 4 or q's 1/4. k's is the largest |k - mean| of 16 keys / 127, above 508 then. q's
     // has the factor softmax_scale * log2(e), usually 2^-3 log2(e) at headdim 64: |q| exceeds 127 / 4 / (2^-3 log2(e)) = 176 then.
-    // With `rotate`, k's numbers grow by sqrt(Headdim), 8 at headdim 64: those with a standard deviation of 20 then have one
-    // of 160, and the largest of 16 keys, 1024 numbers, is at about 3.3 deviations, 528. Unmasked spans have no test for this in
-    // their loop. Each thread tests some of the keys' scales. `largest`: its first scale. `scale`: index of its second.
+    // With `rotate`, k's numbers grow by sqrt(Headdim), 8 at headdim 64: a standard deviation of 20 becomes 160, and the largest of
+    // 16 keys, 1024 numbers, is at about 3.3 deviations, 528. Each thread tests some of the keys' scales. `largest`: its first
+    // scale. `scale`: index of its second.
     template <class Rows>
     __device__ __forceinline__ static bool barrier_and_is_coarse(const Rows& state, float largest, const float* scales, int scale,
                                                                  int end_scale) {
@@ -461,6 +461,7 @@ struct FastForward {
             const int first = mask.key_first(row) / kSpan * kSpan;
             const int seen_end = row < sequence.seqlen_q() ? mask.key_end(row, kWarpRows) : 0;
             const UnmaskedKeys<kSpan> keys(mask, row, kWarpRows);
+            // -1: coarse blocks, and all under a boolean mask, have no unmasked spans
             const int last_unmasked = *coarse_flag() || (kHasMask && p.mask_bits) ? -1 : keys.first + static_cast<int>(keys.span);
             if (key >= seen_end || key < first) {
                 skip(key >= seen_end ? end : min(first, end));

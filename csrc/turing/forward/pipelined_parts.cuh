@@ -272,7 +272,8 @@ struct PipelinedParts {
     static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
     // Without kRescaleBeforeExp: moves row maxima to those of the tile before, s, whose probabilities were too large, and computes
-    // these again (<true>: s may be masked). `half`: of s in its step. Passes 0 for 1 / scale, which only sets the unused `limit`.
+    // these again (<true>: s may be masked). kAll: every row moves, so that the next move comes later. `half`: of s in its step.
+    // Passes 0 for 1 / scale, which only sets the unused `limit`.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
