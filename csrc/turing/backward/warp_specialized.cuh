@@ -302,7 +302,8 @@ struct BackwardWarpSpecialized {
             [&](int n, int m, int h) { x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]); });
     }
 
-    // Loads V's shared chunks, in KeysLayout's order, padded with zeros. `keys`: of the sequence, from row `origin` of v on.
+    // Loads V's shared chunks, 8 of each row (kSharedChunks), in KeysLayout's order, padded with zeros. `keys`: of the sequence,
+    // from row `origin` of v on.
     static __device__ __forceinline__ void load_values(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
         const unsigned short* base = rows_of(p.v, blockIdx.z, blockIdx.y, origin + first_key);
         for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {

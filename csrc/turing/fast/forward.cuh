@@ -542,7 +542,7 @@ struct FastForward {
         const int batch = remat_block_batch(), head = remat_head<true>(p.problem);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         const Lane lane(remat_thread_index() & 31);
-        const int half = exponent / 2;
+        const int half = exponent / 2;  // 2^exponent, which V lacks, as two factors: bf16's may leave fp32's range
         const float first_power = times_power(1.f, half), second_power = times_power(1.f, exponent - half);
         unsigned short* out = rows_of(p.out, batch, head, sequence.q_offset()) + 2 * lane.quad;
         float* lse = p.softmax_lse + sequence.lse_row(batch, head);
