@@ -1,9 +1,12 @@
 // Products q . k of DeepSeek V3.2's lightning indexer, which scores keys for sparse attention, on Turing. IndexerProducts is the
 // template argument Products of indexer::Kernel (indexer/indexer.cuh): the kernel calls load() once for its queries and multiply()
 // for each 16 keys, then sums relu(q . k) over heads, with weights. A warp multiplies 32 rows (a row is one head of one query), in
-// registers, by 16 keys, in shared memory, by mma.m16n8k8 with operands by ldmatrix. The rows are kRowTiles (2) row tiles of 16. A
-// row of Q or K has 128 fp16 columns: kChunks (16) chunks of 8, kChunkBytes (16) each. Rows of shared memory are kPitch bytes
-// apart. Scores are fp32. A lane's group is lane / 4, its quad lane % 4 (turing/mma.cuh).
+// registers, by 16 keys, in shared memory, by mma.m16n8k8 with operands by ldmatrix. Scores are fp32.
+//
+//   kRowTiles, mt     2, row tiles of 16 rows; number of one
+//   kChunks, c        16, chunks of 8 of the 128 fp16 columns of a row of Q or K, kChunkBytes (16) each; number of one
+//   kPitch            bytes from one row of shared memory to the next
+//   group, quad       of a lane: lane / 4, lane % 4 (turing/mma.cuh)
 #pragma once
 
 #include "indexer/indexer.cuh"
@@ -19,7 +22,7 @@ struct IndexerProducts {
         __device__ __forceinline__ void clear() { clear_tiles(tile); }
     };
     static constexpr int kRowStep = 8;  // from row() to the lane's other row of a tile
-    static constexpr int kLaneMasks[3] = {16, 8, 4};  // shfl_xor masks that reach the lanes with other rows of the same keys
+    static constexpr int kLaneMasks[3] = {16, 8, 4};  // shfl_xor masks to the lanes with other rows of the same keys (other groups)
 
     Lane lane;
 

@@ -1,7 +1,8 @@
 // Tensor-core products of the turing family: mma.sync.m16n8k8, ldmatrix, lane layouts. For all turing kernels with products.
 //
 // C (16 x 8, fp32) += A (16 x 8, fp16) B (8 x 8, fp16). m, k and n are the row of A and C, the column of A, and the column of B and
-// C. Let g = lane / 4 and t = lane % 4. h is a lane's register of A, v its element (in A and B: of the register's pair of fp16):
+// C. Let g = lane / 4 and t = lane % 4. h is a lane's register of A (0 or 1), v its element (in A and B: 0 or 1, of the register's
+// pair of fp16; in C 0 to 3, a float each):
 //
 //   A row-major   m = g + 8*h                             k = 2*t + v
 //   B             k = 2*t + v                             n = g

@@ -1,7 +1,7 @@
-// Block-sparse masks in the turing backward kernels: loads the mask's bits, and hides the scores without one. A list names the
-// blocks of 64 columns that 128 rows have scores in. A partial block has a tile of bits, one for each score (block_lists.cuh). In
-// main kernels (dK, dV) rows are keys and columns queries, in dq kernels the reverse. ListedBlocks is the template argument Blocks
-// of the kernels in warp_specialized.cuh, dq.cuh and dq_warp_specialized.cuh.
+// Block-sparse masks in the turing backward kernels: loads the mask's bits, and hides (sets to -inf) the scores whose bit is 0. A
+// list names the blocks of 64 columns that 128 rows have scores in. A partial block has a bit for each score, in a bit tile of 128
+// rows by 64 columns (block_lists.cuh). In main kernels (dK, dV) rows are keys and columns queries, in dq kernels the reverse.
+// ListedBlocks is the template argument Blocks of the kernels in warp_specialized.cuh, dq.cuh and dq_warp_specialized.cuh.
 #pragma once
 
 #include "backward/block_mask.cuh"
@@ -9,14 +9,16 @@
 
 namespace turing {
 
-// Bits of a warp's Rows rows (of the product, and of the list) in a step: at most 32 columns that the kernel computes at once. A
-// lane holds the bits of one row. load() runs one step ahead to hide its latency, so combine() shifts them, not load(), which would
-// wait for them. Layout (fragments.cuh): tiles of scores have kTileQueries queries by kTileKeys keys. A lane has kElements elements
-// of a tile; element v is at its first row and column plus the slots of v. kListedRows (128): rows of a list.
+// Bits of a warp's Rows rows in a step: at most 32 columns that the kernel computes at once. A lane holds the bits of one row.
+// Kernels call load() one step ahead, to hide its latency. It does not shift the word, which would wait for it: combine() does.
 //
-// Steps (ListedSteps, listed_steps.cuh) iterates over the list's steps: first() is the step's first column, has_bits() whether its
-// block is partial. For the step n later, has_bits_after(n) tells that, tile_after(n) the number of its bit tile,
-// column_in_tile(n) its first column (0 to 63) there.
+//   Layout            KeysLayout or QueriesLayout (fragments.cuh): tiles of scores, kTileQueries queries by kTileKeys keys. A lane
+//                     has kElements elements v of a tile: at its first row and column plus the slots of v
+//   lists             the mask in memory: `tiles` bit tiles; bits_of(): address of the word of a row and column of one
+//   kListedRows       128, rows of a list
+//   steps             iterator over the list's steps (ListedSteps, listed_steps.cuh): first() is the step's first column,
+//                     has_bits() whether its block is partial. For the step n later, has_bits_after(n) tells that, tile_after(n)
+//                     the number of its bit tile, column_in_tile(n) its first column (0 to 63) there
 template <class Layout, int Rows>
 class StepBits {
     static_assert(Rows <= 32, "a word a lane");
@@ -68,8 +70,8 @@ public:
         word_ = steps.has_bits() ? loaded_ >> steps.column_in_tile(0) % 32 : ~0u;
         word_ = first > last || (kKeyRows && i >= mask.seqlen_k) ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
-    // Sets to -inf the scores without a bit in N neighboring tiles: those of row tile m, from `column` of the step on. tile(n): the
-    // lane's scores of the n-th. All lanes of the warp call it together: they shuffle words.
+    // Sets to -inf the scores whose bit is 0 in N neighboring tiles: those of row tile m, from `column` of the step on. tile(n):
+    // the lane's scores of the n-th. All lanes of the warp call it together: they shuffle words.
     template <int N, class TileOf>
     __device__ __forceinline__ void hide(int m, int column, TileOf tile) const {
         const Lane lane = remat_lane();

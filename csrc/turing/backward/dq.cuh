@@ -7,8 +7,8 @@
 // and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in registers. Accumulators of S have the
 // layout of operand A, so dS needs no shared memory, which has two tiles of K and of V. csrc/entry.cu calls run().
 //
-//   S (Shape)         sizes (shape.cuh): kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row, kSlotBytes of
-//                     a slot (K, and kStepTile after it V)
+//   S:: (Shape)       sizes (shape.cuh), not scores: kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row,
+//                     kSlotBytes of a slot (K, and kStepTile after it V); slot(key): that of the step at `key`, 0 or 1
 //   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
 //   QueriesLayout     of 16 queries by 8 keys a lane has kRows (2) queries r, row_slot(r) after its first_query(), each with two
 //                     keys. Element v (0 to 3) is of query row_of(v) (fragments.cuh)
@@ -18,7 +18,10 @@
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query;
 //                     rounded_row(): the sequence's first row there, of all heads; rounded_rows(): the sequence's rows there
 //   range             keys that the block's rows see: first (of a step) to `end`; steps in range.unmasked need no mask
-//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
+//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later,
+//                     has_bits() whether bits hide some of its scores, number_modulo<2>() the step's number modulo 2
+//   bits              those bits (block_mask.cuh): load(..., n) loads those of the step n later; combine() adds the other masks;
+//                     hide<N>(m, column, tile) sets hidden scores of N tiles to -inf, from `column` of the step on
 //   remat_*()         reads special registers again, to hold no register in between (ptx.cuh)
 //   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
@@ -38,16 +41,16 @@ namespace turing {
 // With kListed, lists name the keys that a block of queries visits, and their bits say which scores exist.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
-    // No own rows and no tiles between warps lie in shared memory; K and V of a step have two slots.
+    // 0: no own rows lie in shared memory; 2 slots of K and V; 0: no tiles of P^T, because dS stays in registers.
     using S = Shape<Headdim, 0, Step, Threads, 2, 0>;
     static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "a warp has whole tiles of 16 rows");
-    static constexpr int kPairs = S::kChunks / 2;
+    static constexpr int kPairs = S::kChunks / 2;  // of chunks, or of column tiles of dQ: 16 columns
     using Layout = QueriesLayout;
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
-    using LaneRows = float[kRowTiles][Layout::kRows];
+    using LaneRows = float[kRowTiles][Layout::kRows];  // a number for each of the lane's queries
     using Bits = typename Blocks::template Bits<Layout, kWarpRows>;
 
     // Under a causal mask the last queries see the most keys, so they start first.
@@ -71,8 +74,9 @@ struct BackwardDq {
             return S::slot(key + steps * S::kStep);
     }
 
-    // Generic kernels (features chosen by parameters): computes dS from S and dP, in a rolled loop over tiles. `row` and `key`:
-    // first of the warp and of the step. neg_lse (log2 units) and neg_delta are those of the lane's rows.
+    // Generic kernels (features chosen by parameters): computes dS from S and dP, in a rolled loop over tiles: unrolled code would
+    // not fit the instruction cache. `row`: the warp's first query; `key`: the step's first. neg_lse: log2 units. `masked`: some
+    // scores may be hidden.
     static __device__ __forceinline__ void generic_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p,
                                                                    int row, int key, const LaneRows& neg_lse,
                                                                    const LaneRows& neg_delta, bool masked, const Bits& bits) {
@@ -90,6 +94,7 @@ struct BackwardDq {
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
             // The score function (softcap; parameter 0: none) maps a product to a state, from which score and derivative follow.
+            // score(state, y) is the score, in log2 units, less constant(), plus y.
             if (ScoreFunction::parameter(options) > 0.f) {
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
@@ -169,6 +174,7 @@ struct BackwardDq {
         clear_tiles(dq);
 
         StepTileLoader<S> tiles;
+        // of the list that has first_row; without lists unused
         auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
         Bits bits;
         if constexpr (Blocks::kListed) {

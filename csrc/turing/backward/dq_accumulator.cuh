@@ -11,8 +11,9 @@ namespace turing {
 struct DqAccumulator {
     static constexpr int kTileFloats = 128, kLineFloats = 32;
 
-    // Element (row, column) lies row(row) + column(column) floats after the sequence's first element. headdim: columns of a row of
-    // the accumulator (column() needs it on volta alone). Integer: the type of offsets, long long in postprocess.
+    // Element (row, column) lies row(row) + column(column) floats after the sequence's first element. row(): 16 rows are 16 *
+    // headdim floats; rows 8 to 15 have elements 2 and 3, two lines on; each row has four lanes. headdim: columns of the
+    // accumulator (column() needs it on volta alone). Integer: the type of offsets, long long in postprocess.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         return row / 16 * 16 * headdim + row / 8 % 2 * (2 * kLineFloats) + row % 8 * 4;
@@ -20,7 +21,8 @@ struct DqAccumulator {
     static __device__ __forceinline__ int column(int column, int) {
         return column / 8 * kTileFloats + column % 2 * kLineFloats + column % 8 / 2;
     }
-    // Loads eight neighboring columns of a row into a and b. `from`: address of the first, whose column is a multiple of 8.
+    // Loads eight neighboring columns of a row into a (0 to 3) and b (4 to 7): four lanes' even columns, from the next line their
+    // odd ones. `from`: address of the first, whose column is a multiple of 8.
     static __device__ __forceinline__ void load8(const float* from, float4& a, float4& b) {
         const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + kLineFloats);
         a = make_float4(even.x, odd.x, even.y, odd.y), b = make_float4(even.z, odd.z, even.w, odd.w);

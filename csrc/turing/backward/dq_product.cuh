@@ -1,10 +1,15 @@
 // dQ += dS K in the main kernels of turing (single_role.cuh, single_role_halves.cuh, warp_specialized.cuh), whose blocks own keys
 // and visit queries in steps. Once dS^T of a step is in shared memory (block barrier), all warps call multiply(). Then add() adds
-// the result, unscaled, to dq's fp32 accumulator in global memory by atomics. In the fused kernel, whose block has all keys,
-// store() instead stores it as dq, times |softmax_scale|: for a negative one, load_own_keys() has flipped the signs of K.
-// S is the kernel's Shape (shape.cuh): kRows keys of the block, kStep queries of a step, kWarps warps; a row of K has kChunks
-// chunks (16 bytes, 8 fp16) and kRowBytes bytes, a row of dS^T kScoreChunks and kScoreRowBytes. pair_after(x, n): the address 2 * n
-// chunks after x. Of a lane, group is lane / 4, quad lane % 4. remat_*() reads a special register again, to hold none (ptx.cuh).
+// the result, unscaled, to dq's fp32 accumulator in global memory by atomics (postprocess scales it). In the fused kernel, whose
+// block has all keys, store() instead stores it as dq, times |softmax_scale|: for a negative one, load_own_keys() has flipped the
+// signs of K.
+//
+//   S (Shape)         the kernel's sizes (shape.cuh): kRows keys of the block, kStep queries of a step, kWarps warps; a row of K
+//                     has kChunks chunks (16 bytes, 8 fp16) and kRowBytes bytes, a row of dS^T kScoreChunks and kScoreRowBytes
+//   ds, keys          shared addresses of dS^T and of K, whose rows are the block's keys
+//   pair_after(x, n)  the address 2 * n chunks after x; score_offset(key, c): offset of chunk c, 8 queries, in dS^T (fragments.cuh)
+//   Accumulator       a lane's part of C, 16 queries by 8 columns, as fp32; its group is lane / 4, its quad lane % 4
+//   remat_*()         reads a special register again, to hold none (ptx.cuh)
 #pragma once
 
 #include "turing/backward/dq_accumulator.cuh"
@@ -14,8 +19,8 @@ namespace turing {
 
 // dQ of a step is kStep queries x headdim. Its unit is a pair: 16 queries by two column tiles of 8 columns, so two Accumulators.
 // Warps take turns: number j (0 to kPairs - 1) of a warp's pairs has columns from 16 * (first_pair(warp) + kColumnWarps * j) on.
-// A warp sums a pair over all keys of the block. Where pairs do not divide evenly among warps but half pairs would, over half of
-// the keys: 8 warps that share 16 queries take 12 pairs (headdim 192) as 3 each, so that two warps share each (kKeyParts = 2).
+// A warp sums a pair over all keys of the block (kKeyParts = 1). Where pairs do not divide evenly among warps but twice as many do,
+// it sums over half of the keys (2): 8 warps that share 16 queries take 12 pairs (headdim 192) as 3 each, two warps a pair.
 template <class S>
 struct DqProduct {
     static constexpr int kAllPairs = S::kChunks / 2;  // in a row: of the same 16 queries
@@ -33,9 +38,9 @@ struct DqProduct {
         return kAllPairs >= kColumnWarps || first_pair(warp) < u32(kAllPairs);
     }
 
-    // Addresses that a lane gives to ldmatrix for the warp's first 16 keys. ds, keys: shared addresses of dS^T and K, whose rows
-    // are keys. The load transposes both. dS^T's matrices 0 and 1 are queries 0 to 7 and 8 to 15 of eight keys (score_offset(): a
-    // chunk's offset in dS^T). K's matrices 0 and 1 are all 16 keys of the pair's first chunk (by_rows(), fragments.cuh).
+    // Addresses that a lane gives to ldmatrix for the warp's first 16 keys. The load transposes both operands. dS^T's matrices 0
+    // and 1 are queries 0 to 7 and 8 to 15 of eight keys. K's matrices 0 and 1 are all 16 keys of the pair's first chunk
+    // (by_rows(), fragments.cuh).
     static __device__ __forceinline__ u32 a_operand(u32 ds, u32 lane, u32 warp) {
         return ds + score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
     }

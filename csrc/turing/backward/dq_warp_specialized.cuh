@@ -7,8 +7,8 @@
 // half of dQ's columns. P goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
 // csrc/entry.cu calls run().
 //
-//   S (Shape)         sizes (shape.cuh): kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row, kSlotBytes of
-//                     a slot (K, and kStepTile after it V)
+//   S:: (Shape)       sizes (shape.cuh), not scores: kStep step rows (keys), kChunks chunks of eight columns, kRowBytes of a row,
+//                     kSlotBytes of a slot (K, and kStepTile after it V)
 //   m, n, h, c        16 queries of the warp; 8 keys; one of a lane's two queries in tile m; a pair of chunks, 16 columns
 //   QueriesLayout     of 16 queries by 8 keys a lane has kRows (2) queries r, row_slot(r) after its first_query(), each with two
 //                     keys. Element v (0 to 3) is of query row_of(v) (fragments.cuh)
@@ -18,7 +18,10 @@
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a query;
 //                     rounded_row(): the sequence's first row there, of all heads; rounded_rows(): the sequence's rows there
 //   range             keys that the block's rows see: first (of a step) to `end`; steps in range.unmasked need no mask
-//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
+//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later,
+//                     has_bits() whether bits hide some of its scores
+//   bits              those bits (block_mask.cuh): load(..., n) loads those of the step n later; combine() adds the other masks;
+//                     hide<N>(m, column, tile) sets hidden scores of N tiles to -inf, from `column` of the step on
 //   remat_*()         reads special registers again, to hold no register in between (ptx.cuh)
 //   kVarlen, kHasScoreFeatures  what this kernel is compiled for (features.cuh); parameters choose among the score features
 //   p.problem.scale_log2, p.signed_scale  |softmax_scale| * log2(e); softmax_scale with its sign
@@ -39,7 +42,8 @@ namespace turing {
 // With kListed, lists name the keys that a block of queries visits, and their bits say which scores exist.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDqWarpSpecialized {
-    // No own rows and no tiles between warps lie in shared memory; K and V of a step have three slots.
+    // 0: no own rows lie in shared memory; 3 slots: K and V of the last step (for dQ), this one and the next; 0: Shape has no room
+    // for tiles between warps, since the regions below follow its end.
     using S = Shape<Headdim, 0, Step, Threads, 3, 0>;
     static_assert(S::kStep == 16, "a lane exchanges 16 bytes");
     static constexpr int kPartners = S::kWarps / 2;
@@ -112,6 +116,7 @@ struct BackwardDqWarpSpecialized {
             const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 8 * n);
             Accumulator& score = s[0][0];
             // The score function (softcap; parameter 0: none) maps a product to a state, from which score and derivative follow.
+            // score(state, y) is the score, in log2 units, less constant(), plus y.
             if (ScoreFunction::parameter(options) > 0.f) {
                 const ScoreFunction function(p.problem, options);
                 float slope[4];
@@ -152,7 +157,8 @@ struct BackwardDqWarpSpecialized {
         }
     }
 
-    // Replaces x, the partner's P, by dS. slopes_address: of the score function's derivatives, which the partner stored.
+    // Replaces x, the partner's P, by dS. neg_delta: -delta / kProbabilityUnit. slopes_address: of the score function's
+    // derivatives, which the partner stored.
     static __device__ __forceinline__ void score_gradients(PackedScores& x, const Scores& dp, const LaneRows& neg_delta,
                                                            const BwdParams& p, u32 slopes_address) {
         const ScoreOptions& options = p.score_options;
@@ -218,6 +224,7 @@ struct BackwardDqWarpSpecialized {
         Accumulator dq[kRowTiles][2 * kOwnPairs] = {};
 
         StepTileLoader<S> tiles;
+        // of the list that has first_row; without lists unused
         auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
         Bits bits;
         if constexpr (Blocks::kListed) {

@@ -26,12 +26,12 @@
 //   kRequiresDropout  all problems of the kernel use dropout, and no other score feature: softcap, ALiBi, bias (features.cuh)
 #pragma once
 
-#include "backward/gradient_output.cuh"
-#include "backward/score_coord.cuh"
+#include "backward/gradient_output.cuh"  // store_gradient2(), gradients_are_fp32()
+#include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; has_rows_and_keys()
 #include "half.cuh"
 #include "score_mod.cuh"
 #include "softmax.cuh"
-#include "tile.cuh"
+#include "tile.cuh"  // swizzled(), chunk_after(x, n): shared addresses; kChunk: 8 columns, kChunkBytes: 16
 #include "turing/mma.cuh"
 
 namespace turing {
@@ -79,10 +79,10 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int row_slot(int r) { return r * kQueryStride; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
 
-    // XOR mask to the lane that shares calls of the generator. Two keys a lane: it has the other two of four keys; four keys a
-    // lane: it has the queries 4 before or after.
+    // XOR mask to the lane that shares calls of the generator (modifiers.cuh). kKeyPartnerMask, with two keys a lane: to the lane
+    // with the other two of four keys. kQueryPartnerMask, with four: to that with the queries 4 before or after.
     static constexpr int kKeyPartnerMask = 4, kQueryPartnerMask = 2;
-    // The key of row h (of two) of the lane, in operand A of 16 keys number m of the tile.
+    // The key of row h (of two) of the lane, in operand A of 16 keys number m of the tile. It is that of element 4 * m + 2 * h.
     __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) {
         return key(first_key(l), 4 * m + 2 * h);
     }
@@ -167,9 +167,9 @@ __device__ __forceinline__ u32 remat_swizzled(u32 row, u32 chunk) {
     const u32 parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
     return (row * Chunks + (chunk ^ (row >> 1 & 3) ^ parity)) * kChunkBytes;
 }
-// Address of a lane's row for ldmatrix (load_matrices): 16 rows by two chunks of a shared `tile`, as four 8x8 matrices; lane i has
-// row i % 8 of matrix i / 8. by_chunks orders them along the chunks first, so matrices 0 and 1 are rows 0 to 7. by_rows orders them
-// down the rows first, so matrices 0 and 1 are the first chunk.
+// Address of a lane's row for ldmatrix (load_matrices): 16 rows by two chunks of a shared `tile` (its address), as four 8x8
+// matrices; lane i has row i % 8 of matrix i / 8. by_chunks orders them along the chunks first, so matrices 0 and 1 are rows 0 to
+// 7, chunks 0 and 1. by_rows orders them down the rows first, so matrices 0 and 1 are the first chunk, `chunk`.
 template <class S>
 __device__ __forceinline__ u32 by_chunks(u32 tile, u32 lane) {
     return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);

@@ -10,6 +10,7 @@
 //   Layout            KeysLayout (fragments.cuh): of a column tile a lane has kRows (2) queries r, row_slot(r) after its first,
 //                     each with kKeys (4) neighboring keys j; element(r, j) is theirs among its kElements (8)
 //   ScoreCoord        query and key of a lane's elements: query(0) and key(0) are the first
+//   unrolled<I, J>(f) calls f(i, j) for each i < I and j < J
 //   remat_*()         reads a special register (threadIdx, blockIdx) again at its use, to hold no register in between (ptx.cuh)
 #pragma once
 
@@ -105,8 +106,8 @@ struct TileDropoutMask {
     u32 of_key[4];  // lower half: first query, upper half: second; 0xffff if the probability is kept, else 0
 
     // Draws random numbers. `row`: the tile's first query. A Philox call has 16-bit numbers of two queries 4 apart and four keys:
-    // those of query r and keys c (lower half) and c + 2 (upper half) are in philox_word(drawn, r, c). kept_halves() turns each
-    // number into 0xffff or 0 (philox.cuh).
+    // those of query r and keys c (lower half) and c + 2 (upper half) are in philox_word(drawn, r, c). lower_halves(a, b), or
+    // upper, joins those halves of two words: a key's numbers of both queries. kept_halves() turns each into 0xffff or 0.
     template <class Layout>
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
         static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "one call draws for all keys of a lane");

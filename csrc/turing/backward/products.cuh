@@ -17,8 +17,8 @@
 namespace turing {
 
 // Packs two P by conversions, in single_role*.cuh and dq_warp_specialized.cuh. x, y: P * kProbabilityUnit (2^12, with which small P
-// fit fp16), from which single_role*.cuh also compute dS. pack_shifted, by integers, would need P * 2^-100. The tensor cores' work
-// hides the time of conversions.
+// fit fp16), from which single_role*.cuh also compute dS. pack_shifted (softmax.cuh), by integers, takes numbers times 2^-112, so
+// it would need P * 2^-100 beside these. Here the tensor cores' work hides the time of conversions.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
 // Returns dS = P * (dP - delta), delta = rowsum(dO * O). p: P * kProbabilityUnit. neg_delta: -delta / kProbabilityUnit. fp32 until
 // callers pack dS: dP - delta may be far beyond fp16 where P is small. From 65520 on dS packs as infinity: GradScaler detects it.
@@ -35,7 +35,8 @@ __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdPar
 }
 
 // S^T or dP^T (dq kernels: S or dP): adds to tiles c[n][m] the products over one pair of chunks k (0 and 1), 16 columns of headdim.
-// a[m][k]: own rows. `address`: of the step rows' matrices (by_chunks). i: one of the two tiles n that an ldmatrix loads.
+// a[m][k]: own rows. `address`: the lane's, of the step rows' matrices (by_chunks): b[2 * i + k] is chunk k of tile n + i, of the
+// two that an ldmatrix loads.
 template <class S, int M, int N>
 __device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const OperandA (&a)[M][2], u32 address) {
 #pragma unroll
@@ -47,7 +48,8 @@ __device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const Oper
 }
 
 // dV or dK (dq kernels: dQ): adds to column tiles 2 * pair + i (i: 0 and 1; 16 columns) the products of packed P or dS, a[n][m],
-// and step rows of dO, Q or K. `address`: of the step rows' matrices (by_rows). k: one of the two tiles n that an ldmatrix loads.
+// and step rows of dO, Q or K. `address`: the lane's, of the step rows' matrices (by_rows), which the load transposes: b[2 * i + k]
+// is column tile i of tile n + k, of the two that an ldmatrix loads.
 template <class S, int M, int N, int Tiles>
 __device__ __forceinline__ void accumulate_pair(Accumulator (&c)[M][Tiles], const OperandA (&a)[N][M], u32 address, int pair) {
 #pragma unroll

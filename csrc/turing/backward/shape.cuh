@@ -13,7 +13,7 @@
 
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"  // rounded_row(); BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
-#include "backward/iteration_range.cuh"  // QueryRange
+#include "backward/iteration_range.cuh"  // QueryRange: `end` and `unmasked`; first(), rows(), next_step() of steps of queries
 #include "backward/gradient_output.cuh"
 #include "backward/row_statistics.cuh"  // write_row_statistics()
 #include "turing/backward/dq_product.cuh"  // for the main kernels, which include this file: dQ += dS K
@@ -53,7 +53,7 @@ struct Shape {
 template <class S, class Layout>
 __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
-    using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
+    using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;  // load(n): a tile's rows, of which n exist, the rest is 0
     // z: batch entry, y: KV head
     Loader k(threadIdx.x, head_base(p.k, blockIdx.z, blockIdx.y) + (origin + first_key) * p.k.row_stride, p.k.row_stride,
              p.problem.headdim);
@@ -61,7 +61,8 @@ __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, in
     for (int r = 0; r < S::kRows; r += kRowsAtOnce) {
         k.load(keys - first_key - r);
         k.flip_signs(p.problem.sign_flip);  // of a negative softmax_scale
-        k.store(shared + S::kOwn + swizzled<S::kChunks>(Layout::row_of_key(r + k.row), k.chunk), 0);  // a row a call: no pitch
+        // 0, bytes from row to row of a thread: it has one row a call
+        k.store(shared + S::kOwn + swizzled<S::kChunks>(Layout::row_of_key(r + k.row), k.chunk), 0);
     }
 }
 
@@ -99,8 +100,8 @@ struct HeadRows {
     }
 };
 
-// Writes the statistics (-lse / scale and -delta) of all rows of the block's query heads, for fused kernels, which no preprocess
-// kernel precedes. At the start, because no registers are free between heads. The caller's barrier follows.
+// Writes the statistics (-lse / scale and -delta = -rowsum(dO * O)) of all rows of the block's query heads, for fused kernels,
+// which no preprocess kernel precedes. They call it at the start, because no registers are free between heads, and then a barrier.
 template <class S>
 __device__ __forceinline__ void write_all_statistics(const BwdParams& p, const BlockSeqlenInfo& sequence) {
     const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share the block's KV head

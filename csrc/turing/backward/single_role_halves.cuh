@@ -34,7 +34,7 @@
 #pragma once
 
 #include "backward/probabilities.cuh"
-#include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
+#include "backward/scratch.cuh"  // RowStats (kRowRounding: 32, to which their rows are rounded up); BlockSeqlenInfo: lengths
 #include "backward/tiles.cuh"  // clear_shared(): zeros
 #include "turing/backward/products.cuh"  // products; pack_units(), score_gradient(): P to fp16; dS from P and dP
 #include "turing/backward/shape.cuh"  // Shape, HeadRows, load_own_keys()
@@ -51,9 +51,11 @@ struct BackwardSingleRoleHalves {
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys, a half 16 queries");
     static_assert(!kHasScoreFeatures, "registers leave no room for features of scores");
+    // pairs of chunks; column tiles of a step, and of a half
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8, kHalfTiles = kColumnTiles / 2;
     using Layout = KeysLayout<2>;  // of 32 keys by 8 queries a lane has four keys, key_of_lane(lane, m, h), of two queries
     using Dq = DqProduct<S>;
+    // kAllPairs: of dQ's rows; kColumnWarps: warps that share them
     static_assert(Dq::kAllPairs % Dq::kColumnWarps == 0, "each warp has Dq::kPairs pairs");
 
     static __device__ __forceinline__ void run(const BwdParams& p) {

@@ -2,11 +2,14 @@
 // keys and visit queries), K and V in dq kernels (blocks own queries and visit keys). StepStats loads, in main kernels alone, the
 // queries' statistics -lse/scale and -delta: lse is softmax_lse, scale |softmax_scale|, delta rowsum(dO * O). Kernels call load()
 // one or two steps ahead, and store() once a block barrier has freed the slot; the next barrier shows the tiles to all warps.
+//
 //   S (Shape)         sizes: kStep rows of a step; kStepTile bytes of a tile; a row is kRowBytes, kChunks chunks (16 bytes, 8 fp16)
 //   RowStats          layout of the statistics in global memory (backward/scratch.cuh): groups of 16 queries (kGroupRows), first
 //                     their -lse/scale (at kNegLseAt), then their -delta (at kNegDeltaAt), so kRowFloats = 2 a query
-//   HeadRows          where the rows of a query head lie in scratch memory (shape.cuh)
+//   HeadRows          where the rows of a query head lie in scratch memory (shape.cuh): scratch_offset(row, n): floats before those
+//                     of `row`, if a row has n
 //   KeysLayout        which scores a lane has (fragments.cuh); its argument, tiles of 16 keys, does not change the queries
+//   head_base(), rows_after()  address of row 0 of a batch entry and head; the address some rows further (tile.cuh)
 //   remat_*()         computes a value again at each use, so it holds no register (ptx.cuh)
 #pragma once
 
@@ -70,8 +73,9 @@ public:
     // A thread's part of one of the two tiles. Kernels that lack registers for both call load() and store() for each in turn.
     using Part = uint4[kLoads];
 
-    // Loads rows from `row` of the tensor on. rows_left of them exist (may be negative or more than a step). Loads have
-    // predicates: a branch would separate the products around it. `batch`: blockIdx.z, or remat_block_batch() to keep no addresses.
+    // Loads rows from `row` of the tensor's head on. rows_left of them exist (may be negative or more than a step), and headdim
+    // columns. Loads have predicates: a branch would separate the products around it. `batch`: blockIdx.z, or remat_block_batch()
+    // to keep no addresses.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim,
                                                 int batch = blockIdx.z) {
         const u32 thread = remat_thread(), column = thread % kLanes * kChunk;

@@ -17,7 +17,8 @@
 
 namespace turing {
 
-// multiply_* add a step's products to c. add_* sum them apart first: tensor cores truncate long sums, whose bits fp32 tensors need.
+// multiply_*, for fp16 tensors, add a step's products to c. add_*, for fp32 tensors, sum the step from 0 and add that to c in fp32:
+// tensor cores truncate their sums, and a long one would lose bits. The callers run add_* once for each product of two parts.
 struct StoredFamily {
     // ---- scores -----------------------------------------------------------------------------------
     // A tile, 16 keys by 16 queries, is two accumulators j. Rows are keys and columns are queries, both in the order of
@@ -43,7 +44,7 @@ struct StoredFamily {
         __device__ __forceinline__ static constexpr int element(int r, int j) { return r % 2 + 4 * (r / 2) + 2 * j; }
     };
     // Floats of a query in a row statistic (-lse / scale, or -delta). The lane's four queries begin first_query() * kLaneStatistics
-    // floats after the tile's. load_rows() loads their numbers from there. x[0][r]: of the lane's query r.
+    // floats after the tile's. load_rows() loads their numbers from there. x[0][r]: of the lane's query r (the 1: a tile a call).
     static constexpr int kLaneStatistics = 1;
     static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
         const float4 four = load_global4(stats);
@@ -80,7 +81,7 @@ struct StoredFamily {
         for (int m = 0; m < 4; m += 2)
 #pragma unroll
             for (int n = 0; n < 4; n += 2) {
-                __syncwarp();  // no operand is loaded before: registers hold those of one quarter
+                __syncwarp();  // no operand is loaded before: registers hold those of one quarter, 2 by 2 of the 4 by 4 tiles
                 Accumulator sums[2][2][2] = {};  // [m][n][j]
 #pragma unroll
                 for (int pair = 0; pair < TermColumns::kChunks / 2; pair++) {
@@ -189,7 +190,7 @@ struct StoredFamily {
         });
     }
 };
-static_assert(covers_tile<StoredFamily::Layout>(), "score_layout.cuh");
-static_assert(has_rows_and_keys<StoredFamily::Layout>(), "backward/score_coord.cuh");
+static_assert(covers_tile<StoredFamily::Layout>(), "score_layout.cuh");  // each score of a tile has one lane and element
+static_assert(has_rows_and_keys<StoredFamily::Layout>(), "backward/score_coord.cuh");  // kRows and the members after it agree
 
 }  // namespace turing

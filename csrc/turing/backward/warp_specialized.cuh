@@ -20,8 +20,8 @@
 // With two slots of tiles a step first stores the next step's. With one slot it stores them after a second barrier, at its end;
 // kernels that are not staggered compute dQ of the step itself there.
 //
-//   S (Shape)         sizes (shape.cuh): kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight columns,
-//                     kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes
+//   S:: (Shape)       sizes (shape.cuh), not scores: kRows own rows (keys), kStep step rows (queries), kChunks chunks of eight
+//                     columns, kRowBytes of a row; offsets in shared memory: kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes
 //                     each, dO kStepTile after Q), kScores (slots of dS^T, kScoreTile each), kPartner (P^T between warps)
 //   m, n, h, c        16 keys of the warp; 8 queries, a column tile; one of a lane's two keys in tile m; a pair of chunks
 //   v                 a lane's element of a column tile (all m), of its first query (x) if v is even, else of its second (y)
@@ -33,8 +33,10 @@
 //                     none: has_pair(). add(): to the accumulator, by atomics; store(): as dq (dq_product.cuh)
 //   VisitedQueries    first() to `end`: query rows that see the block's keys (fused: all); `unmasked`: steps that need no mask;
 //                     rows(): rows that loads may read; next_step(): the next step's row, at the end one that has statistics
-//   queries           under a block mask, iterator over listed steps: first() is the step's first query, after(n) that n later
-//   bits              under a block mask: which single scores of the warp exist in this step; else calls compile to nothing
+//   queries           under a block mask, iterator over listed steps: first() is the step's first query, after(n) that n later,
+//                     number_modulo<n>() the step's number modulo n
+//   bits              under a block mask: which single scores of the warp exist; load(..., n) loads the bits of the step n later,
+//                     combine() adds the other masks, hide() sets hidden scores to -inf (block_mask.cuh)
 //   HeadRows          one query head; origin(): the sequence's first row in the tensors; scratch_offset(): an offset, in floats, of
 //                     the head's rows in scratch memory (row statistics, accumulator of dQ)
 //   StepStats         -lse/scale and -delta (rowsum(dO * O)) of a step's queries; scale(): -lse in log2 units plus a shift, and
@@ -163,6 +165,7 @@ struct BackwardWarpSpecialized {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
         // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
+        // score(state, y) is the score, in log2 units, less constant(), plus y.
         if (uses_score_function(options)) {
             const ScoreFunction function(p.problem, options);
             PackedScores derivatives;
@@ -250,7 +253,7 @@ struct BackwardWarpSpecialized {
         });
     }
 
-    // Computes dS^T in x, from the partner's P^T in x, and dP^T.
+    // Computes dS^T in x, from the partner's P^T in x, and dP^T in dp. `key`, `row`, `slopes`: as in exponents().
     static __device__ __forceinline__ void score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats,
                                                            const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -299,7 +302,8 @@ struct BackwardWarpSpecialized {
             [&](int n, int m, int h) { x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]); });
     }
 
-    // Loads V's shared chunks, in KeysLayout's order, padded with zeros. `keys`: of the sequence, from row `origin` of v on.
+    // Loads V's shared chunks, 8 of each row (kSharedChunks), in KeysLayout's order, padded with zeros. `keys`: of the sequence,
+    // from row `origin` of v on.
     static __device__ __forceinline__ void load_values(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
         const unsigned short* base = rows_of(p.v, blockIdx.z, blockIdx.y, origin + first_key);
         for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {
@@ -356,6 +360,7 @@ struct BackwardWarpSpecialized {
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (kOneSlotStaggered ? remat_heads_end() : (blockIdx.y + 1) * group); head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
+            // of the list that has first_key; without lists unused
             auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
             int first;
             if constexpr (Blocks::kListed) {

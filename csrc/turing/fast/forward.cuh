@@ -12,11 +12,12 @@
 // a span's probabilities is too large, the reference moves, and the span's scores are computed again from K in shared memory.
 //
 // Coarse thread blocks: a unit is what 1 in an integer product is worth as a score, log2 units: q's scale times k's. Scores err by
-// up to a unit. Where one may exceed 1, the sum may stay too large after each move, without end. Such blocks run all spans as
-// masked ones, whose code then computes scores without this error (barrier_and_is_coarse(), set_coarse()).
+// up to a unit, because integer sums begin at kSumZero, 1.5 * 2^23 of them, and what subtracts these is rounded. If a unit exceeds
+// 1, a span's sum may stay too large after each move of the reference, without end. So blocks where one may are coarse: they run
+// all spans as masked ones, whose code then computes scores without this error (barrier_and_is_coarse(), set_coarse()).
 //
-// Instructions: masked and unmasked spans, which warps compute at the same time, share the code of P V, 15.6 KB (L0 instruction
-// cache: 16 KB). A block's code stays below 46 KB (L1.5): so queries and output have rolled loops, rare code is behind branches.
+// Instruction caches: masked and unmasked spans, which warps compute at the same time, share the code of P V, 15.6 KB (L0: 16 KB).
+// A block's code stays below 46 KB (L1.5): so queries and output have rolled loops, rare code is behind branches.
 //
 // K and V move through a ring of four slots of a span: step j stores the span of step j + 2. The second half of the warps, the late
 // half, is half a step behind the first: it meets a barrier after its scores and before its P V, the first half after its P V. So a
@@ -27,7 +28,8 @@
 //   piece             16 bytes that a thread moves to the ring: a chunk (8 columns, kChunk) of V or 16 codes
 //   k_fragment, v_fragment  the lane's ldmatrix addresses of the first tile of K or V in a slot
 //   r, mt, t, c       one of a lane's rows, 8 apart; a tile of 16 rows; a tile of 8 keys; 64 columns of Q and K, or 16 of V
-//   State, Sources    rows' scales and references; addresses of K and V: in registers or in shared memory (state.cuh)
+//   State, Sources    rows' scales (of q's codes, times |softmax_scale| * log2(e)) and references; addresses of K and V: in
+//                     registers or in shared memory (state.cuh)
 //   load_piece(), store_piece()  move a piece: from global memory to registers; from there to a slot, where Offsets says
 //   OperandP          probabilities of a tile, packed: the lane's two keys in each of two rows
 //   remat_*()         compute a value again, so that it holds no register in between; keep_in_register() stops that (ptx.cuh)
@@ -122,6 +124,7 @@ struct FastForward {
         });
     }
 
+    // s -= x; then s = s * factor + addend, on the floats whose bits s has.
     template <int Tiles>
     __device__ __forceinline__ static void subtract(u32 (&s)[kRows][Tiles][2], float x) {
         unrolled<kRows, 2 * Tiles>([&](int r, int i) { s[r][i / 2][i % 2] = __float_as_uint(as_float(s[r][i / 2][i % 2]) - x); });
@@ -134,6 +137,7 @@ struct FastForward {
             x = __float_as_uint(fmaf(as_float(x), factor[r], addend[r]));
         });
     }
+    // The warp's byte that says whether the thread block is coarse.
     __device__ __forceinline__ static volatile unsigned char* coarse_flag() {
         extern __shared__ __align__(1024) unsigned char shared[];
         return shared + kOffsetCoarse + remat_thread_index() / 32;
@@ -147,9 +151,9 @@ struct FastForward {
     // A barrier of the thread block. Returns whether it is coarse: whether a unit, q's scale times k's, may exceed 1 for one of its
     // rows and keys. It may if k's scale exceeds 4 or q's 1/4. k's is the largest |k - mean| of 16 keys / 127, above 508 then. q's
     // has the factor softmax_scale * log2(e), usually 2^-3 log2(e) at headdim 64: |q| exceeds 127 / 4 / (2^-3 log2(e)) = 176 then.
-    // With `rotate`, k's numbers grow by sqrt(Headdim), 8 at headdim 64: those with a standard deviation of 20 then have one
-    // of 160, and the largest of 16 keys, 1024 numbers, is at about 3.3 deviations, 528. Unmasked spans have no test for this in
-    // their loop. Each thread tests some of the keys' scales. `largest`: its first scale. `scale`: index of its second.
+    // With `rotate`, k's numbers grow by sqrt(Headdim), 8 at headdim 64: a standard deviation of 20 becomes 160, and the largest of
+    // 16 keys, 1024 numbers, is at about 3.3 deviations, 528. Each thread tests some of the keys' scales. `largest`: its first
+    // scale. `scale`: index of its second.
     template <class Rows>
     __device__ __forceinline__ static bool barrier_and_is_coarse(const Rows& state, float largest, const float* scales, int scale,
                                                                  int end_scale) {
@@ -177,7 +181,7 @@ struct FastForward {
             addend[r] = -largest * inverse_temperature - kReferenceLog2;
         }
     }
-    // Packs probabilities, and adds them to the rows' sums.
+    // Turns exponents s (log2 units) into packed probabilities, and adds these to the lane's sums of its rows.
     template <int Tiles>
     __device__ __forceinline__ static void exponentiate(u32 (&packed)[kRows][Tiles], float (&sum)[kRows],
                                                         const u32 (&s)[kRows][Tiles][2]) {
@@ -208,6 +212,7 @@ struct FastForward {
         if (key_first < key_end) {
             const KeyCodes<Headdim> codes(p, sequence, block.head_k);
             RegisterSources from(0);  // 0: it has no shared memory
+            // 0: v_factor, set below
             from.of_block = {codes.codes, codes.scales, rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                              sequence.seqlen_k() - 1, 0};
             uint4 first_spans[kAhead][kPieces];
@@ -456,6 +461,7 @@ struct FastForward {
             const int first = mask.key_first(row) / kSpan * kSpan;
             const int seen_end = row < sequence.seqlen_q() ? mask.key_end(row, kWarpRows) : 0;
             const UnmaskedKeys<kSpan> keys(mask, row, kWarpRows);
+            // -1: coarse blocks, and all under a boolean mask, have no unmasked spans
             const int last_unmasked = *coarse_flag() || (kHasMask && p.mask_bits) ? -1 : keys.first + static_cast<int>(keys.span);
             if (key >= seen_end || key < first) {
                 skip(key >= seen_end ? end : min(first, end));
@@ -536,7 +542,7 @@ struct FastForward {
         const int batch = remat_block_batch(), head = remat_head<true>(p.problem);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         const Lane lane(remat_thread_index() & 31);
-        const int half = exponent / 2;
+        const int half = exponent / 2;  // 2^exponent, which V lacks, as two factors: bf16's may leave fp32's range
         const float first_power = times_power(1.f, half), second_power = times_power(1.f, exponent - half);
         unsigned short* out = rows_of(p.out, batch, head, sequence.q_offset()) + 2 * lane.quad;
         float* lse = p.softmax_lse + sequence.lse_row(batch, head);

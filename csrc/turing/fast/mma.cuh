@@ -1,6 +1,7 @@
 // Tensor-core products of the fast forward kernel (forward.cuh): m8n8k16 of int8 for Q K^T, and m16n8k8 with fp16 sums for P V. In
-// m8n8k16, lane 4g + t has bytes 4t to 4t + 3 of row g of operand A, the same bytes of column g of B, and columns 2t and 2t + 1 of
-// row g of C. So two tiles of C, of rows 0 to 7 and 8 to 15, become operand A of m16n8k8 when packed to fp16.
+// m8n8k16, lane 4g + t has bytes 4t to 4t + 3 (of 16 int8) of row g of operand A, the same bytes of column g of B, and columns 2t
+// and 2t + 1 of row g of C: 8 queries by 8 keys. So two tiles of C, of rows 0 to 7 and 8 to 15, packed to fp16, are operand A of
+// m16n8k8.
 #pragma once
 
 #include "turing/mma.cuh"
@@ -12,7 +13,7 @@ namespace turing {
 constexpr u32 kSumZeroBits = 0x4b400000u;
 constexpr float kSumZero = 12582912.f;
 
-// c = a * b + zero, where a sum begins (`zero`: kSumZeroBits), and c += a * b.
+// c = a * b + zero, where a sum begins (`zero`: a register with kSumZeroBits), and c += a * b: integer sums.
 __device__ __forceinline__ void multiply_int8(u32 (&c)[2], u32 a, u32 b, u32 zero) {
     asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%4,%4};"
         : "=r"(c[0]), "=r"(c[1])

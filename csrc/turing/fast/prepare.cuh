@@ -9,7 +9,12 @@
 //
 // A thread block takes BlockKeys keys of one sequence and KV head; grid: (parts of BlockKeys keys, KV heads, batch entries). Each
 // takes the mean of the whole sequence itself, so that one launch suffices. BlockKeys, Threads, SHARED_BYTES: from the kernel's row
-// in src/kernels. A scale block is kScaleKeys (64) keys with kScales (4) scales. A chunk is kChunk (8) columns.
+// in src/kernels.
+//
+//   scale block, chunk  kScaleKeys (64) keys with kScales (4) scales; kChunk (8) columns
+//   KeyCodes          addresses of one sequence and KV head: `codes` from key 0 on, `scales`, `mean`, `v_max` (codes.cuh)
+//   to_codes()        four numbers times code_factor(largest), rounded to int8; code_scale(largest): the codes' scale, its inverse
+//   v_exponent(), times_power()  e, of 2^e above the largest |V|; x * 2^e
 #pragma once
 
 #include "tile.cuh"
@@ -81,7 +86,7 @@ struct FastPrepare {
     __device__ __forceinline__ static void quantize(const FastParams& p, const KeyCodes<Headdim>& to, const unsigned short* k,
                                                     int keys, const Chunk& mean, int chunk, bool has_chunk, bool is_bf16) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        // a warp takes the keys of one scale at a time; n: number of the scale among those of the thread block
+        // a warp takes the 16 keys of one scale at a time; n: number of the scale among those of the thread block
         for (int n = warp; n < BlockKeys / kScaleKeys * kScales; n += Threads / 32) {
             const int scale_block = blockIdx.x * (BlockKeys / kScaleKeys) + n / kScales, scale = n % kScales;
             if (scale_block * kScaleKeys >= keys) continue;
@@ -134,7 +139,7 @@ struct FastPrepare {
         }
     }
 
-    // Writes the largest finite |V| of the thread block's keys.
+    // Writes the largest finite |V| of the thread block's keys. `shared`: a float of each warp. v: the sequence's first row.
     __device__ __forceinline__ static void take_v_max(const FastParams& p, const KeyCodes<Headdim>& to, float* shared,
                                                       const unsigned short* v, int keys, int chunk, bool is_bf16) {
         float largest = 0.f;

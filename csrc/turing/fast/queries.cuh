@@ -49,6 +49,7 @@ struct QueryRow {
         if (p.rotate) {
             // A Hadamard transform spreads outliers over all columns. Q and K both get it, which multiplies products by Headdim.
             score_scale *= 1.f / Headdim;
+            // first the lane's four columns, then the four lanes (1, 2: bits of their numbers), last the products
 #pragma unroll
             for (int c = 0; c < kProducts; c++) {
                 butterfly(x[c][0], x[c][1]), butterfly(x[c][2], x[c][3]);
@@ -85,7 +86,8 @@ struct QueryRow {
 
 // Loads the warp's queries as codes q, of Rows rows of a lane, one row at a time: unrolled code costs more time in the instruction
 // cache than the moves of codes to their registers. `rows`: address of row 0 of the head; warp_row: the warp's first. `state` gets
-// the rows' scales (state.cuh), `lse`, softmax_lse of row 0, their mean_score. CodeChunks: words of a row, one for 16 columns.
+// the rows' scales (push_scale(), state.cuh). `lse`, the address of row 0 in softmax_lse, gets their mean_score. CodeChunks: words
+// of a row, one for 16 columns.
 template <int Headdim, int Rows, int CodeChunks, class State>
 __device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& state, const FastParams& p,
                                              const unsigned short* rows, int warp_row, int seqlen_q, const float* mean,

@@ -1,6 +1,7 @@
 // Mask of the fast forward kernel (FastForward, forward.cuh): sequence lengths, causal mask, window and a boolean mask, as a bit
-// for each key of a span, the kSpan (64, 32 or 16) keys of a step. Where a step needs a mask or references move, a warp makes a
-// SpanMask, and calls apply() on its fp32 scores, a few tiles of 8 keys at a time.
+// for each key of a span, the kSpan (64, 32 or 16) keys of a step. Where a step needs a mask, or references move (a row's reference
+// is what is subtracted from its scores before exp2), a warp makes a SpanMask, and calls apply() on its fp32 scores, a few tiles of
+// 8 keys at a time.
 #pragma once
 
 #include "features.cuh"
@@ -47,6 +48,7 @@ struct SpanMask {
         static_assert(Tiles <= 4, "tiles of one word");
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
+            // the word of the quad's lane r, from this lane's first key (2t) on
             const u32 row_bits = __shfl_sync(~0u, bits[0], r, 4) >> 2 * (remat_thread_index() & 3);
 #pragma unroll
             for (int i = 0; i < 2 * Tiles; i++)

@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_rows(float (&x)[Rows], u32 address) {
 struct RegisterSources {
     Sources of_block;
 
-    __device__ __forceinline__ explicit RegisterSources(u32) {}
+    __device__ __forceinline__ explicit RegisterSources(u32 /*base: no shared memory*/) {}
     __device__ __forceinline__ void store_sources(const Sources& x) { of_block = x; }
     __device__ __forceinline__ const signed char* codes() const { return of_block.codes; }
     __device__ __forceinline__ const float* scales() const { return of_block.scales; }
@@ -94,7 +94,8 @@ struct RegisterRows {
 #pragma unroll
         for (int r = 0; r < Rows; r++) reference[r] = kNoReference;
     }
-    // Appends the scale of the next row: after Rows calls the first is row 0's. It shifts: rolled loops cannot index registers.
+    // Appends the scale of the next row: after Rows calls the first is row 0's. It shifts, and ignores the row's number, because
+    // rolled loops cannot index registers.
     __device__ __forceinline__ void push_scale(float x, int) {
 #pragma unroll
         for (int r = 0; r + 1 < Rows; r++) scale[r] = scale[r + 1];

@@ -13,9 +13,9 @@
 
 namespace turing {
 
-// One thread block for each list: its 128 rows, head and batch entry. The longest list of a head is launched first. Compact: the
-// kernel's headdim is above 64. Kernels with and without code for score features (kHasScoreFeatures: softcap, ALiBi, bias, dropout)
-// have different iterators over a list's steps:
+// One thread block for each list: its 128 rows, head and batch entry. The longest list of a head is launched first. Compact:
+// whether the kernel's headdim is above 64 (and registers short). Kernels with and without code for score features
+// (kHasScoreFeatures: softcap, ALiBi, bias, dropout) have different iterators over a list's steps:
 //
 //   without             ListedBlockSteps: two loops, over key blocks and over a block's steps. With Compact it computes an entry's
 //                       address from its number instead of keeping a pointer: ptxas schedules headdim 128 better so
@@ -36,7 +36,7 @@ public:
         typename Conditional<Compact, CompactListedSteps<Step>, ListedSteps<Step, kListedColumns / Step>>::Type>::Type;
     // Loads the bits of partial key blocks for a warp's Rows rows, a word a lane, and hides the scores that do not exist.
     template <int Rows, int Step>
-    using Bits = MaskBits<Rows, Step>;
+    using Bits = MaskBits<Rows, Step>;  // its load(), combine() and apply_to() are called by pipelined.cuh
 
     __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
     __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }  // for Steps and Bits

@@ -66,6 +66,7 @@ __device__ constexpr bool covers_step() {
             }
     return true;
 }
+// has_rows(): whether kRows, row_of() and row_slot() agree with the elements
 static_assert(covers_step() && has_rows<ForwardLayout>(), "each score of a tile has one place (score_layout.cuh)");
 
 // A lane's part of operand A, 16 rows of a chunk (kChunk: 8 columns). Word h: the lane's row h, columns 2 * quad and 2 * quad + 1.
@@ -90,9 +91,10 @@ __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], co
     });
 }
 
-// Writes out, divided by the rows' sums, and softmax_lse of the warp's rows, from `row` on. o[mt][j]: P V of row tile mt, columns
-// 8j to 8j + 7. finish_row() (forward/output.cuh) stores a row's lse and returns its output's factor, about 1 / sum. out is fp32
-// where the kernel has code for that (kHasFp32Output) and the parameter says so, else fp16.
+// Writes out, divided by the rows' sums, and softmax_lse of the warp's rows, from `row` on. softmax.row[mt][r]: maximum and sum of
+// the lane's row r of row tile mt. o[mt][j]: P V of that tile, columns 8j to 8j + 7. finish_row() (forward/output.cuh) stores a
+// row's lse and returns its output's factor, about 1 / sum. out is fp32 where the kernel has code for that (kHasFp32Output) and the
+// parameter says so, else fp16.
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int head, int row,
                                              const SoftmaxRows<ForwardLayout, RowTiles>& softmax,
@@ -110,6 +112,7 @@ __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int 
             if constexpr (kHasFp32Output) {
                 if (p.out_is_fp32) {
                     const auto column = [&](int j, int v) { return j * kChunk + 2 * lane.quad + v % 2; };
+                    // out: row 0's address, as if elements were fp16; column(j, v): that of element v of o[mt][j]
                     if (i < sequence.seqlen_q()) store_fp32_row<ForwardLayout>(p, out, i, r, scale, o[mt], column);
                     continue;
                 }

@@ -11,6 +11,8 @@
 //                     and 1 in tile 0, 2 and 3 in tile 1. (With dropout alone, kEverySecondKey: 0 and 2, then 1 and 3.)
 //   mt, r, v          one of the warp's RowTiles tiles of 16 query rows; one of a lane's two rows in it; a lane's element of a tile
 //                     (0 to 3): query first_query() + query_slot(v), key first_key() + key_slot(v) (ForwardLayout, layout.cuh)
+//   Scores<..., RowTiles, 1>  a warp's scores of one tile of 8 keys (forward/scores.cuh): tile[mt][0][v]; each(f) calls f(element,
+//                     mt, 0, v) for each
 //   kEitherOrder      heads may be on the grid's first axis
 //   remat_*()         read a special register again at its use, so that it holds no register in between
 #pragma once

@@ -35,8 +35,10 @@
 //   StreamK, StreamV  a thread's copies of K and V (RowStream, row_stream.cuh; not stream-K)
 //   mt, r, c          a tile of 16 query rows of the warp; one of a lane's two rows in it; a group of four chunks
 //   fragments         a lane's operands K and V of a group c and one tile: one ldmatrix each
-//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later
-//   bits              under a block mask, which single scores exist
+//   keys              under a block mask, iterator over listed steps: first() is the step's first key, after(n) that n steps later,
+//                     has_bits() whether bits hide some of its scores, number_modulo<n>() the step's number modulo n
+//   bits              under a block mask, which single scores exist: load(..., n) loads the bits of the step n later, combine()
+//                     adds the other masks, apply_to() hides scores
 //   OperandA          a lane's part of operand A: 16 rows of Q by a chunk, or P of 16 rows by 8 keys (layout.cuh)
 //   remat_*           compute a value again, so that it holds no register in between; keep_in_register() stops that (ptx.cuh)
 //   kVarlen, kPaged, kHas..., kGeneric  what this kernel is compiled for (features.cuh); generic: parameters choose score features

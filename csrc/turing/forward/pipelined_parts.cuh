@@ -105,8 +105,8 @@ struct PipelinedParts {
     using Block = typename Grid::template Block<kBlockRows>;
     using Keys = typename Grid::template Steps<kStep>;
     static_assert(!Grid::kListed || !kBackwards, "lists are ascending");
-    using Tile = Scores<ForwardLayout, RowTiles, 1>;
-    using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;
+    using Tile = Scores<ForwardLayout, RowTiles, 1>;  // scores of 8 keys: tile[mt][0][v]; lane_maximum(mt, r): of the lane's two
+    using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;  // row[mt][r]: row_max, limit, sum of the lane's probabilities
     using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
     using Output = Accumulator[RowTiles][kChunksV];
 
@@ -176,7 +176,7 @@ struct PipelinedParts {
     struct CopyPositions {
         int store_k, store_v, load_k, load_v;
     };
-    static constexpr int kEnd = 4 * kMostGroups, kNever = -1;
+    static constexpr int kEnd = 4 * kMostGroups, kNever = -1;  // after the last chunk; no position
     // may_mask: the tile may need a mask. `second`: of a step's two tiles. With one pass both tiles share the work.
     __device__ __forceinline__ static constexpr CopyPositions copy_positions(bool may_mask, bool second) {
         if (kPasses == 2) return {kEnd / 4 + 1, kEnd / 2 + 1, kEnd, kEnd};
@@ -235,7 +235,7 @@ struct PipelinedParts {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's two probabilities in a row
         float largest = 0.f;  // of these sums: above kLargestSum, P may exceed 2^kRescaleThreshold
 
-        // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
+        // Returns packed probabilities of row r of row tile mt, and sums them. MayMask: scores may be -inf.
         template <bool MayMask>
         __device__ __forceinline__ u32 probabilities(const FwdParams& p, const Tile& s, Softmax& softmax, float scale, int mt,
                                                      int r) {
@@ -272,7 +272,8 @@ struct PipelinedParts {
     static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
     // Without kRescaleBeforeExp: moves row maxima to those of the tile before, s, whose probabilities were too large, and computes
-    // these again (<true>: s may be masked). `half`: of s in its step. Passes 0 for 1 / scale, which only sets the unused `limit`.
+    // these again (<true>: s may be masked). kAll: every row moves, so that the next move comes later. `half`: of s in its step.
+    // Passes 0 for 1 / scale, which only sets the unused `limit`.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {

@@ -1,7 +1,8 @@
 // Copies K and V for the turing forward kernel (pipelined.cuh): from global memory to registers, and from there to a ring of slots
 // in shared memory, without branches or predicates on rows. (sm_75 has no cp.async.) A slot holds the rows of a step, 16 keys, an
 // iteration of the main loop; pipelined.cuh says when a step is loaded and stored, and has the barriers. Kernels with a paged cache
-// load by themselves, from addresses in pages, and use the rest. The stream is one of loads; stream-K is something else.
+// load by themselves, from addresses in pages, and use the rest. (Not stream-K.) Layout is ForwardLayout (layout.cuh),
+// swizzled(row, chunk) a chunk's byte offset in a slot (tile.cuh).
 #pragma once
 
 #include "tile.cuh"
@@ -26,7 +27,7 @@ struct RowStream {
     const unsigned short* column;  // address of the thread's chunk in row 0; past the columns, of the row's last chunk
     bool takes_part, inside;  // whether the thread moves anything; whether its chunk is inside the matrix's columns
 
-    // `matrix`: address of row 0; `columns`: those that exist, a multiple of 8.
+    // `matrix`: address of row 0 of K or V of the sequence and KV head; `columns`: those that exist, a multiple of 8.
     __device__ __forceinline__ RowStream(int thread, const unsigned short* matrix, int columns) {
         const int chunk = thread % Chunks, last = columns / kChunk - 1;
         column = matrix + min(chunk, last) * kChunk;
