@@ -68,6 +68,7 @@ public:
     // Offset in a shared tile, bytes, of this thread's first chunk.
     static __device__ __forceinline__ unsigned offset() { return swizzled<S::kChunks>(row(), chunk()); }
 
+    // first_row: where the first tile begins, a row of the tensors (the sequence's origin included).
     template <class Grid = BatchAxis>
     __device__ __forceinline__ StepTiles(const BwdParams& p, const Operand& s, const Operand& dp, int head, int first_row,
                                          const Grid& grid = Grid()) {
