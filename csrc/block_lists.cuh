@@ -32,7 +32,7 @@
 // name.
 #pragma once
 
-#include "tile.cuh"
+#include "tile.cuh"  // for includers: load_int_if() of its ptx.cuh
 #include "volta_fa_params.h"  // generated from src/params: BlockLists, whose strides count ints
 
 constexpr int kListedRows = 128;  // rows of a list

@@ -7,8 +7,9 @@
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
 // parameters of features and blockIdx.z (remat_block_batch()), so that they hold no registers in between.
 //
-// Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element in it, r its query, j a key. A
-// lane has kRows queries of a tile by kKeys (2 or 4) keys of each: element(r, j). row_slot(r) and key_slot(v) count from its first.
+//   s, ds, dp                 a tile's scores (or products), the gradients of S and of P
+//   element(r, j)             a lane's element v of query r < kRows and key j < kKeys (2 or 4)
+//   row_slot(r), key_slot(v)  its query and key, counted from the lane's first
 #pragma once
 
 #include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; BwdParams (src/params)

@@ -108,7 +108,7 @@ public:
     }
 
 private:
-    // ..._of_page() (cache.cuh): address of a row of a page, by its strides; has_page(): whether the cache has the page.
+    // ..._of_page() (cache.cuh, quantized.cuh): addresses in a page, by strides; has_page(): whether the cache has the page.
     __device__ __forceinline__ void enter_page(const DecodeParams& p, const WorkTile& s) {
         const int page = pages_.number(), row = pages_.row;
         page_valid_ = has_page(p.cache, page);
