@@ -13,8 +13,8 @@ constexpr bool kBatchInvariant = false;
 #endif
 
 // A row's softmax maximum is lazy: a warp raises it, and rescales the output, only once a score of any of its rows exceeds that
-// row's limit (softmax.cuh). This says which rows then move: usually all, so that the next time comes later. A move changes a row's
-// rounding, and no neighbor may cause it: batch-invariant kernels move only rows above their own limits.
+// row's limit (softmax.cuh). kMovedRows says which rows then move: usually all, so that the next time comes later. A move changes a
+// row's rounding, and no neighbor may cause it: batch-invariant kernels move only rows above their own limits.
 constexpr RescaledRows kMovedRows = kBatchInvariant ? RescaledRows::kExceeding : RescaledRows::kAll;
 
 // Returns the first key of the main loop: `key`, the first that a window lets the block's rows see. Batch-invariant kernels round

@@ -24,6 +24,7 @@
 //   begins_block()                     -           yes          yes                 -
 //   largest n                          any         Ahead        64 / Step           64 / Step
 //
+// `grid`, a policy of the kernel, has the lists: CompactListedSteps reads them in advance() too, the others ignore it there.
 // Constructors take (grid, thread block, first column, end of columns); that of ListedSteps in backward kernels takes (block lists,
 // address of a list, end of columns). ListedSteps loads an entry one block before use; its template parameter Ahead is the largest
 // n. CompactListedSteps holds three registers fewer and waits for loads at each block. ListedBlockSteps is for kernels that loop
@@ -31,7 +32,7 @@
 // name.
 #pragma once
 
-#include "tile.cuh"
+#include "tile.cuh"  // for includers: load_int_if() of its ptx.cuh
 #include "volta_fa_params.h"  // generated from src/params: BlockLists, whose strides count ints
 
 constexpr int kListedRows = 128;  // rows of a list

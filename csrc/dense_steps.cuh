@@ -1,6 +1,7 @@
 // Iteration over a contiguous range of keys or queries, in kernels without a block mask: forward grids and
 // backward/dense_blocks.cuh include it. The functions are those of the iterators over a block mask's lists (block_lists.cuh has a
-// table), so that a kernel's main loop is written once. Their grid and block arguments are for lists.
+// table), so that a kernel's main loop is written once. They ignore their grid (policy of the kernel) and block, which
+// say where the lists are.
 #pragma once
 
 // The steps (iterations of a main loop) of Step columns from `first` up to `end`. Columns are keys, or queries where rows are keys.
@@ -24,15 +25,16 @@ public:
 };
 
 // Stands in for MaskBits (forward/block_mask.cuh), a block mask's bits of single scores. Its calls compile to nothing. Keys is an
-// iterator over steps. The unnamed int of load() says how many steps later the bits are used (of forward/split.cuh: the warp's
-// first row). That of combine() is the warp's first row, that of apply_to() the first key of the tiles, counted from the step's
-// first.
+// iterator over steps.
 struct NoMaskBits {
     static constexpr bool kHidesAll = false;  // whether the bits also hide what lengths, causal masks and windows hide
+    // The int: how many steps later the bits are used; in forward/split.cuh the warp's first row.
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid&, const Keys&, int) {}
+    // The int: the warp's first row.
     template <class Keys, class Mask>
     __device__ __forceinline__ void combine(const Keys&, const Mask&, int) {}
+    // The int: first key of the tiles, counted from the step's first.
     template <class Scores>
     __device__ __forceinline__ void apply_to(Scores&, int = 0) const {}
 };

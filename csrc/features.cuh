@@ -3,7 +3,7 @@
 // from src/kernels/features.rs. Included by all kernels that branch on a feature: they test these constants, not the sets.
 #pragma once
 
-#include "volta_fa_params.h"
+#include "volta_fa_params.h"  // generated: also kFeature... and kScoreFeatures
 
 constexpr bool kVarlen = FEATURES & kFeatureLengths;  // reads sequence lengths from GPU memory, for example cu_seqlens_q
 constexpr bool kHasSinks = FEATURES & kFeatureSinks;  // attention sinks: one more logit in each row's softmax sum
@@ -29,6 +29,6 @@ constexpr bool kRequiresAlibi = kRequiredFeatures & kFeatureAlibi;
 constexpr bool kRequiresBias = kRequiredFeatures & kFeatureBias;
 constexpr bool kRequiresDropout = kRequiredFeatures & kFeatureDropout;
 constexpr bool kRequiresTwo = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;  // more than one bit is set
-// Generic kernels: parameters say which of the features the problem uses. The others are plain kernels, without score features, and
-// kernels that require one feature or two.
+// Generic kernels: parameters say which of the features the problem uses. Other kernels are plain, without score features, or
+// require one feature or two.
 constexpr bool kGeneric = kHasScoreFeatures && !kRequiredFeatures;

@@ -43,6 +43,7 @@ public:
         : from_(Indexed ? of.list + kEntries : of.list + kEntries + 3) {
         const int entries = grid.lists().max_entries;
         const int* first = of.list + kEntries;
+        // true: no condition. As volatile PTX these keep their order.
         load_int_if(true, partial_, of.list + kPartialBlocks);
         load_int_if(true, left_, of.list + kFullBlocks);
         load_int_if(true, tile_, of.list + kFirstTile);

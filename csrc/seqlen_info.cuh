@@ -6,7 +6,7 @@
 // before the launch. SeqlenInfo<true, true>: the keys are the tokens of a KV cache (paged prefill). Kernels use BlockSeqlenInfo.
 #pragma once
 
-#include "cache.cuh"  // CacheSeqlenInfo
+#include "cache.cuh"  // CacheSeqlenInfo: lengths of a sequence with a KV cache
 #include "features.cuh"  // kVarlen, kPaged: compiled features
 #include "lengths.cuh"  // packed_range(): rows of a packed sequence; Problem, Lengths, FwdParams (src/params)
 #include "mask.cuh"  // Mask: which keys a row sees

@@ -11,7 +11,7 @@
 
 #include "backward/score_coord.cuh"  // Layout: which lane has which score; BwdParams (src/params)
 #include "listed_steps.cuh"  // ListedSteps: iterator over a list; HeadLists, BlockLists: lists in memory; kListedRows: 128
-#include "ptx.cuh"  // load_int_if(): a predicated load; remat_thread_index()
+#include "ptx.cuh"  // load_int_if(condition, word, address): a predicated load; remat_thread_index()
 
 // Bits of a warp's scores, Rows rows by at most 32 columns of a step: a lane holds the word of one row, and hide() shuffles words
 // to the lanes with that row's scores. The Layout (score_coord.cuh) says which these are: an element's slots count from the lane's
@@ -37,7 +37,7 @@ public:
         const int bit_tile = steps.tile_after(0);
         const unsigned in_tile = steps.column_in_tile(0) + column;
         const unsigned list_row = static_cast<unsigned>(row) % kListedRows + static_cast<unsigned>(remat_thread_index()) % Rows;
-        int word = 0;
+        int word = 0;  // stays so if bit_tile is not one of the lists.tiles bit tiles of the tensor
         load_int_if(static_cast<unsigned>(bit_tile) < static_cast<unsigned>(lists.tiles), word,
                     bits_of(lists, bit_tile, list_row, in_tile));
         word_ = word, shift_ = in_tile % 32;

@@ -14,11 +14,11 @@
 template <int Keys, int Step>
 struct QueryRange {
     int end;  // one past the last row that sees one of the keys
-    // steps that begin at rows unmasked.first to unmasked.first + unmasked.span (inclusive) need no mask
+    // mask.cuh: steps that begin at rows unmasked.first to unmasked.first + unmasked.span (inclusive) need no mask
     UnmaskedRows<Step> unmasked;
 
-    // all_rows: sets `end` to the sequence's rows, for the fused kernels (DqMode::kStore). They store dq of all rows, so they also
-    // visit rows that see no key. Their loop begins at row 0 instead of first().
+    // all_rows: sets `end` to the sequence's rows, for the fused kernels (DqMode::kStore), one launch for dq, dk and dv. They store
+    // dq of all rows, so they also visit rows that see no key. Their loop begins at row 0 instead of first().
     __device__ __forceinline__ QueryRange(const Mask& mask, int first_key, bool all_rows = false)
         : end(keep_in_register(all_rows ? mask.seqlen_q : end_of_seen(mask, first_key))),
           unmasked(mask, first_key, min(Keys, mask.seqlen_k - first_key)) {

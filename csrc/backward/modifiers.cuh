@@ -7,13 +7,14 @@
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
 // parameters of features and blockIdx.z (remat_block_batch()), so that they hold no registers in between.
 //
-// Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element in it, r its query, j a key. A
-// lane has kRows queries of a tile by kKeys (2 or 4) keys of each: element(r, j). row_slot(r) and key_slot(v) count from its first.
+//   s, ds, dp                 a tile's scores (or products), the gradients of S and of P
+//   element(r, j)             a lane's element v of query r < kRows and key j < kKeys (2 or 4)
+//   row_slot(r), key_slot(v)  its query and key, counted from the lane's first
 #pragma once
 
 #include "backward/score_coord.cuh"  // ScoreCoord: query and key of a lane's elements; BwdParams (src/params)
 #include "ptx.cuh"  // remat_block_batch(); add_global(): an atomic addition
-#include "score_mod.cuh"  // Alibi, Bias, Philox (random numbers), uses_...(): whether the problem has a feature
+#include "score_mod.cuh"  // Alibi, Bias; Philox: random numbers; DropoutRule: what they keep; uses_...(): a problem's features
 
 // Moves all tiles but the first down by one: the rolled loop's next tile becomes the first.
 template <int M, int N, int E>
@@ -67,6 +68,7 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
         }
     }
 }
+// Returns ALiBi of a query head: alibi(score, distance) is the score with its term.
 __device__ __forceinline__ Alibi alibi_of(const BwdParams& p, int batch, int head) {
     const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
     return Alibi(p.score_options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
@@ -130,8 +132,8 @@ __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
 // Returns which probabilities of the lane's two queries, numbers r = 0 and 1, dropout keeps: 1 in bit kept_bit(r, c), which is 2 *
 // r + c % 2 + 16 * (c / 2), for key c of four. `mine` and `others` are kept_bits() of two Philox calls (philox.cuh): the lane's,
 // for its query number `mine_is`, and its partner's, for the lane's other query. A call decides two queries: bits kept_bit(0, c)
-// are of one whose number has bit 2 clear, kept_bit(1, c) of the one 4 later. has_bit_of_4: 1 if the lane's queries are the later
-// ones of their calls, else 0.
+// are of one whose number has bit 2 clear (kBitsOfRow masks all four), kept_bit(1, c) of the one 4 later. has_bit_of_4: 1 if the
+// lane's queries are the later ones of their calls, else 0.
 __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, int has_bit_of_4, int mine_is) {
     mine = mine >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
     others = others >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;

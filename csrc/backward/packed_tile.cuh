@@ -8,7 +8,7 @@
 //   key 2    v 2, 3: word 2    v 6, 7: word 3
 #pragma once
 
-#include "backward/modifiers.cuh"  // merge_calls(): bits of two Philox calls; ScoreCoord: query and key of elements; DropoutRule
+#include "backward/modifiers.cuh"  // merge_calls(), DropoutRule: bits of Philox calls, 1: kept; ScoreCoord: places of elements
 #include "backward/residual_signs.cuh"  // from_residual_sign(), kSigns
 
 struct PackedTile {

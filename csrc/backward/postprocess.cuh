@@ -22,6 +22,7 @@ struct BackwardPostprocess {
     static constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
     static_assert(kBlockRows % kRowsAtOnce == 0, "the threads' rows do not leave the block");
 
+    // FP32: dq is fp32, else fp16.
     template <bool FP32>
     static __device__ __forceinline__ void convert(const BwdParams& p, const BlockSeqlenInfo& sequence, int head, int batch) {
         const int end = min((static_cast<int>(blockIdx.x) + 1) * kBlockRows, sequence.seqlen_q());

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "backward/probabilities.cuh"  // pack_shifted(), shifted_sum() (softmax.cuh)
-#include "features.cuh"
+#include "features.cuh"  // kRequiresDropout: every problem of the kernel has dropout
 
 constexpr float kResidual = 1.7263349e-4f;  // 2^-12.5 of P
 

@@ -2,8 +2,9 @@
 // compute scores.
 //
 // A lane has some elements of each tile of scores, numbered v. By its family's Layout (score_layout.cuh), v is of query
-// first_query(lane) + query_slot(v) and key first_key(lane) + key_slot(v) of the tile. For the backward pass it also has the
-// following, where "row" means query except in kKeyRows:
+// first_query(lane) + query_slot(v) and key first_key(lane) + key_slot(v) of the tile, which has kTileQueries by kTileKeys scores.
+// Tile is float[kElements], Lane is made from a lane number. For the backward pass a Layout also has the following, where "row"
+// means query except in kKeyRows:
 //
 //   query(first, v), key(first, v) first + query_slot(v), first + key_slot(v); the family chooses the order of the additions,
 //                                  because ptxas's schedule depends on it

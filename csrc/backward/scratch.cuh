@@ -1,9 +1,10 @@
 // Scratch memory of the backward pass: layout of the row statistics (RowStats), and offsets of query rows in them and in the
 // accumulator of dq. Included by all backward kernels.
 //
-// There a sequence's rows are rounded up to a multiple of RowStats::kRowRounding (32). Main kernels (dK and dV) whose blocks own
-// keys visit at most as many queries in a step. So each step finds statistics, and room for dq, for all of its rows, and needs no
-// bounds test. Blocks that own more queries (dq kernels, store_scores.cuh) test them against rounded_rows().
+// There a sequence's rows are rounded up to a multiple of RowStats::kRowRounding (32): seqlen_q to seqlen_q_rounded. Main kernels
+// (dK and dV) whose blocks own keys visit at most as many queries in a step. So each step finds statistics, and room for dq, for
+// all of its rows, and needs no bounds test. Blocks that own more queries (dq kernels, store_scores.cuh) test them against
+// rounded_rows().
 #pragma once
 
 #include "seqlen_info.cuh"  // BlockSeqlenInfo: lengths of a sequence; kVarlen: read from GPU memory

@@ -31,8 +31,9 @@ using TermRows = TermRowsOf<kStagedRows>;  // of the first operand, A
 using OtherTermRows = TermRowsOf<kStagedColumns>;  // of the second, B; the output's tile has its row length too
 
 // A thread's chunks (16 bytes, eight elements) of a tile, from global memory to shared memory. Registers hold one of `Parts` equal
-// groups of rows at a time: of two in volta's gradients of fp32 tensors (kLoadParts), which then spill least, else of one. Shared
-// rows are swizzled (tile.cuh), in a pattern that repeats every eight rows.
+// groups of rows at a time: of two in volta's gradients of fp32 tensors (kLoadParts), which then spill least, else of one. From
+// here on a part is such a group, of the same step, and not a high or low part. Shared rows are swizzled (tile.cuh), in a pattern
+// that repeats every eight rows.
 template <class Shape, int Parts = 1>
 struct StagedTile {
     static constexpr int kRows = Shape::kRows / Parts;  // of a part
@@ -89,9 +90,10 @@ struct StagedTile {
     }
 };
 
-// Runs `steps` steps, at least one. load(i, part) loads a part of the tiles of step i into registers, store(buffer, part) stores
-// what was loaded last to the buffer at that shared address, and multiply(buffer, part) computes a part of the product's elements,
-// over all terms of the buffer's step. The last barrier is after the last product, so the caller may reuse both buffers.
+// Runs `steps` steps, at least one. `shared`: address of both buffers. load(i, part) loads a part of the tiles of step i into
+// registers, store(buffer, part) stores what was loaded last to the buffer at that shared address, and multiply(buffer, part)
+// computes a part of the product's elements, over all terms of the buffer's step. The last barrier is after the last product, so
+// the caller may reuse both buffers.
 //
 // One part (here and in StagedTile) and no shift are special cases: with empty loops and shifts by 0, ptxas (CUDA 12) schedules
 // kernels of one part differently, and turing_bwd_gradients_512 spills.

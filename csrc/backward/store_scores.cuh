@@ -40,7 +40,7 @@
 #include "backward/probabilities.cuh"  // ExponentAddends, exponentials(): P = 2^(S - lse)
 #include "backward/scratch.cuh"  // rounded_row(): where a query's statistics are
 #include "backward/score_coord.cuh"  // Layout: which query and key an element v has; ScoreCoord: both; apply_mask()
-#include "backward/split_tile.cuh"  // PackedTile: a lane's elements of a tile as fp16; SplitTile: a sum of two
+#include "backward/split_tile.cuh"  // PackedTile: a lane's elements of a tile as fp16; SplitTile: a sum of two, its parts
 #include "backward/staged_tiles.cuh"  // StagedTile, staged_steps(): operands through shared memory
 #include "backward/stored_scores.cuh"  // kStored...: layout of P and dS; StoredScores, BwdParams (src/params)
 #include "conditional.cuh"

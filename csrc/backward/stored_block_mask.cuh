@@ -4,7 +4,7 @@
 #pragma once
 
 #include "backward/store_scores.cuh"  // the kernel; AllScores there has this interface without a mask; kStoredRows: 128
-#include "block_lists.cuh"  // BlockLists, HeadLists: lists in memory; bits_of(): address of a word; clamped_...(): counts
+#include "block_lists.cuh"  // BlockLists, HeadLists: lists in memory; ListPart (kEntries etc.): places in one; bits_of(): a word
 
 // What the list says of a thread block's tile, 128 queries by 128 keys.
 class ListedScores {
@@ -34,7 +34,7 @@ public:
     // batch entries over all launches of the call (first_batch).
     __device__ __forceinline__ bool find(const BwdParams& p, int head, int row, int key, int warp_key) {
         const int* list = HeadLists(lists_, p.lengths.first_batch + blockIdx.z, head).of(lists_, row / kListedRows);
-        // clamped: counts come from GPU memory, unvalidated
+        // clamped to the entries that a list has: counts come from GPU memory, unvalidated
         const int partial = clamped_partial(lists_, __ldg(list + kPartialBlocks));
         const int entries = partial + clamped_full(lists_, __ldg(list + kFullBlocks), partial);
         const int own = number_of(list, entries, (key + warp_key) / kListedColumns);

@@ -17,7 +17,8 @@
 //   query_a, query_b               the same of dS and K
 //   kLoadParts                     in how many parts the loads of a step come, with Split: the number that spills least
 //   multiply_keys, multiply_queries  add the products of a step to c, from the shared addresses of these operands
-//   add_keys, add_queries          the same of one part, in sums that begin with 0 and are multiplied by a factor
+//   add_keys, add_queries          the same for part number `part` of kLoadParts equal parts of c, by sums that begin with 0 and
+//                                  are multiplied by a factor
 //   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
 //
 // Split (fp32 tensors): operands, P and dS are sums of two fp16 numbers, a high and a low part. A step of 32 terms comes three
@@ -25,11 +26,12 @@
 // K or dO has its low parts after its columns of high parts. dS of each 64 keys by 64 queries is stored divided by a power of two,
 // its unit; the four units of a tile begin at kStoredUnits.
 //
-// A step's terms are its kStagedTerms (32) values of k, the index that a product sums: queries or keys. They are columns of an
-// operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory (SHARED_BYTES, from the row in
-// src/kernels) has two buffers of both operands, B kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128
-// queries. StoredScores has a launch's KV heads (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first: the launch
-// has the heads' first key tiles, so sums of dQ begin with 0. is_last: it has their last ones, so dQ is complete.
+//   terms                the kStagedTerms (32) values, in a step, of the index that a product sums: queries or keys
+//   TermColumns          an operand's tile whose columns are terms; TermRows, OtherTermRows: whose rows are, of A and of B
+//   SHARED_BYTES         from the row in src/kernels: two buffers of both operands, B kStagedTile bytes after A
+//   stored tile          kStoredRows (128) keys by 128 queries
+//   StoredScores         a launch's KV heads (first_head, heads), key tiles (first_key_tile, key_tiles); query_tiles of a head
+//   is_first, is_last    the launch has the heads' first key tiles: sums of dQ begin with 0; their last: dQ is complete
 //
 // Sparse (Split with a block mask): steps visit only those half tiles (64 terms of a stored tile) that have scores. Those whose
 // unit is kAbsentUnit have none.
@@ -65,6 +67,7 @@ struct BackwardGradients {
             : "l"(a), "l"(b), "r"(static_cast<int>(first)));
         return selected;
     }
+    // The same for all members of an Operand or Output: address and strides, in elements.
     template <class T>
     static __device__ __forceinline__ T choose(bool first, const T& a, const T& b) {
         return {either(first, a.ptr, b.ptr), either(first, a.batch_stride, b.batch_stride),

@@ -2,9 +2,13 @@
 // back. Used by the main and dq kernels of volta; turing's use clear_shared alone.
 //
 // A block of a main kernel owns keys (K and V) and visits queries (Q and dO) in steps; in dq kernels it is the other way round. "s"
-// is the operand of S = Q K^T, "dp" that of dP = dO V^T. The Shape S of a kernel (volta/backward/shape.cuh) gives the sizes: kRows
-// own rows, kStep rows of a step, kChunks chunks of 16 bytes in a row, kRowBytes in all, kThreads threads. Rows are swizzled
-// (tile.cuh). kOwnS and kOwnDp are the shared offsets of the own tiles. The two step tiles are adjacent, kStepTile bytes each.
+// is the operand of S = Q K^T, "dp" that of dP = dO V^T. Rows are swizzled (tile.cuh). The Shape S of a kernel
+// (volta/backward/shape.cuh) gives
+//
+//   kRows, kStep, kThreads  own rows; rows of a step; threads of the block
+//   kChunks, kRowBytes      of a row: chunks of 16 bytes; bytes
+//   kOwnS, kOwnDp           shared offsets, bytes, of the own tiles
+//   kStepTile               bytes of a step tile; that of dp follows that of s
 #pragma once
 
 #include "tile.cuh"  // TileLoader; kChunk: 8 elements, 16 bytes; swizzled(): offset of a chunk; head_base(): row 0
@@ -68,6 +72,7 @@ public:
     // Offset in a shared tile, bytes, of this thread's first chunk.
     static __device__ __forceinline__ unsigned offset() { return swizzled<S::kChunks>(row(), chunk()); }
 
+    // first_row: where the first tile begins, a row of the tensors (the sequence's origin included).
     template <class Grid = BatchAxis>
     __device__ __forceinline__ StepTiles(const BwdParams& p, const Operand& s, const Operand& dp, int head, int first_row,
                                          const Grid& grid = Grid()) {

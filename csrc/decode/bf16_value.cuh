@@ -5,7 +5,7 @@
 // divides scores by those of queries and keys, and the output by that of values at the end.
 #pragma once
 
-#include "decode/cache_registers.cuh"  // Keys, Values: a lane's registers of K and V; Columns: of one row
+#include "decode/cache_registers.cuh"  // Keys, Values: a lane's registers of K and V, in kStepTiles tiles; Columns: of one row
 #include "half.cuh"  // bf16x2_to_float2(): a word of two bf16 to fp32
 
 namespace decode {

@@ -11,7 +11,7 @@
 // A Layout with kCooperative says where chunks of eight columns lie, in blocks of 64 slots of 16 bytes, without bank conflicts:
 //
 //   key_slot(token, chunk)    where a key's chunk lies (eight chunks are 64 columns)
-//   key_slot(lane)            where the lane's chunk of the first 32 columns lies; its chunk of the other 32: that ^ kKeySlots
+//   key_slot(lane)            where the lane's chunk of the first 32 columns lies; its chunk of the other 32: that XOR kKeySlots
 //   value_slot(token, chunk)  where a value's chunk lies
 //   value_slot(lane)          for the first of the lane's two tokens of a tile (Layout::value_token); the other's is 32 slots on
 #pragma once
@@ -19,12 +19,12 @@
 #include "decode/bf16_value.cuh"  // Bf16Scaler: multiplies bf16 by a power of two, factor(), that makes them fit fp16
 #include "decode/cache_registers.cuh"  // of tile_scheduler.cuh: WorkTile s, the block's tokens and rows; kStepTiles
 #include "decode/column_groups.cuh"  // kGroupHeaddim, first_column(): columns of this warp
-#include "decode/page_iterator.cuh"  // PageIterator: page numbers along a sequence
+#include "decode/page_iterator.cuh"  // PageIterator: page numbers along a sequence; has_page(): whether one is in the cache
 
 namespace decode {
 
 // A set is the four warps with the same tokens and columns, `set` its number in the block. `group` is the warp's number in its
-// set: 0 and 1 load keys, 2 and 3 values, of four tokens of each tile.
+// set, that of its rows (row group): 0 and 1 load keys, 2 and 3 values, of four tokens of each tile.
 template <class Layout>
 class CooperativeLoader {
     // A warp loads kGroupHeaddim columns from first_column() on: half of a head above 256 columns (column_groups.cuh).

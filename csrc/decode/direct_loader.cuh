@@ -9,7 +9,7 @@
 #pragma once
 
 #include "decode/cache_registers.cuh"  // of tile_scheduler.cuh: WorkTile s, the block's tokens and rows; kStepTiles
-#include "decode/column_groups.cuh"
+#include "decode/column_groups.cuh"  // first_column(), kGroupHeaddim and the same of V
 #include "decode/page_iterator.cuh"  // PageIterator: page numbers along a sequence
 #include "decode/scales.cuh"  // StepScales: scales and zero points of a step, kRegisters of them in each lane
 
@@ -108,6 +108,7 @@ public:
     }
 
 private:
+    // ..._of_page() (cache.cuh, quantized.cuh): addresses in a page, by strides; has_page(): whether the cache has the page.
     __device__ __forceinline__ void enter_page(const DecodeParams& p, const WorkTile& s) {
         const int page = pages_.number(), row = pages_.row;
         page_valid_ = has_page(p.cache, page);

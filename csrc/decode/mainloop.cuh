@@ -40,16 +40,16 @@
 //
 // Names: mt is a row tile of a warp, tile a tile of tokens of a step, j a chunk of eight columns. q, k, v and o are a lane's parts
 // of Q, K, V and the output; x its scores, then its probabilities, where x.x and x.y belong to two neighboring tokens. s is the
-// work tile: `rows` packed rows from `row` on, tokens `first` to end - 1. Draft tokens: the last seqlen_q tokens of a sequence in
-// kernels with a tree mask (kTree, tree.cuh), which are guesses that form a tree.
+// work tile (WorkTile): `rows` packed rows from `row` on, tokens `first` to end - 1. Draft tokens: the last seqlen_q tokens of a
+// sequence in kernels with a tree mask (kTree, tree.cuh), which are guesses that form a tree.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
-#include "decode/bf16_value.cuh"
+#include "decode/bf16_value.cuh"  // Bf16Scaler: a factor of bf16 numbers
 #include "decode/block.cuh"  // RowInfo: position and ALiBi slope of a row; SharedPartials
 #include "decode/column_groups.cuh"
-#include "decode/direct_loader.cuh"
+#include "decode/direct_loader.cuh"  // and Queries, Keys, Values: registers of a lane
 #include "decode/cooperative_loader.cuh"
 #include "decode/staged_loader.cuh"
 #include "score_layout.cuh"  // row_max(), row_sum(): over the lanes of a row
@@ -156,6 +156,7 @@ public:
             const int full_first = (kTree ? seqlen_k - 1 : row_info[first_row + 8 * RowTiles - 1].position) - p.problem.window_left;
             const int full_end =
                 kTree ? seqlen_k - s.seqlen_q : min(row_info[first_row].position + p.problem.window_right + 1, seqlen_k);
+            // scale_log2: factor of scores in the exponent; 1 where apply_score_mod() has scaled them to log2 units
             const bool has_score_mod = ScoreFunction::parameter(options) > 0.f || options.alibi_slopes;
             const float scale_log2 = has_score_mod ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 

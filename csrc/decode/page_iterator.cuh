@@ -27,7 +27,7 @@ class PageIterator {
     }
 
 public:
-    int row;  // row in the page of the step's first token
+    int row;  // of the step's first token, counted from the page's first
 
     // `token`: the first step's first token.
     __device__ __forceinline__ PageIterator(const DecodeParams& p, const WorkTile& s, int token) {

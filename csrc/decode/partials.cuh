@@ -11,8 +11,8 @@
 #pragma once
 
 #include "semaphore.cuh"  // is_last_block(): true in the last of the blocks that this launch (launch_id) counts at a semaphore
-#include "decode/tile_scheduler.cuh"  // WorkTile; quotient(): n / divisor by a multiplication
-#include "forward/output.cuh"  // add_sink(); SoftmaxResult: a row's lse, and the factor of its output
+#include "decode/tile_scheduler.cuh"  // WorkTile: rows from packed row `row` on; quotient(): n / divisor by a multiplication
+#include "forward/output.cuh"  // add_sink(): changes max and sum; SoftmaxResult: lse, factor of the output (undoes kPackedOne)
 
 namespace decode {
 
@@ -195,7 +195,7 @@ struct WriteOutputAs {
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
         const Problem& problem = p.problem;
         row += first;
-        const int group = p.group.divisor, packed = s.row + row;
+        const int group = p.group.divisor, packed = s.row + row;  // group: query heads of the KV head, not a group of blocks
         // Batch-invariant kernels divide: those of MLA's latents have no registers for quotient() here, and would spill.
         const int query = kBatchInvariant ? packed / group : quotient(packed, p.group);
         const int head = s.head_k * group + packed - query * group;

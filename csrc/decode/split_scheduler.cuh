@@ -60,7 +60,7 @@ public:
             own_splits += static_cast<long long>(work.row_tiles) * splits_of_tile(p, work);
             has_queries &= sequence.has_queries();
         }
-        long long until = inclusive_sum(own_splits);
+        long long until = inclusive_sum(own_splits);  // over the lanes of the warp; below over all threads before, too
         if (lane == 31) warp_totals_[warp] = until;
         if (threadIdx.x == 0) position_ = end_ = 0;
         __syncthreads();

@@ -8,11 +8,11 @@
 #pragma once
 
 #include "decode/tile_scheduler.cuh"  // WorkTile: batch entry, lengths and rows of a block's work; DecodeParams
-#include "features.cuh"
+#include "features.cuh"  // kTree: the kernel has the tree mask
 
 namespace decode {
 
-// The draft tokens that a row sees, inside its window. Kernels without a tree have none.
+// The draft tokens that a row sees, inside its window. The bool is kTree: kernels without a tree have none.
 template <bool>
 struct DraftTokens {
     unsigned long long bits;

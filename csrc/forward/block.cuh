@@ -4,7 +4,7 @@
 #pragma once
 
 #include "mask.cuh"  // Mask: key_first(), key_end(): keys that rows see
-#include "tile.cuh"
+#include "tile.cuh"  // for its ptx.cuh: remat_*()
 #include "volta_fa_params.h"  // generated from src/params: Problem
 
 // Returns whether the grid's x axis is heads and its y axis blocks of rows, which EitherOrder allows (Layout::kEitherOrder). The
@@ -54,7 +54,8 @@ template <class Base, int Rows>
 struct DenseBlock : Base {
     template <class Grid>
     __device__ __forceinline__ DenseBlock(const Problem& p, const Grid&) : Base(p) {}
-    // The block's range of keys, which it takes in steps of Step: those that `mask` lets any of its rows see.
+    // The block's range of keys, those that `mask` lets any of its rows see. Step, keys of a step, is for policies whose ranges
+    // count steps (volta/forward/stream_k.cuh).
     template <int Step>
     __device__ __forceinline__ int key_first(const Mask& mask) const {
         return mask.key_first(Base::row);

@@ -91,7 +91,8 @@ public:
     }
 };
 
-// Loads tiles of listed keys: TileStream (tile.cuh), whose load() takes any first row instead of the next tile's.
+// Loads tiles of listed keys: TileStream (tile.cuh), whose load() takes any first row instead of the next tile's. A thread loads
+// kChunksPerRow chunks of a row in each of kPasses passes; has_row(row, i) and has_chunk(c) tell which of them the matrix has.
 template <int Chunks, int Rows, int Threads>
 struct ListedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream = TileStream<Chunks, Rows, Threads>;

@@ -8,12 +8,13 @@
 #pragma once
 
 #include "conditional.cuh"
-#include "seqlen_info.cuh"  // CacheSeqlenInfo: lengths of a sequence; Cache, Operand (src/params)
+#include "seqlen_info.cuh"  // CacheSeqlenInfo: lengths of a sequence; entry(): its cache entry; Cache, Operand (src/params)
 
 constexpr int kPageGroup = 16;  // tokens of a group
 
 // Returns whether the cache has all pages that the sequence reads; those before a window may be missing. Contains a barrier: all
-// threads of the block call it together. THREADS: of the block, from the kernel's row in src/kernels.
+// threads of the block call it together. THREADS: of the block, from the kernel's row in src/kernels. page_of() reads the block
+// table, has_page() tells whether the cache has that page (cache.cuh).
 __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const CacheSeqlenInfo& sequence, const Mask& mask) {
     bool has = true;
     const int first = mask.key_first(0), end = sequence.seqlen_k();

@@ -137,8 +137,8 @@ struct CompensatedRows : SoftmaxRows<Layout, 1> {
 };
 
 // Turns the products s of a step into probabilities. Bits::kHidesAll: a block-sparse mask, whose bits then also hide what lengths,
-// causal masks and windows hide. Rescales the output `o` where row maxima move. `row`: the warp's first. unmasked.contains(key):
-// all of the warp's rows see the step from `key` on, so it needs no mask.
+// causal masks and windows hide. Rescales the output `o` where row maxima move. `row`: the warp's first. unmasked (mask.cuh): if
+// it contains(key), all of the warp's rows see the step from `key` on, so it needs no mask.
 // `bits`: loaded for the step, of a block-sparse mask. `scale`: factor of scores in the exponent; 1 in generic kernels (kGeneric:
 // parameters choose the score features), whose scores apply_score_mod() has scaled to log2 units.
 template <class Family, class Steps, class Bits, class Output>

@@ -3,11 +3,12 @@
 // Blocks compute splits of the keys of these tiles, and store their results in scratch memory. The last block to finish a tile
 // combines its splits in key order. No block waits, and the output is deterministic.
 //
-// TileSplit (tile_split.cuh) is a block's work: a row tile (row_block), and a range of its steps of kStep keys (first to end). It
-// is split number `index` of `splits`; 1 means all keys. stream_k_tile numbers the split tiles. Family: mma layout (split.cuh).
-// StreamKParams (src/params) has scratch memory for max_splits splits of each split tile (partials), and semaphores that count
-// finished splits. Counts with another launch_id are 0, so a semaphore's memory needs no initialization (semaphore.cuh). The
-// kernel's row in src/kernels gives BLOCK_ROWS (of a row tile) and THREADS (of a block).
+//   TileSplit      a block's work (tile_split.cuh): a row tile, row_block, and steps `first` up to `end` of kStep keys, split
+//                  number `index` of `splits` (1: all keys). stream_k_tile numbers the split tiles
+//   StreamKParams  scratch memory for max_splits splits of each split tile (partials), and semaphores that count finished splits:
+//                  counts with another launch_id are 0, so their memory needs no initialization (semaphore.cuh)
+//   Family         the mma layout (split.cuh)
+//   BLOCK_ROWS     of a row tile; THREADS: of a block. Both from the kernel's row in src/kernels
 #pragma once
 
 #include "forward/split.cuh"  // SeenKeys (grid, keys that a block's rows see), kStep; SoftmaxRows: row_max and sum of rows

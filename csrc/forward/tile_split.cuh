@@ -24,7 +24,7 @@ struct TileSplit {
             first = x.first;
             end = x.end;
             index = x.part >> 8;
-            splits = x.part & 0xff;  // `part` is 256 * index + splits
+            splits = x.part & 0xff;  // `part` (none of kPagedParts) is 256 * index + splits
         }
     }
     // Not paged: returns the key at which the split ends, beyond all keys if the row tile is not split.

@@ -30,8 +30,8 @@
 // The kernel's row in src/kernels gives THREADS, STEP (keys) and SHARED_BYTES.
 #pragma once
 
-#include "indexer/keys.cuh"  // KeyLoader; from queries.cuh kPitch, kChunks, QueryRows, stage_queries()
-#include "indexer/schedule.cuh"  // Range, Tile, BlockTime; IndexerParams (src/params)
+#include "indexer/keys.cuh"  // KeyLoader: a step's pages, codes, scales; of queries.cuh: QueryRows, kPitch, kChunks
+#include "indexer/schedule.cuh"  // Range, Tile, BlockTime: see run(); keys_of(): a query's Range; IndexerParams (src/params)
 
 namespace indexer {
 
@@ -198,8 +198,8 @@ struct Kernel {
         write(p, first_query, base, key - kStep, (steps - 1) % kSlots);
     }
 
-    // Computes the block's equal share of the grid's work (BlockTime): parts of tiles. Time is in steps; a tile's time also counts
-    // kLoadSteps for loading its queries.
+    // Computes the block's equal share of the grid's work (BlockTime): `left` steps of time from time `begin` of tile `tile` on. A
+    // tile's time also counts kLoadSteps for loading its queries; step_at(time) leaves these out.
     __device__ __forceinline__ static void run(const IndexerParams& p) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const unsigned base = shared_address(shared);

@@ -77,6 +77,7 @@ __device__ __forceinline__ void stage_queries(const QueryRows& rows, int first, 
         if (chunk == 0) store_shared1(to + 2 * i * kPitch + kColumns * 2, __float_as_uint(factor));
     };
     if (format == QueryFormat::E4m3) {
+        // 0, here and below: from the first pass on
         each_chunk<kPasses, uint2>(from, pass_bytes, left, 0, [&](int i, const uint2& x) {
             const unsigned words[2] = {x.x, x.y};
             store(i, KeyCodes::unpack8(words), kFactor / KeyCodes::kScale);

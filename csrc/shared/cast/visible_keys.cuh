@@ -4,7 +4,7 @@
 
 #include "block_lists.cuh"  // HeadLists: lists in memory; clamped_...(): counts; a listed block: 128 queries by 64 keys
 #include "half.cuh"  // to_float2(): packed fp16 to fp32
-#include "seqlen_info.cuh"  // Mask, SeqlenInfo; CastParams (src/params)
+#include "seqlen_info.cuh"  // Mask: row_first(key), row_end(key, keys): queries that see keys; SeqlenInfo; CastParams
 
 namespace cast {
 

@@ -45,13 +45,15 @@ __device__ __forceinline__ int append(const ChosenTokens& tokens, bool is_extra,
     return length;
 }
 
-// Makes a query's list, and the start values of its rows' max_logits. The block of query 0 also bounds the sinks.
+// Makes a query's list, and the start values of max_logits (an output: each row's largest scaled score). The block of query 0 also
+// bounds the sinks.
 __device__ __forceinline__ void make_list(const SparseMlaParams& p, int query) {
     extern __shared__ uint4 shared_memory[];
     static_assert(SHARED_BYTES == kWarps * sizeof(int), "the row in src/kernels and the kernel disagree");
     int (&warp_counts)[kWarps] = *reinterpret_cast<int (*)[kWarps]>(shared_memory);
     const int nheads = p.decode.problem.nheads;
     int* list = p.lists + query * p.list_stride;
+    // false, true: is_extra; 0: the list is empty
     const int own_length = append(p.own, false, query, list, 0, warp_counts);
     const int length = append(p.extra, true, query, list, own_length, warp_counts);
     if (threadIdx.x == 0) p.lengths[query] = length;
