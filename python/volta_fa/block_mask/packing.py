@@ -20,7 +20,7 @@ CHUNK = 2560
 #: a chunk and saves 1 KB a cell: 64 * 64 bits, in both directions.
 COMPACT_ABOVE = 32768
 
-#: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, row ABSENT, the last, none. Row 0, UNKNOWN, is not used.
+#: First index, in dimension 1 of `_Cells.bits`, of evaluated cells. Index FULL has all bits, ABSENT (-1), the last, none; 0 is not used.
 _FIRST_EVALUATED = FULL + 1
 #: Bits 56, 49, ..., 7. A product with it moves the lowest bit of each of 8 bytes into the highest byte, byte i's to bit i.
 _GATHER_BITS = 0x0102040810204080
@@ -39,7 +39,7 @@ class _Cells(NamedTuple):
     """All cells, evaluated."""
 
     states: Tensor  # int8 (batch, heads, rows, columns); UNKNOWN: visible in part
-    source: Tensor  # int64, the same shape: the row of `bits` that has the cell's bits
+    source: Tensor  # int64, the same shape: where the cell's bits are in dimension 1 of `bits`
     bits: Tensor  # int32 (2, evaluated cells and constant rows, 64, 2): 64 keys of each query, then transposed, 64 queries of each key
 
 

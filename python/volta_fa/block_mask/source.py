@@ -94,6 +94,7 @@ def pack_blocks(blocks: Tensor, block_size: tuple[int, int], mask_mod: MaskMod |
     aligned = all(size % CELL == 0 for size in block_size)
     if mask_mod is None and aligned:
         states = torch.where(states == ABSENT, states, FULL)
+    # Elements reads blocks only if a cell can overlap several of them
     return pack(states, Elements(mask_mod, *seq_lengths, None if aligned else blocks, block_size))
 
 

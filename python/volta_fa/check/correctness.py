@@ -241,7 +241,7 @@ def _check_cached(record: _Record, target: Target, variant: dict[str, Any], prob
             exact = caches[name][written]
             # a rotated key is a sum of two products in fp32, rounded once; largest: the largest absolute value
             allowed = 2 * torch.finfo(exact.dtype).eps * (1 + tolerance.largest(exact))
-            value = cached.numbers(inputs, name[0], found[name])[written]
+            value = cached.numbers(inputs, name[0], found[name])[written]  # name[0]: "k" or "v"
             record.error(Error(name, "largest", tolerance.max_error(value, exact), allowed))
 
 

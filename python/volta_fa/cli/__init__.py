@@ -55,7 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2 if it cannot run (CommandError), 130 after Ctrl-C."""
+    """Runs one command and returns its exit status: 2 if it cannot run (CommandError), 130 after Ctrl-C. `argv`: the words after
+    `python -m volta_fa`; None: the process's own."""
     arguments = build_parser().parse_args(argv)
     try:
         status = arguments.run(arguments)

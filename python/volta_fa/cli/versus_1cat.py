@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Prints a row for each shape (volta_fa's time and share of the allowed error, the package's, the published time), writes the file,
+    and returns DESCRIPTION's exit status."""
     from ..check import machine, versus
     from ..check.kernels import Target
 
