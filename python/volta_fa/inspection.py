@@ -24,8 +24,8 @@ def info() -> dict[str, Any]:
         library: path of the native library.
         simulator: whether the library can run its kernels in the simulator (`VOLTA_FA_SIMULATE=1`).
         cuda_driver: whether this machine has a CUDA driver.
-        devices: for each CUDA device its name, compute capability, preferred kernel family (None: the device is unsupported), and whether
-            it runs that family's machine code (else the driver compiles PTX).
+        devices: for each CUDA device its index, name, compute capability, preferred kernel family (None: the device is unsupported), and
+            native: whether it runs that family's machine code (else the driver compiles PTX).
         tuning: for each CUDA device, and for the simulator where it is switched on, its name ("of") and its tuning file: device, driver and
             volta_fa (what the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the
             kernels that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has

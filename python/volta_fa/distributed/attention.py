@@ -45,7 +45,8 @@ def shard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: st
 
 
 def unshard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """Returns the whole tensor on every rank, from the shards of `shard_sequence`. The arguments are the same. No gradient."""
+    """Returns the whole tensor on every rank, from the shards of `shard_sequence`. The arguments are the same. No gradient. Raises what
+    `shard_sequence` does, ValueError for shards that do not fit together, RuntimeError if a rank does not make the call in time."""
     grid = grid_of("unshard_sequence", group)
     groups = _groups(grid)
     check_layout("unshard_sequence", layout)
@@ -119,7 +120,7 @@ def ring_attention(
     Raises the same on all ranks, before any tensor is sent: ValueError if arguments of any rank are wrong or differ, NotImplementedError
     for unsupported ones. Raises RuntimeError if a rank does not make the call within the group's timeout.
     """
-    return _attention("ring_attention", Grid.of(ring=group_of("ring_attention", group)), **locals())
+    return _attention("ring_attention", Grid.of(ring=group_of("ring_attention", group)), **locals())  # locals(): all arguments
 
 
 def ulysses_attention(

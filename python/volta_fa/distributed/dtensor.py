@@ -152,6 +152,7 @@ class _Sharding:
         return self.bias(t)
 
     def slopes(self, t: Tensor) -> list[Placement]:
+        """Returns the placements of alibi_slopes, (heads) or (batch, heads)."""
         return self._placements(0 if t.dim() == 2 and not self._packed else None, t.dim() - 1)
 
     def summed(self, placements: list[Placement]) -> list[Placement]:
@@ -172,6 +173,7 @@ class _Sharding:
         return redistribute_local_tensor(mine, spec, _spec(self.mesh, placements, t, t.shape)).contiguous()
 
     def operands(self, q: Any, k: Any, v: Any) -> list[Tensor]:
+        """Returns this rank's parts of q, k and v, redistributed as the call shards them."""
         return [self.local(q, self.operand), self.local(k, self.keys), self.local(v, self.keys)]
 
     def options(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -225,12 +225,14 @@ class _Sum:
         self._total: Tensor | None = None
 
     def add(self, rows: Range, part: Tensor) -> None:
+        """Adds a launch's gradient to these rows. The first one, if it is of all rows, becomes the sum without a copy."""
         if self._total is None and rows == (0, self._like.shape[1]) and part.dtype == self._dtype:
             self._total = part
         else:
             self.total()[:, slice(*rows)].add_(part)
 
     def total(self) -> Tensor:
+        """Returns the sum so far, zeros at first."""
         if self._total is None:
             self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
         return self._total

@@ -34,9 +34,9 @@ def continuous_batch(
     Args:
         query, key, value: (1, nheads or nheads_k, tokens, headdim).
         options: arguments of both operators.
-        kwargs: arguments of the attention function. `cache.update` adds to them.
+        kwargs: arguments of the attention function. `cache.update` adds to them, with a block_table also k_cache and v_cache.
 
-    Returns (1, tokens, nheads, headdim).
+    Returns (1, tokens, nheads, headdim). Raises NotImplementedError for another cache, or another release of transformers.
     """
     if not hasattr(cache, "update"):
         got = f"a {type(cache).__name__} in {type(module).__name__}"
