@@ -1,10 +1,15 @@
 """Packs a mask into the operators' lists and bits.
 
-`source` calls `pack` with the states of cells (64 queries by 64 keys): FULL (1), ABSENT (-1), or UNKNOWN (0), evaluated here. A tile has
-two cells: 128 queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries. For each row of tiles the lists have a
-header of four numbers: partial tiles, full tiles, first tile of `Lists.bits` that the row uses, launch order (of row i: the row that thread
-block i takes). Then come the columns of its partial tiles and of its full ones. The bits of a tile are 256 words. "Directions" are the mask
-and its transpose. Launches of small kernels dominate the time of packing. So both directions of a square mask are in one tensor."""
+`source` calls `pack` with the states of cells: FULL (1), ABSENT (-1), or UNKNOWN (0), evaluated here.
+
+cell         64 queries by 64 keys
+tile         two cells: 128 queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries
+list         of a row of tiles: a header of four numbers, the columns of its partial tiles, those of its full ones
+header       partial tiles, full tiles, first tile of `Lists.bits` that the row uses, launch order (entry i: the row of thread block i)
+bits         256 words of 32 bits for each partial tile
+directions   the mask and its transpose
+
+Launches of small kernels dominate the time of packing. So both directions of a square mask are in one tensor."""
 
 from typing import NamedTuple
 
