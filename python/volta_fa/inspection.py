@@ -55,7 +55,9 @@ def info() -> dict[str, Any]:
 
 
 def limits() -> dict[str, Any]:
-    """Returns the limits of the operators, as the native library has them: `max_headdim`, `page_size_multiple` and others."""
+    """Returns the limits of the operators, as the native library has them: max_headdim, headdim_multiple, latent_headdims,
+    page_size_multiple, max_decode_rows, max_draft_tokens, max_seqlen, max_sequences, max_heads, max_row_stride, max_merged_headdim,
+    softcap (smallest and largest)."""
     return dict(_build()["limits"])
 
 

@@ -1,6 +1,10 @@
 """The public functions of `volta_fa.distributed`: attention over a sequence that is sharded over ranks, and sharding. All attention
 functions call `_attention`. It compares the ranks' arguments, exchanges heads for positions in the Ulysses group (ulysses.py), and runs the
-ring (ring.py). A `Group` is the caller's process group or mesh. Its ranks as a `Grid` have a ring, a Ulysses group, or both."""
+ring (ring.py).
+
+Group     a type: the caller's process group, mesh, or None for all processes
+Grid      its ranks in two dimensions: the process groups `ring` and `ulysses` (None: no such dimension), with this rank's rank and the
+          size of each; `ranges()` are the positions that a rank holds"""
 
 from __future__ import annotations
 

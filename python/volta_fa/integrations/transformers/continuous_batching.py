@@ -85,7 +85,7 @@ def _older_cache(
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
         return key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
-    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]  # numbers of the layer's group, and of the layer in it
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
     kwargs["block_table"] = kwargs["block_table"][group]
     kwargs |= {"k_cache": cache.key_cache[layer].view(shape), "v_cache": cache.value_cache[layer].view(shape)}
