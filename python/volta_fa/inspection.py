@@ -73,6 +73,7 @@ def cache_formats() -> list[dict[str, Any]]:
 
 @functools.cache
 def _build() -> dict[str, Any]:
+    """Returns the native library's tables, which do not change while a process runs."""
     load()
     return json.loads(torch.ops.volta_fa._info())
 
@@ -119,6 +120,7 @@ def _tunings(has_simulator: bool) -> list[dict[str, Any]]:
 
 
 def _tuning(index: int) -> dict[str, Any]:
+    """Returns the entry of `info()["tuning"]` for a device number, without "of"."""
     try:
         return json.loads(torch.ops.volta_fa._tuning(index))
     except RuntimeError as error:  # the library finds no driver

@@ -24,6 +24,8 @@ MAX_BYTES = 256 << 20
 
 @dataclass
 class _Entry:
+    """A cached mask."""
+
     key: tuple[Any, ...]  # of `_key`: all that determines the mask, but for the values of tensors
     values: Tensor  # of `_bytes`: the bytes of these tensors when the mask was packed
     mask: BlockMask

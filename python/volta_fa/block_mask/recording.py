@@ -225,6 +225,7 @@ class _Recorder(TorchFunctionMode):
         return self._add(dtype)
 
     def _add(self, dtype: torch.dtype) -> Tensor:
+        """Makes the stand-in for the next value, an argument or a result."""
         value = torch.empty((), dtype=dtype, device="meta")
         self.numbers[id(value)] = len(self.values)
         self.values.append(value)

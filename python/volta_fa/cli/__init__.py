@@ -37,6 +37,7 @@ The operators' arguments, shapes and errors: python -c "import volta_fa; help(vo
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands. A command's name is its module's, with hyphens; parsed arguments have its `run`."""
     parser = argparse.ArgumentParser(
         prog="python -m volta_fa", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

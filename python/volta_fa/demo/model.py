@@ -56,6 +56,8 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer: attention and an MLP, each after a norm and added to its input."""
+
     def __init__(self, nheads: int, headdim: int, attention: Attention):
         super().__init__()
         width = nheads * headdim

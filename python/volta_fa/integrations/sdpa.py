@@ -111,6 +111,7 @@ def sdpa_stats(reset: bool = False) -> dict[str, Any]:
 
 
 def _request(op: str, device: str | torch.device | int | None, force: bool, precision: str) -> Request:
+    """Returns the Request of the public function `op`, after checking its arguments."""
     if precision not in ("exact", "fast"):
         raise bad_argument("precision", repr(precision), "'exact' or 'fast'", op=op)
     return Request(devices_of(op, device, force), precision)

@@ -101,6 +101,8 @@ def register() -> None:
         return
 
     def or_volta_fa(is_requested: Callable[..., bool]) -> Callable[..., bool]:
+        """Returns transformers' question whether flash-attn is requested, answered with True for volta_fa too."""
+
         @functools.wraps(is_requested)
         def wrapper(config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any) -> bool:
             name = requested_attention_implementation if config is None else config._attn_implementation
