@@ -46,7 +46,8 @@ class VoltaAttention:
         return {"required": {"model": ("MODEL",)}, "optional": optional}
 
     def apply(self, model: Any, every_device: bool = False, precision: str = "exact") -> tuple[Any]:
-        """Returns a clone of the model with the override, and with a log line after each sampling run."""
+        """Returns a clone of the model (ComfyUI's ModelPatcher) with the override, and with a log line after each sampling run. The other
+        arguments are those of `make_override`."""
         from comfy.patcher_extension import WrappersMP
 
         model = model.clone()

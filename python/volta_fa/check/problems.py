@@ -150,6 +150,7 @@ def forward_parts(
         rows: selects its part of out, (batch, seqlen_q, nheads, headdim_v).
         lse: selects its part of softmax_lse, (batch, nheads, seqlen_q).
         more: the error that softmax_lse may have beyond that of rounded sums: 0, but for caches that kernels get dequantized and rounded.
+        options: of `tolerance.attend`.
     """
     return [
         Part("out", rows, ref.out, tolerance.forward_budget(ref, q, k, v, **options)),

@@ -102,8 +102,9 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:  # of softmax_lse, for a packed or
 
 
 class _Sharding:
-    """What one call shards on each dimension of its mesh (batch, heads or nothing), and the placements of its tensors. `others`: k, v and
-    further tensors with the same dimensions, k first. Heads are sharded only if the ranks divide them evenly."""
+    """What one call shards on each dimension of its mesh (batch, heads or nothing), and the placements of its tensors: `operand` (q, out,
+    dout), `keys` (k, v), `softmax_lse`, `sinks`, `replicated` (all others). `others`: k, v and further tensors with the same dimensions, k
+    first. Heads are sharded only if the ranks divide them evenly."""
 
     def __init__(self, q: Any, others: Sequence[Any]):
         self.mesh: DeviceMesh = next(t.device_mesh for t in (q, *others) if isinstance(t, DTensor))

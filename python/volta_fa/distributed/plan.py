@@ -6,7 +6,7 @@ Call     a rectangle of rows and keys whose positions have no gaps: row i and ke
 Launch   one call of the op: a Call, or several as packed sequences
 Step     the launches between one rank's queries and another's keys
 
-In a sequence whose keys end `shift` positions after its queries, row i sees the keys
+In a sequence with the window (left, right), whose keys end `shift` positions after its queries, row i sees the keys
 
     q + i + shift - left <= k + j <= q + i + shift + right
 
