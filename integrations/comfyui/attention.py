@@ -40,7 +40,7 @@ def make_override(
     Args:
         every_device: serve GPUs newer than Turing, and the CPU, too. Volta and Turing only unless given.
         previous: the override that was in place, which then runs the other calls.
-        precision: "fast" computes scores in int8, with an error of about 1%, where no mask is added and no gradient needed.
+        precision: "exact", or "fast": scores in int8, with an error of about 1%, for fp16 where no mask is added and no gradient needed.
     """
     if getattr(previous, "of_volta_fa", False):  # of another node on the same model: this one takes its place
         previous = previous.previous  # type: ignore[union-attr]
@@ -99,7 +99,8 @@ def describe(calls: Counter[str]) -> str:
 
 
 def _views(q: Tensor, k: Tensor, v: Tensor, heads: int, skip_reshape: bool, gqa: bool) -> tuple[tuple[Tensor, Tensor, Tensor], str]:
-    """Returns q, k and v as (batch, seqlen, heads, headdim), and the reason why that is impossible, or ""."""
+    """Returns q, k and v as (batch, seqlen, heads, headdim), and "", or the reason why that is impossible. `gqa`: k and v may have fewer
+    heads."""
     found = (q, k, v)
     if any(t.ndim != (4 if skip_reshape else 3) for t in found):
         return found, "shape"

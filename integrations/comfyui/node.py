@@ -46,13 +46,14 @@ class VoltaAttention:
         return {"required": {"model": ("MODEL",)}, "optional": optional}
 
     def apply(self, model: Any, every_device: bool = False, precision: str = "exact") -> tuple[Any]:
-        """Returns a clone of the model with the override, and with a log line after each sampling run."""
+        """Returns a clone of the model (ComfyUI's ModelPatcher) with the override, and with a log line after each sampling run. The other
+        arguments are those of `make_override`."""
         from comfy.patcher_extension import WrappersMP
 
         model = model.clone()
         options = model.model_options.setdefault("transformer_options", {})
         options["optimized_attention_override"] = make_override(every_device, options.get("optimized_attention_override"), precision)
-        model.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, _KEY)
+        model.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, _KEY)  # wrappers of a whole sampling run, all its steps
         model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, _KEY, _log_counts)
         return (model,)
 
@@ -68,6 +69,7 @@ def enable_default_attention() -> None:
         if choice is None:  # else `import volta_fa` has done what it says
             volta_fa.enable_sdpa()
         if "xformers.ops" in sys.modules and choice in (None, "1", "force", "cpu"):
+            # device: "cpu", or None for all Volta and Turing GPUs
             volta_fa.enable_xformers("cpu" if choice == "cpu" else None, force=choice == "force")
     except (ImportError, RuntimeError) as error:  # no GPU qualifies, or xformers has another structure
         logging.info("%s", error)
@@ -86,7 +88,7 @@ def _around() -> str:
     """Returns text about calls outside the node since the last line: empty if there were none."""
     stats = {"scaled_dot_product_attention": volta_fa.sdpa_stats(), "xformers": volta_fa.xformers_stats()}
     text = ""
-    for name, found in stats.items():
+    for name, found in stats.items():  # found: "ran", a number of calls, and "fell_back", numbers by reason
         calls = Counter({"ran": found["ran"], **found["fell_back"]})
         if new := calls - _last_line[name]:
             text += f"; of {name} since the last line: {describe(new)}"

@@ -31,8 +31,8 @@ def unpad_input(
         attention_mask: (batch, seqlen), any dtype: 1 for tokens, 0 for padding.
         unused_mask: (batch, seqlen), like attention_mask: 1 for further tokens to keep. The last result leaves these out.
 
-    Raises ValueError if the masks' sum (of bool masks: either) has values other than 0 and 1. flash-attn then returns cu_seqlens that do
-    not fit the tokens.
+    Raises ValueError for masks of another shape, or if their sum (of bool masks: either) has values other than 0 and 1. flash-attn then
+    returns cu_seqlens that do not fit the tokens.
 
     Returns the tokens of both masks, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens, int32 (batch + 1):
     where each sequence begins among the tokens, and the total; the longest sequence's length, an int; and the number of tokens of each
@@ -55,7 +55,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
         hidden_states: (batch, seqlen, ...).
         attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order; the rest of it 0.
 
-    Raises ValueError for negative lengths, and for rows with more than seqlen tokens.
+    Raises ValueError for lengths of another shape, negative lengths, and rows with more than seqlen tokens.
 
     Returns the tokens, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens, int32
     (sequences + 1); and the longest sequence's length, an int.

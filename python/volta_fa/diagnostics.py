@@ -116,6 +116,7 @@ def problems() -> list[str]:
 
 
 def _torch_problems() -> list[str]:
+    """Returns `torch_problem`'s lines for this machine's devices, equal ones once."""
     architectures, driver = torch.cuda.get_arch_list(), driver_version()
     devices = ((torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count()))
     found = (torch_problem(name, capability, architectures, torch.__version__, driver) for name, capability in devices)

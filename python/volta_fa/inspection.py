@@ -24,8 +24,8 @@ def info() -> dict[str, Any]:
         library: path of the native library.
         simulator: whether the library can run its kernels in the simulator (`VOLTA_FA_SIMULATE=1`).
         cuda_driver: whether this machine has a CUDA driver.
-        devices: for each CUDA device its name, compute capability, preferred kernel family (None: the device is unsupported), and whether
-            it runs that family's machine code (else the driver compiles PTX).
+        devices: for each CUDA device its index, name, compute capability, preferred kernel family (None: the device is unsupported), and
+            native: whether it runs that family's machine code (else the driver compiles PTX).
         tuning: for each CUDA device, and for the simulator where it is switched on, its name ("of") and its tuning file: device, driver and
             volta_fa (what the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the
             kernels that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has
@@ -55,7 +55,9 @@ def info() -> dict[str, Any]:
 
 
 def limits() -> dict[str, Any]:
-    """Returns the limits of the operators, as the native library has them: `max_headdim`, `page_size_multiple` and others."""
+    """Returns the limits of the operators, as the native library has them: max_headdim, headdim_multiple, latent_headdims,
+    page_size_multiple, max_decode_rows, max_draft_tokens, max_seqlen, max_sequences, max_heads, max_row_stride, max_merged_headdim,
+    softcap (smallest and largest)."""
     return dict(_build()["limits"])
 
 
@@ -71,6 +73,7 @@ def cache_formats() -> list[dict[str, Any]]:
 
 @functools.cache
 def _build() -> dict[str, Any]:
+    """Returns the native library's tables, which do not change while a process runs."""
     load()
     return json.loads(torch.ops.volta_fa._info())
 
@@ -117,6 +120,7 @@ def _tunings(has_simulator: bool) -> list[dict[str, Any]]:
 
 
 def _tuning(index: int) -> dict[str, Any]:
+    """Returns the entry of `info()["tuning"]` for a device number, without "of"."""
     try:
         return json.loads(torch.ops.volta_fa._tuning(index))
     except RuntimeError as error:  # the library finds no driver

@@ -41,7 +41,8 @@ def load() -> None:
 
 
 def _reuse(path: Path) -> None:
-    """Checks that this package can use the operators of the library that is loaded."""
+    """Checks that this package, whose library is `path`, can use the operators of the library that is loaded. Raises ImportError if that
+    one has another version."""
     if loaded_path() == str(path):
         return
     version = json.loads(torch.ops.volta_fa._info())["version"]

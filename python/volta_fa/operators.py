@@ -49,6 +49,8 @@ def prepare_fast(
         check_lengths: check the values of cu_seqlens_k on a GPU too, which synchronizes.
         smooth_k: quantizes K less its mean over keys, which lowers the error.
         rotate: multiplies K by a Hadamard matrix before it is quantized, which lowers the error where few channels are wide.
+
+    Raises ValueError for wrong arguments.
     """
     lengths = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k, "check_lengths": check_lengths}
     return torch.ops.volta_fa.prepare_fast(k, v, **lengths, smooth_k=smooth_k, rotate=rotate)

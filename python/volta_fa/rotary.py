@@ -188,7 +188,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], inplace: bool, options: dict[str, Any]) -> Tensor:
-    """Returns x with parts of it rotated, in place or in a copy. Differentiable in x. Raises ValueError before it writes anything."""
+    """Returns x with parts of it rotated, in place or in a copy. Differentiable in x. Raises ValueError before it writes anything.
+    `parts`: as in `_Rotate`. `options`: other arguments of `apply_rotary`, by name."""
     for index, cos, sin in parts:
         _check_shapes(x[index], cos, sin, options["seqlen_offsets"], options.get("cu_seqlens"), options.get("max_seqlen"))
     if not torch.compiler.is_compiling():
@@ -203,6 +204,7 @@ def _rotate(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], inplace: bool, o
 
 
 def _rotate_parts(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], **options: Any) -> Tensor:
+    """Rotates parts of x in place, and returns x."""
     for index, cos, sin in parts:
         apply_rotary(x[index], cos, sin, inplace=True, **options)
     return x

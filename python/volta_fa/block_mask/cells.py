@@ -32,6 +32,7 @@ def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int,
         return repeated.flatten(-2).flatten(-3, -2)[..., : shape[0], : shape[1]].contiguous()
     # A cell may overlap several blocks. It is full if all of them are, absent if all of them are, else unknown.
     corners = []  # for rows, then columns of cells: the first block that each overlaps, and the one after the last
+    # count: cells; size: of a block, in queries or keys; limit: blocks
     for count, size, limit, length in zip(shape, block_size, blocks.shape[-2:], (seqlen_q, seqlen_k)):
         first = torch.arange(count, device=blocks.device) * CELL
         last = (first + CELL - 1).clamp(max=length - 1)

@@ -24,6 +24,8 @@ MAX_BYTES = 256 << 20
 
 @dataclass
 class _Entry:
+    """A cached mask."""
+
     key: tuple[Any, ...]  # of `_key`: all that determines the mask, but for the values of tensors
     values: Tensor  # of `_bytes`: the bytes of these tensors when the mask was packed
     mask: BlockMask
@@ -31,7 +33,7 @@ class _Entry:
 
 
 _entries: list[_Entry] = []  # the last one used first
-_lock = threading.Lock()
+_lock = threading.Lock()  # for writing _entries; readers take a copy of the list
 
 
 def block_mask_of(source: Source) -> BlockMask:
@@ -46,6 +48,7 @@ def block_mask_of(source: Source) -> BlockMask:
         key, values = _key(source), _bytes(source.tensors)
         entry = next((e for e in list(_entries) if e.key == key and torch.equal(e.values, values)), None)
         if entry is None:
+            # packs from the copies, so that the mask has the values in the key, even if another thread writes the tensors
             entry = _Entry(key, values, BlockMask._of(source.with_tensors(_copies(source.tensors, values))))
     with _lock:
         _entries[:] = [entry, *(e for e in _entries if e is not entry)][:MAX_MASKS]

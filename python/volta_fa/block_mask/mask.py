@@ -21,11 +21,12 @@ _NAMES = ("block_lists", "block_bits", "block_lists_t", "block_bits_t")
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """Which blocks of scores exist, and which elements of blocks that exist in part.
+    """Which blocks of scores exist (have visible scores), and which elements of partial blocks are visible.
 
     `volta_fa.flex_attention` takes it as `block_mask`, and the operators take `**mask.options()`. Make one with `from_torch`,
-    `from_mask_mod` or `from_blocks`. Packing waits for the device once, or several times if it must evaluate more than 32,768 cells of
-    64 queries by 64 keys. Memory: 2 KB for each partial tile of 128 by 64 scores (a bit each), in both directions, and the lists.
+    `from_mask_mod` or `from_blocks`, which raise ValueError for wrong arguments. Packing waits for the device once, or several times if
+    it must evaluate more than 32,768 cells of 64 queries by 64 keys. Memory: the lists, and 1 KB of bits for each partial tile of 128 by
+    64 scores, of the mask and of its transpose.
 
     Attributes:
         seq_lengths: number of queries and of keys.

@@ -1,10 +1,15 @@
 """Packs a mask into the operators' lists and bits.
 
-`source` calls `pack` with the states of cells (64 queries by 64 keys): FULL (1), ABSENT (-1), or UNKNOWN (0), evaluated here. A tile has
-two cells: 128 queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries. For each row of tiles the lists have a
-header of four numbers: partial tiles, full tiles, first tile of `Lists.bits` that the row uses, launch order (of row i: the row that thread
-block i takes). Then come the columns of its partial tiles and of its full ones. The bits of a tile are 256 words. "Directions" are the mask
-and its transpose. Launches of small kernels dominate the time of packing. So both directions of a square mask are in one tensor."""
+`source` calls `pack` with the states of cells: FULL (1), ABSENT (-1), or UNKNOWN (0), evaluated here.
+
+cell         64 queries by 64 keys
+tile         two cells: 128 queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries
+list         of a row of tiles: a header of four numbers, the columns of its partial tiles, those of its full ones
+header       partial tiles, full tiles, first tile of `Lists.bits` that the row uses, launch order (entry i: the row of thread block i)
+bits         256 words of 32 bits for each partial tile
+directions   the mask and its transpose
+
+Launches of small kernels dominate the time of packing. So both directions of a square mask are in one tensor."""
 
 from typing import NamedTuple
 
@@ -20,7 +25,7 @@ CHUNK = 2560
 #: a chunk and saves 1 KB a cell: 64 * 64 bits, in both directions.
 COMPACT_ABOVE = 32768
 
-#: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, row ABSENT, the last, none. Row 0, UNKNOWN, is not used.
+#: First index, in dimension 1 of `_Cells.bits`, of evaluated cells. Index FULL has all bits, ABSENT (-1), the last, none; 0 is not used.
 _FIRST_EVALUATED = FULL + 1
 #: Bits 56, 49, ..., 7. A product with it moves the lowest bit of each of 8 bytes into the highest byte, byte i's to bit i.
 _GATHER_BITS = 0x0102040810204080
@@ -39,7 +44,7 @@ class _Cells(NamedTuple):
     """All cells, evaluated."""
 
     states: Tensor  # int8 (batch, heads, rows, columns); UNKNOWN: visible in part
-    source: Tensor  # int64, the same shape: the row of `bits` that has the cell's bits
+    source: Tensor  # int64, the same shape: where the cell's bits are in dimension 1 of `bits`
     bits: Tensor  # int32 (2, evaluated cells and constant rows, 64, 2): 64 keys of each query, then transposed, 64 queries of each key
 
 

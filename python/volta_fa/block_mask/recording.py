@@ -39,6 +39,7 @@ _CONSTANT_NAMES = "new_full new_ones new_zeros"
 
 
 def _functions(names: str, *owners: Any) -> frozenset[Any]:
+    """Returns the functions of these names in torch or its classes (`owners`); releases lack some."""
     found = (getattr(owner, name, None) for owner in owners for name in names.split())
     return frozenset(function for function in found if callable(function))
 
@@ -219,10 +220,12 @@ class _Recorder(TorchFunctionMode):
         return self._step(_select, (self._captured(tensor), *indices), tensor.dtype)
 
     def _step(self, function: Any, operands: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> Tensor:
+        """Adds a step. Returns the stand-in for its result."""
         self.steps.append((function, operands))
         return self._add(dtype)
 
     def _add(self, dtype: torch.dtype) -> Tensor:
+        """Makes the stand-in for the next value, an argument or a result."""
         value = torch.empty((), dtype=dtype, device="meta")
         self.numbers[id(value)] = len(self.values)
         self.values.append(value)

@@ -89,17 +89,19 @@ def pack_blocks(blocks: Tensor, block_size: tuple[int, int], mask_mod: MaskMod |
         blocks: ABSENT, UNKNOWN or FULL for each block, int8 (batch, heads, rows, columns).
         block_size: queries and keys of a block.
         mask_mod: decides about the elements of UNKNOWN blocks; None: all are visible.
+        seq_lengths: numbers of queries and keys; the last blocks may reach past them.
     """
     states = states_of_blocks(blocks, block_size, *seq_lengths)  # of cells
     aligned = all(size % CELL == 0 for size in block_size)
     if mask_mod is None and aligned:
         states = torch.where(states == ABSENT, states, FULL)
+    # Elements reads blocks only if a cell can overlap several of them
     return pack(states, Elements(mask_mod, *seq_lengths, None if aligned else blocks, block_size))
 
 
 def _mark(blocks: Tensor, counts: Tensor, indices: Tensor, state: int) -> None:
     """Writes `state` into the listed blocks, int8 (..., rows, 1 + columns + 1). The first and last column take indices outside the mask,
-    and those after the count."""
+    and those after the count. `counts`: (..., rows) length of each row's list; `indices`: (..., rows, entries) its columns."""
     number = torch.arange(1, indices.shape[-1] + 1, device=indices.device)  # of each index in its list, from 1 on; int64
     named = indices.clamp(-1, blocks.shape[-1] - 2).masked_fill_(number > counts[..., None], -1)
     blocks.scatter_(-1, named + number[:1], state)  # plus 1 for the first column; the sum is int64, as scatter_ requires

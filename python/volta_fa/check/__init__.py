@@ -45,7 +45,8 @@ _RIGHT_UNTIL, _FAST_UNTIL = 0.55, 0.85
 
 
 def run_check(settings: Settings) -> Findings:
-    """Runs the check, prints its page, and writes plot and JSON into the output folder."""
+    """Runs the check, prints its page, and writes plot and JSON into the output folder. Raises CommandError if --kernels matches no kernel
+    of the device, or if nothing can be written there."""
     target, begin = settings.target, time.monotonic()
     variants = [v for v in wanted(target, info()["variants"]) if fnmatchcase(v["name"], settings.kernels)]
     if not variants:

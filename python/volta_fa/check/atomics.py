@@ -75,7 +75,7 @@ def rates(device: torch.device, sms: int) -> dict[str, float]:
     """Returns 10^9 additions per second, "lines": to whole lines of 128 bytes, as in the backward kernels, and "rows": to four rows of
     32 bytes, as with row-major order at headdim 128. Their ratio is what the order of dq's accumulator saves.
 
-    Raises RuntimeError if the driver rejects the kernel or the sums are wrong."""
+    `sms`: SMs of the device. Raises RuntimeError if the driver rejects the kernel or the sums are wrong."""
     return {"lines": _rate(device, sms, row=8), "rows": _rate(device, sms, row=128)}
 
 

@@ -30,8 +30,8 @@ def words_of(block: Tensor) -> Tensor:
 
 
 def pack(mask: Tensor, seed: int = 0, spare: int = 2) -> tuple[Tensor, Tensor]:
-    """Returns lists and bits of a bool mask (mask batch, mask heads, rows, columns). Lists have `spare` entries more than they need. Block
-    rows have their tiles, and their launch order, in random order."""
+    """Returns lists and bits of a bool mask (mask batch, mask heads, rows, columns). Lists have `spare` entries more than they need. `seed`
+    draws the order of the block rows' tiles, and their launch order."""
     numbers = random.Random(seed)
     batch, heads, rows, columns = mask.shape
     row_blocks, column_blocks = math.ceil(rows / BLOCK_ROWS), math.ceil(columns / BLOCK_COLUMNS)

@@ -36,7 +36,7 @@ class CacheCase(ScoreOptions):
     """One problem of `volta_fa::fwd_kvcache`, or with `latents` of `volta_fa::fwd_mla`: its sequences, and the layout of their cache. str()
     gives a short name from the fields that are not their defaults, which reports and test names show."""
 
-    lengths: tuple[tuple[int, int, int], ...]  # (queries, cached tokens, padding included, appended tokens) of each sequence
+    lengths: tuple[tuple[int, int, int], ...]  # of each sequence: queries; cached tokens, with padding; appended tokens
     headdim: int = 64
     headdim_v: int | None = None
     nheads: int = 2
@@ -145,7 +145,8 @@ class _Caches:
     Attributes:
         entries, rows: pages and tokens of a page, or entries of a dense cache and tokens for which each has room.
         places: for each sequence the entry and the row of each of its tokens.
-        caches: by "k" and "v" (latents: "k" alone) a tensor (entries, rows, nheads_k, elements).
+        caches: by "k" and "v" (latents: "k" alone) a tensor (entries, rows, nheads_k, elements). Elements are columns, of int4 two in one.
+        options: by name, the operator's block_table, cache_batch_idx, leftpad_k, scales and zero points.
     """
 
     def __init__(self, c: CacheCase, source: Source):
@@ -223,7 +224,7 @@ class _Caches:
         return {} if of_scale is None else {f"{x}_descale": 2.0 ** -source.randn(*of_scale).float().abs().clamp_max(1) for x in which}
 
     def put(self, which: str, tokens: tuple[Tensor, Tensor], values: Tensor, b: int) -> None:
-        """Stores tokens of sequence b, quantized if the cache is."""
+        """Stores tokens of sequence b, quantized if the cache is. `which`: "k" or "v". `tokens`: their entries and rows, as in `places`."""
         c, cache, options = self.case, self.caches[which], self.options
         if not c.kv_dtype:
             cache[tokens] = values

@@ -1,7 +1,10 @@
 """Checks one kernel: runs each of its problems twice, in memory filled with NaN, and compares with exact results in fp64, or of int8
 kernels with a model of their rounding. `check_kernel` is the entry point; `isolation` calls it in subprocesses. A result may be as far from
-the exact one as `tolerance` allows, and both runs must agree bitwise, except where gradients are summed by atomics. A "variant" is a
-kernel's entry in `info()["variants"]`. Its pass is what it computes: Forward, BackwardDkDv (dk and dv), BackwardDq, Cast and others."""
+the exact one as `tolerance` allows, and both runs must agree bitwise, except where gradients are summed by atomics.
+
+variant        a kernel's entry in `info()["variants"]`
+pass           what it computes: Forward, BackwardDkDv (dk and dv), BackwardDq, Cast and others
+inconclusive   not checked, for a reason that is no failure of the kernel: no memory, or the planner took another kernel"""
 
 from __future__ import annotations
 
@@ -241,7 +244,7 @@ def _check_cached(record: _Record, target: Target, variant: dict[str, Any], prob
             exact = caches[name][written]
             # a rotated key is a sum of two products in fp32, rounded once; largest: the largest absolute value
             allowed = 2 * torch.finfo(exact.dtype).eps * (1 + tolerance.largest(exact))
-            value = cached.numbers(inputs, name[0], found[name])[written]
+            value = cached.numbers(inputs, name[0], found[name])[written]  # name[0]: "k" or "v"
             record.error(Error(name, "largest", tolerance.max_error(value, exact), allowed))
 
 

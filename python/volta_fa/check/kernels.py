@@ -125,7 +125,7 @@ class Target:
         """
         choices = [] if variant is None or variant["family"] == "cpu" else [{"pass": variant["pass"], "variant": variant["name"]}]
         choices += [{"pass": "Backward", "deterministic": True}] * without_atomics
-        mode = "1" if self.kind == "simulator" else None
+        mode = "1" if self.kind == "simulator" else None  # "1": computes results, without times
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": list(failed)}))
         try:
             invariant = "1" if variant and variant.get("batch_invariant") else None
@@ -184,10 +184,13 @@ def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict
 
 def problems(variant: dict[str, Any]) -> list[Case]:
     """Returns problems of `fwd` and `bwd` that together use every feature of a kernel; `--quick` runs the first. `cached.problems` has
-    those of kernels with a KV cache. Most sizes are odd, so that tiles have partial rows and columns. Optional features of a variant are in
-    "features"; it only runs for problems with all "required_features". The letters in a Case's alibi, bias and blocks are the dimensions
-    of that tensor that are not 1 (b, h, q, k), after a colon its dtype; sinks="own" has q's dtype. EVERY is softcap, ALiBi and sinks
-    together. as_fp32: `fwd` gets q, k and v cast to float32."""
+    those of kernels with a KV cache. Most sizes are odd, so that tiles have partial rows and columns.
+
+        features              of a variant: what it can compute; required_features: it runs only for problems with all of these
+        alibi, bias, blocks   of a Case: the dimensions of that tensor that are not 1 (b, h, q, k), after a colon its dtype
+        sinks="own"           sinks in q's dtype
+        EVERY                 softcap, ALiBi and sinks together
+        as_fp32               `fwd` gets q, k and v cast to float32"""
     if variant["family"] == "cpu":
         d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:

@@ -225,6 +225,7 @@ def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool,
 
 
 def _predicted(predictions: dict[str, Any] | None, point: Point) -> tuple[float, float] | None:
+    """Returns `Point.predicted` for a point, from `load_predictions`; None if its shape has no prediction."""
     for row in predictions["points"] if predictions else []:
         if all(row[name] == getattr(point, name) for name in ("direction", "headdim", "seqlen", "causal", "nheads")):
             return row["tflops"], row["tflops_no_icache"]

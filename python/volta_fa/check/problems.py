@@ -150,6 +150,7 @@ def forward_parts(
         rows: selects its part of out, (batch, seqlen_q, nheads, headdim_v).
         lse: selects its part of softmax_lse, (batch, nheads, seqlen_q).
         more: the error that softmax_lse may have beyond that of rounded sums: 0, but for caches that kernels get dequantized and rounded.
+        options: of `tolerance.attend`.
     """
     return [
         Part("out", rows, ref.out, tolerance.forward_budget(ref, q, k, v, **options)),
@@ -201,7 +202,7 @@ class Group:
         return t[self.entries] if t.shape[0] > 1 else t
 
     def add_to_bias(self, total: Tensor, part: Tensor) -> None:
-        """Adds `part` to the elements of `total` that `bias` selects."""
+        """Adds `part`, the group's share of a bias's gradient, to the elements of `total` that `bias` selects."""
         own = total[:, :, : part.shape[2], : part.shape[3]]
         if total.shape[0] > 1:
             own[self.entries] += part
@@ -236,7 +237,8 @@ def groups(
     block_bits_t: Tensor | None = None,
     **options: Any,
 ) -> list[Group]:
-    """Returns the problem of the operators' arguments as dense ones: a group for each pair of lengths."""
+    """Returns the problem of the operators' arguments as dense ones: a group for each pair of lengths. `kept`: None without dropout. Block
+    lists become a bool bias; the transposed ones have the same scores, and are not read."""
     device = q.device
     if block_lists is not None:
         attn_bias = block_masks.expand(block_lists, block_bits, q.shape[0], q.shape[-2], q.shape[1], k.shape[1])

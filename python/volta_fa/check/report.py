@@ -206,7 +206,7 @@ class Progress(progress.Progress):
         self._task = self.add_task(name, total=steps, completed=done, at="")
 
     def step(self, at: str) -> None:
-        """Takes one step."""
+        """Takes one step. `at`: its name, shown at the end of the bar."""
         self.update(self._task, advance=1, at=at)
 
 
@@ -245,7 +245,8 @@ _MOST_FAILURES = 12
 
 
 def _show_verdicts(findings: Findings) -> None:
-    """Prints a row for each family and pass, and the failures."""
+    """Prints a row for each family and pass (correct kernels, the largest error as a share of the allowed one, its result and kind), and
+    the failures."""
     by_pass: dict[tuple[str, str], list[KernelResult]] = defaultdict(list)
     for result in findings.results:
         by_pass[result.family, result.pass_].append(result)

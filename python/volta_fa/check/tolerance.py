@@ -228,7 +228,7 @@ class Budget:
 
     @classmethod
     def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float, rounded: Rounded = Rounded()) -> Budget:
-        """Returns the budget for eager attention's result and the reference."""
+        """Returns the budget for eager attention's result and the reference. `factor`, `sums` and `rounded`: as the class says."""
         errors = max_error(eager, ref), rms_error(eager, ref)
         sizes = largest(ref), rms_error(ref, torch.zeros_like(ref))  # of the reference: its largest magnitude and root mean square
         unavoidable = (cls._unavoidable(size, sums, more, eager.dtype) for size, more in zip(sizes, (rounded.largest, rounded.rms)))

@@ -45,7 +45,7 @@ class Tuned:
     """Result of tuning: the choices and failed kernels in the file, or why there is none."""
 
     path: str | None = None  # of the tuning file; None: there is no folder for it
-    choices: list[dict[str, Any]] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)  # each: `Class.bounds`, `Alternative.takes`, and a note with the times
     failed: list[str] = field(default_factory=list)
     #: number of classes measured, and of those left out for lack of time, memory or kernels
     measured: int = 0
@@ -195,7 +195,7 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
     times: list[list[float]] = [[] for _ in alternatives]  # of each alternative, its median ms in each round
     for _ in range(_ROUNDS):
         for alternative, work, medians in zip(alternatives, works, times):
-            with target.running(alternative.variant, failed, alternative.deterministic):
+            with target.running(alternative.variant, failed, alternative.deterministic):  # the last: without atomics
                 # most: runs after the first, of _CALLS calls each
                 medians.append(median_ms(work, target.device, _SECONDS_PER_FIGURE, most=10, calls=_CALLS))
     # of each alternative: how many times as fast as the plan's kernel it was in its worst round

@@ -129,7 +129,8 @@ def rows(target: Target) -> Iterator[Row]:
 
 
 class Inputs:
-    """Tensors of a shape. Both implementations get the same."""
+    """Tensors of a shape, the same for both implementations: q, (1, seqlen_q, NHEADS, HEADDIM); cache, (pages, K or V, page, NHEADS_K,
+    HEADDIM), a single page without paging; table, (1, pages), in random order; lengths, (1)."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
@@ -219,8 +220,8 @@ def _reason(error: Exception) -> str:
 
 
 def error_share(inputs: Inputs, out: Tensor) -> float:
-    """Returns the largest error of the first, a middle and the last row as a share of what tolerance.py allows. The mask is causal, so a
-    row is computed without a mask over its prefix of the keys, and fp64 needs little memory."""
+    """Returns the largest error of the first, a middle and the last query (`row`) as a share of what tolerance.py allows. The mask is
+    causal, so a query is computed without a mask over its prefix of the keys, and fp64 needs little memory."""
     worst = 0.0
     shape = inputs.shape
     for row in sorted({0, shape.seqlen_q // 2, shape.seqlen_q - 1}):

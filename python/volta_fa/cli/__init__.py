@@ -37,6 +37,7 @@ The operators' arguments, shapes and errors: python -c "import volta_fa; help(vo
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands. A command's name is its module's, with hyphens; parsed arguments have its `run`."""
     parser = argparse.ArgumentParser(
         prog="python -m volta_fa", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2 if it cannot run (CommandError), 130 after Ctrl-C."""
+    """Runs one command and returns its exit status: 2 if it cannot run (CommandError), 130 after Ctrl-C. `argv`: the words after
+    `python -m volta_fa`; None: the process's own."""
     arguments = build_parser().parse_args(argv)
     try:
         status = arguments.run(arguments)

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Runs the check and returns DESCRIPTION's exit status. Raises CommandError (status 2) for arguments that this machine cannot serve."""
     require_rich("matplotlib")  # raises CommandError unless rich and matplotlib are installed
     name = choose_device(arguments.device)
     from ..check import run_check

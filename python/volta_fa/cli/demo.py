@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Trains, simulates a layer (only with one rank), and returns DESCRIPTION's exit status. Raises CommandError for status 2."""
     require_rich("matplotlib")  # raises CommandError unless rich and matplotlib are installed
     from ..demo import run_demo, run_simulated, settings_for
 

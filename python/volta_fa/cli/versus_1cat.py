@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Prints a row for each shape (volta_fa's time and share of the allowed error, the package's, the published time), writes the file,
+    and returns DESCRIPTION's exit status."""
     from ..check import machine, versus
     from ..check.kernels import Target
 
@@ -68,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _title(kind: str, facts: dict[str, Any]) -> str:
+    """Returns the device, and the heads of the columns. `kind`: cpu, simulator or cuda. `facts`: of `machine.describe`."""
     without_card = {
         "cpu": "the CPU backend, on shorter shapes: times mean nothing here",
         "simulator": "a simulated Tesla PG503-216 (72 SMs, 1312 MHz): a launch on a real card takes 10 to 20 us more",

@@ -40,6 +40,8 @@ class RoundedAttention:
 
 
 class SelfAttention(nn.Module):
+    """Projects x, (batch, seqlen, nheads * headdim), to q, k and v, and the attention's result back."""
+
     def __init__(self, nheads: int, headdim: int, attention: Attention):
         super().__init__()
         self.nheads, self.headdim, self.attention = nheads, headdim, attention
@@ -54,6 +56,8 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer: attention and an MLP, each after a norm and added to its input."""
+
     def __init__(self, nheads: int, headdim: int, attention: Attention):
         super().__init__()
         width = nheads * headdim

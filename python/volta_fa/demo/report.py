@@ -67,7 +67,8 @@ def introduce(settings: Settings, device: torch.device, tokens: int, files: int,
 
 
 class Progress(Bar):
-    """Shows a progress bar, and above it rows of losses: _ROWS in all, and one after _MAX_SECONDS without. In a pipe only these."""
+    """Shows a progress bar, and above it rows of losses: _ROWS in all, and one after _MAX_SECONDS without. In a pipe only these. A row has
+    the step from 1 on, the reference's and the candidate's loss, their difference, and that of the farthest control."""
 
     _ROWS = 10
     _MAX_SECONDS = 8.0
@@ -86,6 +87,7 @@ class Progress(Bar):
         super().start()
 
     def on_step(self, step: int) -> None:
+        """Advances the bar, and prints a row if one is due. `train.train` calls it after each step, from 0 on."""
         self.advance(self._task)
         late = time.monotonic() - self._shown > self._MAX_SECONDS
         if step == 0 or (step + 1) % self._interval == 0 or step + 1 == self._steps or late:

@@ -29,7 +29,7 @@ VOCABULARY = 1 + len(_ALPHABET)
 
 def read_corpus(limit: int = CORPUS_BYTES) -> tuple[bytes, int]:
     """Returns the top-level modules of the standard library in order of their names, up to `limit` bytes.
-    Returns the text and the number of files. The same Python gives the same text."""
+    Returns the text and the number of files. The same Python gives the same text. Raises CommandError if there is less than 100 KB."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
     size = 0
@@ -108,6 +108,7 @@ class Run:
         self.seconds.append(time.perf_counter() - started)
 
     def _forward_backward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of a batch, (batch, seqlen) token ids, and adds its gradients, times the scaler's scale, to the weights'."""
         with torch.autocast(tokens.device.type, torch.float16, enabled=self.half):
             loss = self.model(tokens, target)
         self.scaler.scale(loss).backward()

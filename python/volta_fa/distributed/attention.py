@@ -1,6 +1,10 @@
 """The public functions of `volta_fa.distributed`: attention over a sequence that is sharded over ranks, and sharding. All attention
 functions call `_attention`. It compares the ranks' arguments, exchanges heads for positions in the Ulysses group (ulysses.py), and runs the
-ring (ring.py). A `Group` is the caller's process group or mesh. Its ranks as a `Grid` have a ring, a Ulysses group, or both."""
+ring (ring.py).
+
+Group     a type: the caller's process group, mesh, or None for all processes
+Grid      its ranks in two dimensions: the process groups `ring` and `ulysses` (None: no such dimension), with this rank's rank and the
+          size of each; `ranges()` are the positions that a rank holds"""
 
 from __future__ import annotations
 
@@ -45,7 +49,8 @@ def shard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: st
 
 
 def unshard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """Returns the whole tensor on every rank, from the shards of `shard_sequence`. The arguments are the same. No gradient."""
+    """Returns the whole tensor on every rank, from the shards of `shard_sequence`. The arguments are the same. No gradient. Raises what
+    `shard_sequence` does, ValueError for shards that do not fit together, RuntimeError if a rank does not make the call in time."""
     grid = grid_of("unshard_sequence", group)
     groups = _groups(grid)
     check_layout("unshard_sequence", layout)
@@ -119,7 +124,7 @@ def ring_attention(
     Raises the same on all ranks, before any tensor is sent: ValueError if arguments of any rank are wrong or differ, NotImplementedError
     for unsupported ones. Raises RuntimeError if a rank does not make the call within the group's timeout.
     """
-    return _attention("ring_attention", Grid.of(ring=group_of("ring_attention", group)), **locals())
+    return _attention("ring_attention", Grid.of(ring=group_of("ring_attention", group)), **locals())  # locals(): all arguments
 
 
 def ulysses_attention(

@@ -102,8 +102,9 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:  # of softmax_lse, for a packed or
 
 
 class _Sharding:
-    """What one call shards on each dimension of its mesh (batch, heads or nothing), and the placements of its tensors. `others`: k, v and
-    further tensors with the same dimensions, k first. Heads are sharded only if the ranks divide them evenly."""
+    """What one call shards on each dimension of its mesh (batch, heads or nothing), and the placements of its tensors: `operand` (q, out,
+    dout), `keys` (k, v), `softmax_lse`, `sinks`, `replicated` (all others). `others`: k, v and further tensors with the same dimensions, k
+    first. Heads are sharded only if the ranks divide them evenly."""
 
     def __init__(self, q: Any, others: Sequence[Any]):
         self.mesh: DeviceMesh = next(t.device_mesh for t in (q, *others) if isinstance(t, DTensor))
@@ -152,6 +153,7 @@ class _Sharding:
         return self.bias(t)
 
     def slopes(self, t: Tensor) -> list[Placement]:
+        """Returns the placements of alibi_slopes, (heads) or (batch, heads)."""
         return self._placements(0 if t.dim() == 2 and not self._packed else None, t.dim() - 1)
 
     def summed(self, placements: list[Placement]) -> list[Placement]:
@@ -172,6 +174,7 @@ class _Sharding:
         return redistribute_local_tensor(mine, spec, _spec(self.mesh, placements, t, t.shape)).contiguous()
 
     def operands(self, q: Any, k: Any, v: Any) -> list[Tensor]:
+        """Returns this rank's parts of q, k and v, redistributed as the call shards them."""
         return [self.local(q, self.operand), self.local(k, self.keys), self.local(v, self.keys)]
 
     def options(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """Computes which positions of a sequence each rank holds. Plans the calls of `volta_fa::fwd`, "the op", between one rank's queries and
 another rank's keys, from positions and a mask alone. ring.py runs the plan; nothing here touches a tensor.
 
-A shard is one or two ranges of positions (`shard_ranges`). Rows are its queries. A call covers a rectangle of rows and keys whose positions
-have no gaps. In it row i and key j have the positions `q + i` and `k + j`. In a sequence whose keys end `shift` positions after its
-queries, row i sees the keys
+shard    one or two ranges of positions (`shard_ranges`); its queries are "rows"
+Call     a rectangle of rows and keys whose positions have no gaps: row i and key j have the positions `q + i` and `k + j`
+Launch   one call of the op: a Call, or several as packed sequences
+Step     the launches between one rank's queries and another's keys
+
+In a sequence with the window (left, right), whose keys end `shift` positions after its queries, row i sees the keys
 
     q + i + shift - left <= k + j <= q + i + shift + right
 

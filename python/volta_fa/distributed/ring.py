@@ -1,9 +1,9 @@
 """Ring attention (arXiv 2310.01889): queries stay on their rank, keys and values are sent. attention.py and dtensor.py call it.
 
-At step t a rank computes `volta_fa::fwd` with the keys of the rank t places before it. It merges the result with those of earlier steps by
-softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). A probability is exp(score - softmax_lse). So `volta_fa::bwd` with the
-softmax_lse and out of all keys computes the exact gradient of each part. Gradients of keys and values return to their rank, which sums
-them in fp32.
+At step t a rank computes `volta_fa::fwd` with the keys of the rank t places before it, in one or several calls (launches), which plan.py
+plans. It merges each result with the earlier ones by softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). A probability is
+exp(score - softmax_lse). So `volta_fa::bwd` with the softmax_lse and out of all keys computes the exact gradient of each launch. Gradients
+of keys and values return to their rank, which sums them in fp32.
 
 A rank sends each key directly to the ranks that read it, and no others. The messages of the next step are in flight while this step
 computes, so a rank holds its own shard and at most two messages."""
@@ -37,8 +37,8 @@ class Problem:
     q_ranges: Sequence[tuple[Range, ...]]
     k_ranges: Sequence[tuple[Range, ...]]
     mask: Mask  # the keys that a query sees, by positions in the whole sequence
-    #: options of the operators that every launch gets, such as softcap. A launch is one call of the operator, planned by plan.py: one
-    #: rectangle of rows and keys (`calls`), or several as packed sequences (`packed`)
+    #: options of the operators that every launch gets, such as softcap. A launch is one rectangle of rows (queries) and keys (in `calls`),
+    #: or several as packed sequences (`packed`)
     scores: dict[str, Any]
     deterministic: bool
     dropout_p: float = 0.0
@@ -225,12 +225,14 @@ class _Sum:
         self._total: Tensor | None = None
 
     def add(self, rows: Range, part: Tensor) -> None:
+        """Adds a launch's gradient to these rows. The first one, if it is of all rows, becomes the sum without a copy."""
         if self._total is None and rows == (0, self._like.shape[1]) and part.dtype == self._dtype:
             self._total = part
         else:
             self.total()[:, slice(*rows)].add_(part)
 
     def total(self) -> Tensor:
+        """Returns the sum so far, zeros at first."""
         if self._total is None:
             self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
         return self._total

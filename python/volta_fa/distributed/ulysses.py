@@ -96,13 +96,14 @@ def to_heads(
     q, k, v = tensors
     of_queries = _even_ranges(q.shape[2] // group.size(), group)
     apply: Any = _Exchange.apply
+    # True: forth. i: index in `lengths`
     return [apply(t, True, op, group, lengths[i], which, order) for t, i, which in ((q, 0, of_queries), (k, 1, heads), (v, 1, heads))]
 
 
 def to_sequence(op: str, group: dist.ProcessGroup, out: Tensor, lengths: list[int], order: Order) -> Tensor:
     """Returns this rank's positions of all heads, from all positions of its heads. Differentiable."""
     apply: Any = _Exchange.apply
-    return apply(out, False, op, group, lengths, _even_ranges(out.shape[2], group), order)
+    return apply(out, False, op, group, lengths, _even_ranges(out.shape[2], group), order)  # False: back
 
 
 def _even_ranges(each: int, group: dist.ProcessGroup) -> list[tuple[int, int]]:

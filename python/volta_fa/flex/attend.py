@@ -42,6 +42,8 @@ def attend(
 
     Args:
         scores, score_mod: what `recognize` returned; scores.options(scale) gives the operator's softmax_scale and softcap.
+        mask: the packed block mask; None: it hides nothing.
+        scale: of the products; None: headdim ** -0.5.
     """
     options: dict[str, Any] = scores.options(query.shape[-1] ** -0.5 if scale is None else scale)
     # a function that only hides elements becomes a block mask, one that adds a term becomes ALiBi's slopes or a bias
@@ -131,7 +133,8 @@ def _slopes(query: Tensor, key: Tensor, score_mod: ScoreMod, scores: Scores, mas
 
 
 def _bias(query: Tensor, key: Tensor, score_mod: ScoreMod, scores: Scores, mask: BlockMask | None) -> Tensor:
-    """Returns what score_mod adds, and -inf where it or the mask hides, as attn_bias. Dimensions that none depends on have size 1."""
+    """Returns what score_mod adds, and -inf where it or the mask hides, as attn_bias. Dimensions that none depends on have size 1. Raises
+    Unrecognized for a bias of more than MAX_BIAS_BYTES."""
     sizes = (*query.shape[:3], key.shape[2])
     none = (False,) * 4
     of_mask = none if mask is None else (mask.shape[0] > 1, mask.shape[1] > 1, True, True)

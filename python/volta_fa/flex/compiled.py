@@ -96,7 +96,8 @@ def _kernel(
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> Any:
-    """Computes a call of torch's operator by volta_fa if it is marked or its device is on, else by torch's kernel."""
+    """Computes a call of torch's operator by volta_fa if it is marked or its device is on, else by torch's kernel. The last two arguments
+    are what the graphs of score_mod and mask_mod capture. Returns out and lse (to base 2), in later releases maxima too."""
     options = dict(kernel_options)
     if options.pop(_MARK, False) or query.device in attention.devices:
         try:
@@ -120,6 +121,7 @@ def _kernel(
 
 
 def _constant(x: Any) -> Any:
+    """Returns the value of a symbolic int, and anything else itself. Raises Unrecognized for an int without a known value."""
     if not isinstance(x, torch.SymInt):
         return x
     try:

@@ -139,6 +139,7 @@ class _Reader:
         return replace(found, bias=bias, alibi=alibi, hides=hides, needs_gradient=learned)
 
     def _indices_of(self, terms: list[Any]) -> tuple[bool, bool, bool, bool] | None:
+        """Returns whether any term depends on batch entry, head, query and key; None without terms."""
         if not terms:
             return None
         used = frozenset().union(*map(self._needs, terms))

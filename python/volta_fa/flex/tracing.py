@@ -165,6 +165,7 @@ class _Recorder(TorchFunctionMode):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def _add(self, value: Tensor, node: fx.Node) -> Tensor:
+        """Lists a meta tensor, which `node` makes, as a value, and returns it."""
         self.nodes[id(value)] = node
         if all(value is not other for other in self.values):
             self.values.append(value)

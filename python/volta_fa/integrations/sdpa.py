@@ -60,7 +60,7 @@ def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool =
         precision: "fast" runs `volta_fa::fwd_fast`, with an error of about 1%, for fp16 and bf16 calls that need no gradient and have no
             added mask and no dropout. Other calls, and all with "exact", run `volta_fa::fwd`.
 
-    Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
+    Raises RuntimeError if no device qualifies, ValueError for a device that does not exist or another precision.
     """
     request = _request("enable_sdpa", device, force, precision)
     with _lock:
@@ -81,7 +81,7 @@ def disable_sdpa() -> None:
 @contextmanager
 def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool = False, precision: str = "exact") -> Iterator[None]:
     """Enables devices, as `enable_sdpa` does, for a `with` block, in all threads. Blocks may nest and overlap.
-    The precision of the block that was opened last serves all enabled devices."""
+    The precision of the block that was opened last serves all enabled devices. Arguments and errors are those of `enable_sdpa`."""
     request = _request("sdpa_enabled", device, force, precision)
     with _lock:
         _apply(*_requests, request)
@@ -111,6 +111,7 @@ def sdpa_stats(reset: bool = False) -> dict[str, Any]:
 
 
 def _request(op: str, device: str | torch.device | int | None, force: bool, precision: str) -> Request:
+    """Returns the Request of the public function `op`, after checking its arguments."""
     if precision not in ("exact", "fast"):
         raise bad_argument("precision", repr(precision), "'exact' or 'fast'", op=op)
     return Request(devices_of(op, device, force), precision)

@@ -208,10 +208,12 @@ def _bias_name(bias: Any) -> str:
 
 
 def _window(bias: Any) -> dict[str, Any]:
+    """Biases with a window to both sides, whose fields have the operators' names."""
     return {"window_left": bias.window_left, "window_right": bias.window_right}
 
 
 def _causal(bias: Any) -> dict[str, Any]:
+    """Causal biases, aligned bottom-right as the operators are, with or without a window."""
     return {"is_causal": True, "window_left": _window_left(bias)}
 
 
@@ -230,6 +232,7 @@ def _fwd(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) ->
 
 
 def _tensor(bias: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Computes attention with a tensor that is added to the scores."""
     return _fwd(bias, q, k, v, options | {"attn_bias": _checked_bias(bias, q, k)})
 
 

@@ -42,7 +42,7 @@ def cascade_attention(
     FlashInfer, arXiv 2501.01005).
 
     Args:
-        q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q and max_seqlen_q.
+        q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q, int32 (batch + 1), and max_seqlen_q.
         k_cache, v_cache: (num_pages, page_size, nheads_k, headdim or headdim_v).
         shared_block_table: int32 (pages): the pages of the shared tokens.
         shared_seqlen: number of shared tokens, as an int or as an int32 tensor (1) on q's device.

@@ -30,6 +30,8 @@ def split_sequences(
     Args:
         chunk: positions of a chunk; 0: one chunk of all.
         queries_before_keys: maximum number of queries of a sequence before the position of its first key. None: unknown.
+
+    The others are those of fa3.py's `flash_attn_varlen_func`. Sequences with an impossible seqused_q or seqused_k give NaN.
     """
     longest = max(max_seqlen_q, max_seqlen_k, 1)
     # rows of q and k. Tensors below are (batch, chunks), or (batch, 1)

@@ -1,7 +1,7 @@
 """flash-attn 2.8's cross entropy in plain PyTorch: the shim's `flash_attn.losses.cross_entropy` and `flash_attn.ops.triton.cross_entropy`.
 
-It computes in fp32, some rows at a time, so it needs no fp32 copy of all logits. It runs on any device, and needs no kernel of volta_fa:
-programs that import flash-attn expect it there. With x = logit_scale * logits, lse = logsumexp(x), s = label_smoothing, and the mean over
+Programs that import flash-attn expect it there; it needs no kernel of volta_fa, and runs on any device. It computes in fp32, some rows at a
+time, so it needs no fp32 copy of all logits. With x = logit_scale * logits, lse = logsumexp(x), s = label_smoothing, and the mean over
 classes c, a row has
 
     loss = lse - (1 - s) * x[label] - s * mean(x) + lse_square_scale * lse ** 2

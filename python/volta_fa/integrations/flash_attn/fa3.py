@@ -253,6 +253,7 @@ def flash_attn_with_kvcache(
                 raise bad_argument(argument, f"shape {tuple(t.shape)} of dtype {t.dtype}", f"shape ({n},) of dtype torch.int32")
         seqlens_q = _seqlens(q, cu_seqlens_q)
         ends_q = first + (seqlens_q if ordered else seqlens_q > 0)
+        # whether the rotary tables have a row for each position of a sequence
         fits = _fits(name, first, torch.maximum(ends_q, first + _seqlens(k, cu_seqlens_k_new)), rotary_cos, rotary_sin, q.shape[-1])
         cache["cache_seqlens"] = cache_seqlens.where(fits, -1)  # an impossible length: NaN, and no append
         q = _rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, ordered, rotary_interleaved)

@@ -82,7 +82,7 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
     `kv`: (batch, seqlen_k, 2, nheads_k, headdim)."""
-    k, v = _unbind("kv", kv, "batch, seqlen_k", 2)  # raises ValueError for other shapes, in terms of these dimensions
+    k, v = _unbind("kv", kv, "batch, seqlen_k", 2)  # raises ValueError for other shapes, in terms of these dimensions; 2 tensors in kv
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 

@@ -43,6 +43,7 @@ def layer_norm_fn(
     Args:
         x: (..., hidden_size). x1 and residual have its shape, rowscale has it without the hidden_size. x1 excludes rowscale.
         weight, bias: (hidden_size). weight1 and bias1 give a second result of the same sum.
+        dropout_p: probability of dropping an element of x, and of x1; the others are divided by 1 - dropout_p.
         prenorm: also return the sum, in residual's dtype; without residual in float32 if residual_in_fp32, else in x's dtype.
         zero_centered_weight: the weights are 1 + weight and 1 + weight1.
         return_dropout_mask: also return the bool masks of x and x1; None without dropout, or without x1.

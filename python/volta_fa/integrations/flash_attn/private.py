@@ -28,7 +28,7 @@ __all__ = [
     "_wrapped_flash_attn_varlen_forward",
 ]  # fmt: skip
 
-#: A smaller dropout_p counts as 0. The kernels round it to a multiple of 2**-15, and so drop nothing below 2**-16.
+#: A smaller dropout_p counts as 0 (`_effective`). The kernels round it to a multiple of 2**-15, and so drop nothing below 2**-16.
 #: diffusers passes 1e-30 to get a softmax_lse.
 _MIN_DROPOUT = 2**-17
 

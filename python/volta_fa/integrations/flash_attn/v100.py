@@ -66,7 +66,7 @@ def _swapped(*tensors: Tensor | None) -> list[Any]:
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *options: Any) -> list[Tensor]:
-    """Computes `compiled.fwd` of (batch, nheads, seqlen, headdim)."""
+    """Computes `compiled.fwd` of (batch, nheads, seqlen, headdim). `options`: its arguments after out, by position."""
     require_tensors(q=q, k=k, v=v)
     result, *others = compiled.fwd(*_swapped(q, k, v, out), *options)
     return [result.transpose(1, 2).contiguous() if out is None else out, *others]
@@ -84,7 +84,7 @@ def bwd(
     dv: Tensor | None,
     *options: Any,
 ) -> list[Tensor]:
-    """Computes `compiled.bwd` of (batch, nheads, seqlen, headdim)."""
+    """Computes `compiled.bwd` of (batch, nheads, seqlen, headdim). `options`: its arguments after dv, by position."""
     require_tensors(dout=dout, q=q, k=k, v=v, out=out)
     arguments = [*_swapped(dout, q, k, v, out), softmax_lse, *_swapped(dq, dk, dv), *options]
     *gradients, softmax_d = compiled.bwd(*arguments)

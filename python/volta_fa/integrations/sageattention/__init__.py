@@ -57,6 +57,8 @@ def sageattn(
             scores. `smooth_k`: quantize K after subtracting its mean over tokens, True unless given. `scale`, which is `sm_scale`, and
             `enable_gqa`, for programs that put this function in place of PyTorch's scaled_dot_product_attention; SageAttention ignores
             both. And the keywords of the other functions.
+
+    Raises TypeError for an unknown keyword, NotImplementedError for a value that would change the result, ValueError for wrong arguments.
     """
     op = "sageattention.sageattn"
     mask, smooth_k, scale = kwargs.pop("attn_mask", None), kwargs.pop("smooth_k", True), kwargs.pop("scale", None)

@@ -182,7 +182,7 @@ def _visible_keys(
     """
     seqlen_k = key.shape[2]
     if mask is not None and is_range(mask) and not packed:
-        if mask.shape != (2, 1, 1, query.shape[0]):  # not one of `mask_function`
+        if mask.shape != (2, 1, 1, query.shape[0]):  # not one of `mask_function`: first key and end of each batch entry's range
             got = f"dtype {mask.dtype}, shape {tuple(mask.shape)}"
             raise bad_argument("attention_mask", got, "bool or floating-point, (batch, 1, queries, keys)")
         begin, end = mask[:, 0, 0]
@@ -206,6 +206,7 @@ def _visible_keys(
 
 
 def _is_causal(module: torch.nn.Module, argument: bool | None) -> bool:
+    """Returns whether a call without a mask is causal: by its argument is_causal, else by the module's attribute."""
     if argument is None:
         return bool(getattr(module, "is_causal", False)) and type(module).__name__ not in _NOT_CAUSAL
     return bool(argument)

@@ -34,9 +34,9 @@ def continuous_batch(
     Args:
         query, key, value: (1, nheads or nheads_k, tokens, headdim).
         options: arguments of both operators.
-        kwargs: arguments of the attention function. `cache.update` adds to them.
+        kwargs: arguments of the attention function. `cache.update` adds to them, with a block_table also k_cache and v_cache.
 
-    Returns (1, tokens, nheads, headdim).
+    Returns (1, tokens, nheads, headdim). Raises NotImplementedError for another cache, or another release of transformers.
     """
     if not hasattr(cache, "update"):
         got = f"a {type(cache).__name__} in {type(module).__name__}"
@@ -85,7 +85,7 @@ def _older_cache(
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
         return key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
-    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]  # numbers of the layer's group, and of the layer in it
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
     kwargs["block_table"] = kwargs["block_table"][group]
     kwargs |= {"k_cache": cache.key_cache[layer].view(shape), "v_cache": cache.value_cache[layer].view(shape)}
@@ -101,6 +101,8 @@ def register() -> None:
         return
 
     def or_volta_fa(is_requested: Callable[..., bool]) -> Callable[..., bool]:
+        """Returns transformers' question whether flash-attn is requested, answered with True for volta_fa too."""
+
         @functools.wraps(is_requested)
         def wrapper(config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any) -> bool:
             name = requested_attention_implementation if config is None else config._attn_implementation

@@ -42,6 +42,7 @@ def mask(
     """Returns the mask that transformers passes to `attention` in every layer of one kind.
 
     Args:
+        batch_size, kv_length: entries of the batch, and keys.
         attention_mask: (batch, keys) bool, False for padding.
         mask_function: of a batch entry, a head, a query and a key: whether the query sees the key.
         kv_offset: position of the first key.

@@ -61,7 +61,7 @@ class MaskRule(Tensor):
         leftpad_k: Tensor | None = None,
         blocks: BlockMask | None = None,
     ) -> MaskRule:
-        """Returns a mask of a shape on a device. The other arguments are the attributes."""
+        """Returns a mask of a shape on a device. The other arguments are the attributes. Waits for the GPU if cu_seqlens_q is given."""
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
         self.window_left, self.window_right = window_left, window_right
         self.seqlen_k = shape[3] if seqlen_k is None else seqlen_k
@@ -87,6 +87,7 @@ class MaskRule(Tensor):
         return func(*args, **kwargs)
 
     def _copy(self, device: torch.device | str) -> MaskRule:
+        """Returns a mask with the same attributes, whose tensors are on the device."""
         copied = Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.bool, device=torch.device(device))
         copied.__dict__.update(
             {name: value.to(device) if isinstance(value, (Tensor, BlockMask)) else value for name, value in self.__dict__.items()}
@@ -160,7 +161,7 @@ class Pattern:
         )
 
 
-def _tighter(a: int, b: int) -> int:  # of two window bounds
+def _tighter(a: int, b: int) -> int:  # of two window bounds; -1 is no limit
     return max(a, b) if min(a, b) < 0 else min(a, b)
 
 

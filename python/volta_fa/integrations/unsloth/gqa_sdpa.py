@@ -22,6 +22,7 @@ _NAME = "make_gqa_sdpa"
 _PARAMETERS = ("scaled_dot_product_attention",)
 #: A module that keeps q, k and v of Qwen3-MoE in float32, because its gradients overflow in float16: unsloth's function runs for it.
 _FLOAT32_MODULE = "unsloth_zoo.temporary_patches.qwen3_moe_float32"
+#: Parameters of the function that `make_gqa_sdpa` returns.
 _INNER_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "groups")
 #: A mask that is added to scores hides a key with a value below this. transformers writes the minimum of the dtype, or -inf.
 _HIDDEN = -1e4

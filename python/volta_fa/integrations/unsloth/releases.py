@@ -81,6 +81,7 @@ def check_fields(owner: ModuleType, name: str, fields: frozenset[str]) -> None:
 
 
 def _changed(name: str, got: str, expected: str, error: type[Exception]) -> Exception:
+    """Returns an error that says what was found under `name`, what was expected, and the versions."""
     package = name.partition(".")[0]
     expected = f"{expected}: tested with {package} {', '.join(TESTED)}; install a tested release or update volta_fa"
     return bad_argument(name, f"{got} in {package} {version(package)}", expected, op="enable_unsloth", error=error)

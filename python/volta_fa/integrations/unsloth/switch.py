@@ -56,6 +56,7 @@ def disable_unsloth() -> None:
 
 
 def _restore() -> None:
+    """Switches off, and puts unsloth's functions back where volta_fa's still are. Callers hold `_lock`."""
     global _devices
     _devices = None
     while _replaced:

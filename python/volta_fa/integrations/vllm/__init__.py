@@ -40,7 +40,8 @@ def register() -> None:
     of 1Cat-vLLM's own, FLASH_ATTN_V100, by which it decides about features. With `package`, 1Cat-vLLM's own backend stays, and its package
     `flash_attn_v100` is replaced by volta_fa's functions.
 
-    VOLTA_FA_VLLM_ANCHORED_WINDOW=ANCHORS:WINDOW limits layers with full attention to a sequence's first tokens and last ones.
+    VOLTA_FA_VLLM_ANCHORED_WINDOW=ANCHORS:WINDOW, two numbers of tokens, limits layers with full attention to a sequence's first tokens
+    and last ones.
 
     Adds `int8k_int4v` to the values of `--kv-cache-dtype`, where vLLM (0.33.0) lets plugins add some.
 

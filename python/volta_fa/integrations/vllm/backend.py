@@ -127,7 +127,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         return cls._cudagraph_support if is_fixed or not runner_v2 else AttentionCGSupport.UNIFORM_BATCH
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMetadata:
-        """Returns the metadata of a step, without synchronizing."""
+        """Returns the metadata of a step, without synchronizing. `fast_build`, vLLM's wish for less work, changes nothing."""
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
             raise bad_argument("causal", "a tensor, one value a sequence", "one for the batch", error=NotImplementedError)
@@ -185,7 +185,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1 or paged.is_batch_invariant() or anchored_window():
             return False
         spec = self.kv_cache_spec
-        bytes_of_a_token = 2 * num_kv_heads * spec.head_size * spec.dtype.itemsize
+        bytes_of_a_token = 2 * num_kv_heads * spec.head_size * spec.dtype.itemsize  # keys and values of all KV heads
         return common_prefix_len * (len(query_lens) - 1) * bytes_of_a_token > _MIN_CASCADE_BYTES
 
 

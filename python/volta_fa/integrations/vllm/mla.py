@@ -141,7 +141,8 @@ class VoltaMLABackend(VoltaBackend):
 
 class VoltaMLAImpl(MLAAttentionImpl):
     """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mha` for prompts and `forward_mqa` for the other tokens. Caches
-    are (blocks, block_size, kv_lora_rank + rotary), in int8 with 16 columns before these: a token's scale."""
+    are (blocks, block_size, kv_lora_rank + rotary), in int8 with 16 columns before these: a token's scale. The constructor's head_size is
+    kv_lora_rank + rotary, the columns of the cache. q_lora_rank and q_pad_num_heads change nothing here."""
 
     def __init__(
         self,

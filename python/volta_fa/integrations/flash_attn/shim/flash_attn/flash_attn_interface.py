@@ -1,4 +1,5 @@
-"""flash_attn.flash_attn_interface: flash-attn 2's public functions, private ones (`_flash_attn_forward`, ...) and compiled module."""
+"""flash_attn.flash_attn_interface: flash-attn 2's public functions, private ones (`_flash_attn_forward`, ...) and compiled module, all
+computed by volta_fa. `volta_fa.install_flash_attn_shim()` makes it importable."""
 
 from volta_fa.integrations.flash_attn import compiled
 from volta_fa.integrations.flash_attn.interface import *
