@@ -3,7 +3,8 @@ xformers and Transformer Engine call: signatures, results against fp64, and grad
 
 flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons in the backend's dtype (`close`). LSE_ROUNDING is the
 least tolerance of gradients and probabilities: they are computed from softmax_lse, which is fp32 even where all else is fp64. LENGTHS are
-those of five packed sequences. BACKENDS: CPU in fp64 and fp32, GPU."""
+(queries, keys) of five packed sequences, for which `packed_leaves` draws q, k and v. CASES are options by name, whose slopes `drawn` draws.
+`cu` makes cu_seqlens, `in_pages` shuffled pages and their table of a dense cache. BACKENDS: CPU in fp64 and fp32, GPU."""
 
 import inspect
 

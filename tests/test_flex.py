@@ -93,7 +93,7 @@ def operands(batch=2, heads_k=HEADS, length_q=LENGTH, length_k=LENGTH, headdim=1
 
 def plain(query, key, value, score_mod=None, mask_mod=None, scale=None):
     """Returns out and lse with all scores in memory, every step in the dtype of the inputs."""
-    groups = query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]  # query heads per KV head
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")

@@ -18,7 +18,7 @@ from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from conftest import LIBRARY, NEEDS_COMPILER, Case, on, on_cases, run_python
-from flash_attention import cu
+from flash_attention import cu  # cu_seqlens of lengths
 from test_autograd import fwd, leaves
 
 DROPOUT = pytest.mark.parametrize("dropout_p", [0.0, 0.4], ids=["", "dropout"])

@@ -234,6 +234,7 @@ def test_every_prefill_kernel_is_right(backend, force, variant, name):
 
 
 def prefill_plan(batch, seqlen_q, seqlen_k, headdim, nheads=32, nheads_k=8, features=""):
+    # True: causal
     return plan(batch, nheads, seqlen_q, seqlen_k, headdim, True, nheads_k, features=features)["cache"]["prefill"]
 
 
