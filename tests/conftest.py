@@ -191,6 +191,7 @@ class Backend:
 
     @property
     def machine(self) -> str:
+        """What runs the ops: `sim`, `cuda` or a CPU backend's own name."""
         return _machine(self.name)
 
     @property
@@ -204,6 +205,7 @@ class Backend:
         return (t * spread).to(self.dtype)
 
     def ints(self, values) -> Tensor:
+        """Returns these numbers as int32 on the device."""
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def forward(self, q, k, v, **options) -> tuple[Tensor, Tensor]:

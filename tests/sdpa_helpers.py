@@ -29,7 +29,7 @@ def switched_off():
 
 
 def enabled(backend=None):
-    """Returns a context manager that enables the switch for the backend's device, by default for the CPU."""
+    """Returns a context manager that enables the switch for the backend's device, by default for the CPU. `sim` simulates later calls."""
     if backend is not None and backend.name == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     if backend is not None and backend.device == "cuda":

@@ -244,7 +244,7 @@ def test_opcheck_forward(backend, case, requires_grad):
 @pytest.mark.parametrize("case", OPCHECKED, ids=str)
 @OPCHECKING
 def test_opcheck_backward(backend, case):
-    (q, k, v, dout), options = opcheck_problem(backend, case, False)
+    (q, k, v, dout), options = opcheck_problem(backend, case, False)  # False: requires_grad
     out, lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, **options)
     options |= {"rng_state": rng_state, "attn_bias_requires_grad": case.bias != "" and not case.bias.endswith("bool")}
     opcheck(torch.ops.volta_fa.bwd.default, (dout, q, k, v, out, lse), options, **opcheck_tolerance(backend))

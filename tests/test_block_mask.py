@@ -44,10 +44,12 @@ class Masked:
         return f"{self.case}_mask{self.mask_batch}x{self.mask_heads}_{self.density:g}" + "_deterministic" * self.deterministic
 
     def mask(self, seed: int):
+        """Returns a bool mask (mask_batch, mask_heads, seqlen_q, seqlen_k)."""
         sizes = (self.mask_batch, self.mask_heads, self.case.seqlen_q, self.case.seqlen_k)
         return block_masks.random_mask(*sizes, seed, self.density)
 
     def problem(self, backend):
+        """Returns (q, k, v, dout), and the op's options with the packed mask."""
         (q, k, v, dout), options = self.case.problem(backend)
         return (q, k, v, dout), options | block_masks.options_of(self.mask(backend.seed), backend.device, backend.seed)
 

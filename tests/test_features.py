@@ -30,6 +30,7 @@ PACKED = Case(headdim=64, nheads=2, nheads_k=1, lengths=LENGTHS)
 
 
 def changed(case: Case, **fields) -> Case:
+    """Returns the case with other fields."""
     return dataclasses.replace(case, **fields)
 
 

@@ -17,7 +17,7 @@ from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, c
 from volta_fa.integrations.flash_attn import compiled, private
 from volta_fa.integrations.flash_attn.private import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_forward
 
-#: Positional arguments of the calls below have this order.
+#: Positional arguments of the calls below have this order. After OPTIONS comes return_softmax (forward) or deterministic (backward).
 OPTIONS = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
 VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"

@@ -86,6 +86,7 @@ def enabled():
 
 
 def operands(batch=2, heads_k=HEADS, length_q=LENGTH, length_k=LENGTH, headdim=16, headdim_v=24, dtype=torch.float64):
+    """Returns random query, key and value, which require a gradient."""
     torch.manual_seed(0)
     shapes = [(batch, HEADS, length_q, headdim), (batch, heads_k, length_k, headdim), (batch, heads_k, length_k, headdim_v)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]

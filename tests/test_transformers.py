@@ -203,6 +203,7 @@ def kept(mask):
 
 
 def tokens(batch: int = BATCH, seqlen: int = SEQLEN):
+    """Returns input_ids (batch, seqlen), always the same of a size."""
     return torch.randint(3, 100, (batch, seqlen), generator=torch.Generator().manual_seed(seqlen))
 
 

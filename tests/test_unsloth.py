@@ -29,6 +29,7 @@ GROUPS = HEADS // KV_HEADS  # query heads per KV head
 
 
 def dataclass(name, fields):
+    """Returns a dataclass with these fields, of any type."""
     return dataclasses.make_dataclass(name, [(field, object, None) for field in sorted(fields)])
 
 
@@ -106,6 +107,7 @@ def visible(window=None, segments=None):
 
 
 def sdpa(q, k, v, seen, scale=None):
+    """Returns the expected out, (batch, heads, seqlen, headdim). `seen`: bool, which keys each query sees."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
 

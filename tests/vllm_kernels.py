@@ -93,6 +93,7 @@ def ranks() -> list[float]:
 
 
 def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the largest difference."""
     return (a - b).abs().max().item()
 
 

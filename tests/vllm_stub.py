@@ -76,6 +76,7 @@ class AttentionBackendEnum(enum.Enum):
     CUSTOM = None
 
     def get_class(self):
+        """Returns the class that `register_backend` set."""
         return pkgutil.resolve_name(_OVERRIDES[self])
 
 
@@ -90,6 +91,7 @@ def register_backend(backend, class_path=None, is_mamba=False):
 
 
 def get_kv_cache_layout():
+    """Returns the order of a cache's dimensions: tokens (N), heads (H), headdim (D)."""
     return "NHD"
 
 
