@@ -2,7 +2,7 @@
 
 `Cached` (volta_fa.check.cache_cases.CacheCase, which explains its fields) describes a problem: lengths of each sequence, (queries, cached
 tokens, appended tokens), and the layout of the cache. By default headdim is 64, nheads 2 on one KV head, pages have 16 tokens, and queries
-are causal. `case.problem(backend)` draws `CacheInputs`; a backend is a dtype with the CPU, the simulator or a GPU (conftest.py). They have:
+are causal. A backend is a dtype with the CPU, the simulator or a GPU (conftest.py). `case.problem(backend)` draws `CacheInputs`, which has:
 
 - q, k_cache, v_cache, `new` (k and v to append, or none), and the operator's `options`. Cache elements that hold no token are NaN.
 - `places`: for each sequence the page (or entry) and row of each token; `tokens(b, first, end)` are those of tokens of sequence b.

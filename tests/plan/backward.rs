@@ -13,7 +13,8 @@
 //! - on_packed_tensors(Some([queries, keys]), a): the problem on packed tensors, with these totals
 //! - tuned(failed, choices): a V100 with a tuning: kernels that failed, by name, and choices that come first; tuned_with(): another GPU
 //! - without_splits(): a V100 without stream-K kernels: grids have a block for each key block (its keys: 128, or 64 of small blocks)
-//! - parts(plan): the three kernels. feature_requests(): problems' features. DEFAULT, DETERMINISTIC: modes, with atomics and without
+//! - parts(plan): the three kernels; feature_requests(): features, totals of packed tensors, and the features that kernels need for both
+//! - DEFAULT, DETERMINISTIC: modes; in the latter gradients have the same bits in each run
 
 use super::*;
 

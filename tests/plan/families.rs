@@ -4,7 +4,7 @@
 //! family takes part only where a test uses `plan::forward` or `kernels::variants`; others use made-up families. Helpers of main.rs:
 //! - MADE_UP: a family of sm_75; like(name, family): a kernel's copy in a family; volta_and(tables): kernels, these tables before Volta's
 //! - attention(seqlen_q, seqlen_k, headdim, headdim_v): a problem without mask, batch 2, 8 query heads on 2 KV heads
-//! - parts(plan): kernels of a backward pass: preprocess, main, postprocess; DEFAULT, DETERMINISTIC: its modes, with atomics and without
+//! - parts(plan): kernels of a backward pass: preprocess, main, postprocess; DEFAULT, DETERMINISTIC (the same bits in each run): its modes
 //! - tuned(failed, choices): a V100 whose tuning has these failed kernels and choices; forward_of(): a forward kernel's name and its Reason
 
 use super::*;

@@ -8,7 +8,7 @@
 //! - tuned(failed, choices): a V100 with that tuning; tuned_with(kernels, failed, choices, gpu): a GPU with a tuning of these kernels
 //! - like(name, family): a kernel of Volta in another family, such as MADE_UP for sm_75; volta_and(tables): such kernels before Volta's
 //! - forward_of(): the forward kernel's name and the `Reason` for it; parts(): a backward plan's kernels, preprocess, main, postprocess
-//! - DEFAULT, DETERMINISTIC: modes of the backward pass, with atomics and without
+//! - DEFAULT, DETERMINISTIC: modes of the backward pass; in the latter gradients have the same bits in each run
 
 use super::*;
 
