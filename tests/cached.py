@@ -2,12 +2,15 @@
 
 `Cached` (volta_fa.check.cache_cases.CacheCase, which explains its fields) describes a problem: lengths of each sequence, (queries, cached
 tokens, appended tokens), and the layout of the cache. By default headdim is 64, nheads 2 on one KV head, pages have 16 tokens, and queries
-are causal. `case.problem(backend)` draws `CacheInputs`: q, k_cache, v_cache, `new` (k and v to append, or none), the operator's `options`,
-and `places`: for each sequence the page (or entry) and row of each token. What no token occupies in a cache is NaN, so that a read of it
-shows. `check` runs a problem and compares results and caches; `judge` (conftest.py) compares results with attention in fp64 over the tokens
-of each sequence, by `parts`: exact values with allowed errors. A backend is a dtype with the CPU, the simulator or a GPU (conftest.py).
-More of CacheInputs: `tokens(b, first, end)` is an index into a cache, of these tokens of sequence b; `numbers` reads it, dequantized;
-`appended(b)` are the k and v that it appends, in fp64; `copy_of_cache()` and `fresh()` are caches and options that a call may write.
+are causal. A backend is a dtype with the CPU, the simulator or a GPU (conftest.py). `case.problem(backend)` draws `CacheInputs`, which has:
+
+- q, k_cache, v_cache, `new` (k and v to append, or none), and the operator's `options`. Cache elements that hold no token are NaN.
+- `places`: for each sequence the page (or entry) and row of each token; `tokens(b, first, end)` are those of tokens of sequence b.
+- `numbers(which, cache, tokens, b)`: these tokens of K or V ("k" or "v"), dequantized; `appended(b)`: the k and v to append, in fp64.
+- `copy_of_cache()`, `fresh()`: caches, and options, that a call may write.
+- `parts(b, k, v)`: exact results of sequence b, with error limits.
+
+`check` runs a problem and compares results and caches; `judge` (conftest.py) checks results against `parts`.
 
 A case with `latents` is one of `fwd_mla`, multi-head latent attention: its cache has one head, whose first columns are also the values.
 WRITTEN names the options that an append to a quantized cache writes: scales and zero points of the new tokens."""
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+# agreed: the first of runs, which must be bitwise identical. check_form: shapes, dtypes and strides of out and softmax_lse
 from conftest import agreed, assert_same_bits, check_form, judge, reads_no_value
 from volta_fa import quantize_kv
 from volta_fa.check.cache_cases import WRITTEN, CacheInputs, has_scales  # has_scales: whether a format has a scale per token and head
@@ -57,7 +61,8 @@ def check(backend, case: Cached, change=lambda problem: None):
 
 
 def gathers(backend, case: Cached) -> bool:
-    """Returns whether the call dequantizes tokens to q's dtype: many query rows without a tree, rows not aligned to 16 bytes, bf16."""
+    """Returns whether the call dequantizes tokens to q's dtype: more rows (queries times heads per KV head) than decode kernels' 64 without
+    a tree, rows of the cache not aligned to 16 bytes, bf16."""
     if not case.kv_dtype or case.latents:
         return False
     rows = max(n for n, _, _ in case.lengths) * case.nheads // case.nheads_k
@@ -68,7 +73,7 @@ def gathers(backend, case: Cached) -> bool:
 
 
 def store(which: str, cache: Tensor, options: dict, place, made):
-    """Writes quantized tokens of K or V (`which`) into a cache, and their scales and zero points into those options that have them."""
+    """Writes tokens of K or V (`which`), `made` by quantize_kv, into a cache at the index `place`; scales and zero points into options."""
     cache.view(torch.uint8)[place] = made.data.view(torch.uint8)
     for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
         if name in options:

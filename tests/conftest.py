@@ -7,7 +7,7 @@
 - `sim-bf16`, `cuda-bf16`, `sim-fp32`, `cuda-fp32`: the same, on tensors of these dtypes.
 
 `backend` draws tensors in its dtype on its device; after `backend.simulate()` the simulator, if it is the backend, runs all calls. The
-fixture `gpu` runs a test for a simulated V100 and a T4, `force` makes the planner take kernels.
+fixture `gpu` runs a test for a simulated V100 and a T4, `force` makes the planner take or avoid kernels.
 
 `check` compares an attention call and its gradients with the fp64 reference, `check_case` those of a Case; `judge` and `within` compare
 single results.
@@ -68,6 +68,7 @@ def _load_library() -> Path:
 LIBRARY = _load_library()
 #: The core library, which contains the kernels.
 CORE = LIBRARY.parents[1] / "libvolta_fa_core.so"
+#: Facts of the library: `variants` (a dict for each kernel), `simulator` (whether it is built in), `limits` and others.
 INFO = json.loads(torch.ops.volta_fa._info())
 HAS_CUDA = torch.cuda.is_available()
 #: The simulator's GPUs, by compute capability (sm_70, sm_75).
@@ -152,7 +153,8 @@ def on(*backends: str, slow: tuple[str, ...] = ()):
 
 
 def on_cases(*pairs: tuple[list[str], list], slow: tuple[tuple[list[str], list], ...] = ()):
-    """Parametrizes a test over `backend` and `case`: each case on each backend of its pair. `make test` skips what only `slow` has."""
+    """Parametrizes a test over `backend` and `case`. A pair is (backends, cases): each of these cases on each of these backends.
+    `make test` skips what only `slow` has."""
     seen, params = set(), []
     for number, (backends, cases) in enumerate((*pairs, *slow)):
         for case in cases:
@@ -189,6 +191,7 @@ class Backend:
 
     @property
     def machine(self) -> str:
+        """What runs the ops: `sim`, `cuda` or a CPU backend's own name."""
         return _machine(self.name)
 
     @property
@@ -197,10 +200,12 @@ class Backend:
         return self.machine in KERNELS
 
     def randn(self, *shape: int, spread: float = 1.0) -> Tensor:
+        """Returns normal numbers with this standard deviation, in the backend's dtype."""
         t = torch.randn(*shape, generator=self.generator, device=self.device, dtype=torch.float32)
         return (t * spread).to(self.dtype)
 
     def ints(self, values) -> Tensor:
+        """Returns these numbers as int32 on the device."""
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def forward(self, q, k, v, **options) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use volta_fa::problem::{Attention, Window};
 
-/// Returns a problem of two batch entries; chunks do not depend on the headdims.
+/// Returns a problem of two batch entries; chunks do not depend on the headdims. A window's bound is None where there is no limit.
 fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
     Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, window, ..Attention::default() }
 }
@@ -26,6 +26,7 @@ const WINDOWS: [Window; 6] = [
 #[test]
 fn chunks_cover_each_score_once() {
     for (sq, sk) in [(1, 1), (1, 500), (500, 1), (130, 300), (300, 130), (257, 257)] {
+        // query heads, KV heads
         for (h, hk) in [(1, 1), (6, 2), (300, 1)] {
             for window in WINDOWS {
                 let a = problem(sq, sk, h, hk, window);
@@ -56,6 +57,7 @@ fn chunk_memory_is_linear_in_seqlen() {
         for (h, hk) in [(8, 8), (32, 8), (500, 1)] {
             let heads = h / hk; // of a group
             let a = problem(seqlen, seqlen, h, hk, Window::FULL);
+            // MIN_CHUNK_ROWS score rows, or those of one query position: one per head of the group
             let most = chunks(&a).iter().map(|c| c.groups * c.rows * heads * c.keys).max().unwrap();
             assert!(most <= CHUNK_SCORES.max(seqlen * MIN_CHUNK_ROWS.max(heads)), "{seqlen} {h} {hk}: {most}");
         }
@@ -66,6 +68,7 @@ fn chunk_memory_is_linear_in_seqlen() {
 fn window_limits_keys_of_chunks() {
     let a = problem(1 << 16, 1 << 16, 1, 1, Window { left: Some(100), right: Some(0) });
     for c in chunks(&a) {
+        // the first position sees 101 keys, each further one of the chunk's `rows` one more
         assert!(c.keys <= 100 + c.rows, "{c:?}");
     }
 }

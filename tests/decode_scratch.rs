@@ -58,6 +58,7 @@ impl Call {
     /// Runs the call and returns the bits of out and softmax_lse. `quantum`: instructions that a warp executes before the next one runs.
     fn run(&mut self, launch_id: u64, quantum: u32) -> (Vec<u16>, Vec<u32>) {
         let (mut out, mut lse) = (vec![u16::MAX; self.q.len()], vec![u32::MAX; HEADS as usize]);
+        // strides in elements
         let cache = |x: &[u16]| Operand { ptr: x.as_ptr(), batch_stride: TOKENS * HEADDIM, row_stride: HEADDIM, head_stride: HEADDIM };
         // SAFETY: numbers and pointers; null means absent.
         let mut p: DecodeParams = unsafe { std::mem::zeroed() };
@@ -67,7 +68,7 @@ impl Call {
         (p.cache.k, p.cache.v, p.cache.entries, p.cache.rows) = (cache(&self.k), cache(&self.v), 1, TOKENS as i32);
         p.problem = plan::problem_block(&attention(), 1); // of one batch entry
         p.group = Divisor::new(HEADS as i32); // all query heads share the one KV head
-        p.max_rows = i32::MAX; // no sequence has too many rows
+        p.max_rows = i32::MAX; // no sequence has too many query rows, which a prefill kernel would take
         (p.partials, p.semaphores, p.launch_id) = (self.partials.as_mut_ptr(), self.semaphores.as_mut_ptr(), launch_id);
         // exchanged (CTAs read what others of the launch wrote) matters for times alone
         let extent = |name, ptr: *mut u8, len, read_only| Extent { name, ptr, len, read_only, exchanged: false };

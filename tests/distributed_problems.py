@@ -45,7 +45,8 @@ def whole_of(q, k, v, dout, sinks=None, **options):
 
 
 def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", **options):
-    """Returns the same, computed by `attend` (ring_attention, ...) on this rank's shards and gathered from all ranks. dsinks is summed."""
+    """Returns the same, computed by `attend` (ring_attention, ...) on this rank's shards and gathered from all ranks. dsinks is summed.
+    `group`: a process group or mesh; None: all ranks."""
     # the op's four options of packed tensors; `attend` takes one cu_seqlens, for queries and keys
     cu_seqlens, *_ = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
     dim = 1 if cu_seqlens is None else 0
@@ -66,7 +67,7 @@ def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", **options
 #: Two dtypes that the device supports, for cases in which the dtype does not matter.
 DTYPE, OTHER = (torch.float16, torch.bfloat16) if NCCL else (torch.float64, torch.float32)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
-#: Allowed error in fp64, relative to the larger of 1 and the largest element. softmax_lse, which merges steps, is fp32.
+#: Allowed error in fp64, relative to the larger of 1 and the largest element. fp32 softmax_lse merges the results of a ring's steps.
 CLOSE = 2e-6
 
 

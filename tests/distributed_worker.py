@@ -2,8 +2,8 @@
 
     python tests/distributed_worker.py RANK WORLD FOLDER
 
-The cases test volta_fa.distributed: ring_attention (keys and values travel from rank to rank), ulysses_attention (an all-to-all gives each
-rank some heads of the whole sequence), context_parallel_attention (both, over a mesh), DTensors as arguments of the op, and
+The cases test volta_fa.distributed: ring_attention (in each step, keys and values travel a rank further), ulysses_attention (an all-to-all
+gives each rank some heads of the whole sequence), context_parallel_attention (both, over a mesh), DTensors as arguments of the op, and
 DistributedDataParallel. None as a group or a mesh means all ranks. MASTER_ADDR and MASTER_PORT are of a TCPStore, which test_distributed.py
 serves. A failure is written to FOLDER/RANK.json: case and traceback.
 

@@ -17,7 +17,7 @@ BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
 LENGTHS = [5, 0, 17, 1, 8], [7, 3, 17, 0, 6]
 #: Tolerance of what is computed from softmax_lse, which is fp32 (rounding 6e-8) even if all else is fp64.
 LSE_ROUNDING = 1e-6
-#: Options of calls by name. `alibi_slopes`: whether each batch entry or sequence has its own (`drawn` draws them).
+#: Options of calls by name. `alibi_slopes`: whether each batch entry or sequence has slopes of its own (`drawn` replaces it by tensors).
 CASES = {
     "plain": {},
     "causal": {"causal": True},
@@ -48,8 +48,8 @@ def attention(q, k, v, causal=False, window_size=(-1, -1), keep=None, **options)
 
 
 def close(backend, found, expected, at_least=0.0):
-    """Compares with the tolerance of the backend's dtype, or `at_least` if that is larger. In units of the dtype's eps it is about 170 for
-    fp32, and for fp16 20 of the element plus 5. For fp64 it admits any order of additions, but not one rounding to fp32 (6e-8)."""
+    """Compares with the tolerance of the backend's dtype, or `at_least` if that is larger. In eps of the dtype, relative plus absolute,
+    it is about 170 + 170 for fp32 and 20 + 5 for fp16. For fp64 it admits any order of additions, but not one rounding to fp32 (6e-8)."""
     rtol, atol = {torch.float64: (1e-10, 1e-10), torch.float32: (2e-5, 2e-5), torch.float16: (2e-2, 5e-3)}[backend.dtype]
     torch.testing.assert_close(found.double(), expected.double(), rtol=max(rtol, at_least), atol=max(atol, at_least))
 

@@ -25,7 +25,7 @@ fn sections_of(v: &Variant, kind: &str) -> (u32, usize) {
     section(&cubin, &format!(".{kind}.{}", v.name)).unwrap_or_else(|| panic!("{}: its cubin has no .{kind}", v.name))
 }
 
-/// Parameter blocks have the size that each kernel was compiled for.
+/// Parameter blocks (structs in src/params, which the host passes) have the size that each kernel was compiled for.
 #[test]
 fn parameter_sizes_match_cubins() {
     for v in kernels::variants() {
@@ -105,8 +105,8 @@ mod decoded {
     use volta_fa::kernels::{self, Variant};
     use volta_sim::{Machine, Module};
 
-    /// Checks that the simulator decodes every instruction. Kernels have no arrays in local memory, and no shared memory that the table does
-    /// not count.
+    /// Checks that the simulator decodes every instruction. Kernels have no arrays in local memory, and no shared memory beyond what the
+    /// table counts.
     fn check_decoded(v: &Variant) {
         let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap_or_else(|e| panic!("{}: {e}", v.name));
         let info = module.kernel_info(v.name).unwrap();

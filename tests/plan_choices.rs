@@ -81,7 +81,7 @@ impl Random {
 
     /// Returns a problem that the call can have.
     fn problem(&mut self, call: &str) -> Attention {
-        let (nheads_k, group) = (self.length(6), self.length(4));
+        let (nheads_k, group) = (self.length(6), self.length(4)); // group: query heads per KV head, not a Group of plans
         let headdim = self.headdim();
         let seqlen_q = self.seqlen();
         let same_length = self.one_in(2);

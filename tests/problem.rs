@@ -18,6 +18,7 @@ fn tensor(sizes: &[i64]) -> TensorDesc {
     typed(DType::Half, sizes)
 }
 
+/// Describes an int32 tensor of n numbers.
 fn ints(n: i64) -> Option<TensorDesc> {
     Some(typed(DType::Int32, &[n]))
 }
@@ -47,6 +48,7 @@ fn changed(mut call: Call, change: impl FnOnce(&mut Call)) -> Call {
     call
 }
 
+/// Validates a call.
 fn checked((q, k, v, o): &Call, backend: Backend) -> Result<Attention> {
     validate(q, k, v, o, backend)
 }

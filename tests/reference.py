@@ -20,9 +20,10 @@ _package.__path__ = [str(Path(__file__).resolve().parent.parent / "python/volta_
 block_masks, cases, problems, tolerance = (
     importlib.import_module(f"volta_fa_check.{name}") for name in ("block_masks", "cases", "problems", "tolerance")
 )
-# unused_keys: which rows of k are beyond seqused_k. eager: attention by PyTorch's operations in the dtype of the inputs. kept_share: 1 -
-# dropout_p, rounded to random numbers of 15 bits: dropped_numbers of them drop. delta_noise: allowed error of a row's sum(dout * out).
-# tolerance.exact is `forward` here: results of one dense problem. `exact` below returns an Exact, of any call.
+# unused_keys: which rows of k are beyond seqused_k. tolerance.exact is `forward` here: results of one dense problem. `exact` below returns
+# an Exact, of any call. delta_noise: allowed error of a row's sum(dout * out). kept_share: 1 - dropout_p, rounded to random numbers of 15
+# bits: dropped_numbers of them drop. eager: attention by PyTorch's operations in the dtype of the inputs. gradient_names: of bwd's results
+# for these options (dq, dk, dv, ...). max_error, rms_error: of a result against the exact one.
 Budget, Exact, groups, unused_keys = tolerance.Budget, problems.Exact, problems.groups, problems.unused_keys
 forward, backward = tolerance.exact, tolerance.exact_gradients
 delta_noise, dropped_numbers, kept_share = tolerance.delta_noise, tolerance.dropped_numbers, tolerance.kept_share
@@ -31,7 +32,7 @@ forward_budget, max_error, rms_error = tolerance.forward_budget, tolerance.max_e
 
 
 def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> Tensor:
-    """Returns the four random words, 0 to 2^32 - 1, of each (head, row, group of four columns), with shape (..., 4).
+    """Returns the four random words, 0 to 2^32 - 1, of each (head, row, `group`: number of four columns), with shape (..., 4).
 
     The generator is Philox4x32 with 7 rounds (Salmon et al. 2011), key `seed`, counter (group, row, head, offset)."""
     mask = 0xFFFFFFFF

@@ -29,7 +29,7 @@ def switched_off():
 
 
 def enabled(backend=None):
-    """Returns a context manager that enables the switch for the backend's device, by default for the CPU."""
+    """Returns a context manager that enables the switch for the backend's device, by default for the CPU. `sim` simulates later calls."""
     if backend is not None and backend.name == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     if backend is not None and backend.device == "cuda":
@@ -50,16 +50,19 @@ OURS = {"volta_fa::fwd", "volta_fa::bwd"}
 
 
 def is_fused(op: str) -> bool:
+    """Returns whether an op is "theirs"."""
     return op.startswith("aten::_scaled_dot_product")
 
 
 def assert_ours(f, backward: bool = True):
+    """Checks that f() runs our ops and none of theirs. `backward`: f also computes gradients."""
     ops = ops_of(f)
     assert (OURS if backward else {"volta_fa::fwd"}) <= ops, sorted(ops)
     assert not [op for op in ops if is_fused(op)]
 
 
 def assert_theirs(f):
+    """Checks that f() runs PyTorch's fused ops and none of ours."""
     ops = ops_of(f)
     assert not OURS & ops
     assert [op for op in ops if is_fused(op)], sorted(ops)

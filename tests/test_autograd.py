@@ -1,8 +1,8 @@
 """The ops `fwd` and `bwd` inside PyTorch: autograd, autocast, TorchScript, threads.
 
 `on(...)` lists a test's backends: the CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`; `backend.simulate()` runs later calls there)
-or on a GPU (`cuda`). Case(seqlen_q, seqlen_k, headdim, headdim_v), with further fields by name, is a problem. `case.inputs(backend)` draws
-q, k, v and dout, `case.problem(backend)` also the op's options."""
+or on a GPU (`cuda`). Case(seqlen_q, seqlen_k, headdim, headdim_v), with further fields by name (batch and nheads are 2), is a problem.
+`case.inputs(backend)` draws q, k, v and dout, `case.problem(backend)` also the op's options."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -228,7 +228,8 @@ def opcheck_problem(backend, case, requires_grad):
 
 
 def opcheck_tolerance(backend):
-    """Returns opcheck's tolerances: kernels add up dq and a bias' gradient by atomics in changing order, and opcheck compares two calls."""
+    """Returns opcheck's tolerances. opcheck compares two calls, and kernels (`backend.kernels`: not the CPU) add up dq and a bias' gradient
+    by atomics in changing order."""
     return {"atol": 2e-3, "rtol": 2e-3} if backend.kernels else {}
 
 
@@ -243,7 +244,7 @@ def test_opcheck_forward(backend, case, requires_grad):
 @pytest.mark.parametrize("case", OPCHECKED, ids=str)
 @OPCHECKING
 def test_opcheck_backward(backend, case):
-    (q, k, v, dout), options = opcheck_problem(backend, case, False)
+    (q, k, v, dout), options = opcheck_problem(backend, case, False)  # False: requires_grad
     out, lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, **options)
     options |= {"rng_state": rng_state, "attn_bias_requires_grad": case.bias != "" and not case.bias.endswith("bool")}
     opcheck(torch.ops.volta_fa.bwd.default, (dout, q, k, v, out, lse), options, **opcheck_tolerance(backend))

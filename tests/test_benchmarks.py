@@ -78,6 +78,7 @@ def test_table(tmp_path):
         assert ours["ms"]["total"] == pytest.approx(ours["ms"]["forward"] + ours["ms"]["backward"])
         pairs = row["seqlen_q"] * row["seqlen_k"] / (2 if row["causal"] else 1)
         flops = 4 * row["batch"] * row["nheads"] * pairs * row["headdim"]
+        # forward has two products of matrices, backward five
         for what, share in (("forward", 1), ("backward", 2.5), ("total", 3.5)):
             assert ours["tflops"][what] == pytest.approx(share * flops / ours["ms"][what] / 1e9)
 

@@ -1,13 +1,16 @@
 """Block masks of `fwd` and `bwd`: results against the fp64 reference with the same mask, rejected arguments, and PyTorch's compilers.
 
-A mask divides scores into blocks of 128 queries by 64 keys. `block_lists` (batch, heads, row blocks, 4 + n) int32 holds, for each row
-block: [0] and [1] the numbers of partial and of full blocks, [2] the first partial block's tile in `block_bits`, [3] the row block that is
-launched at this place, and from [4] on the key blocks, partial ones first. Absent blocks are hidden. A tile has a bit for each score of a
-partial block. `block_lists_t` and `block_bits_t` are the transposed mask, for dk and dv. `block_masks` (volta_fa.check) packs masks.
-Of it, `pack` returns lists and bits of a bool mask, `options_of` a call's four tensors, and `expand` the mask again. A backend is the CPU,
-simulator or GPU with a dtype; `gpu` simulates a V100 and a T4 in turn. `check` compares results and gradients with fp64, `check_case` those
-of a Case. A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim and options by name. `used` is seqused_k, `alibi` the
-dimensions of the slopes, `sinks` their dtype (own: q's)."""
+A mask divides scores into blocks of 128 queries by 64 keys. Absent blocks are hidden. Tensors of a call:
+- `block_lists` (batch, heads, row blocks, 4 + n) int32. For each row block (128 queries): [0] and [1] the numbers of partial and of full
+  blocks, [2] the first partial block's tile in `block_bits`, [3] the row block that is launched at this place, from [4] on the key blocks
+  (64 keys), partial ones first.
+- `block_bits` (tiles, 256) int32: a tile has a bit for each of the 128 * 64 scores of a partial block.
+- `block_lists_t` and `block_bits_t`: the transposed mask, for dk and dv.
+
+Helpers: `block_masks.pack` (volta_fa.check) returns lists and bits of a bool mask, `options_of` a call's four tensors, `expand` the mask
+again. A backend is the CPU, simulator or GPU with a dtype; `gpu` simulates a V100 and a T4 in turn. `check` compares results and gradients
+with fp64, `check_case` those of a Case (volta_fa/check/cases.py), which is a problem: seqlen_q, seqlen_k, headdim, and by name other sizes
+and options: `used` is seqused_k, `alibi` the dimensions of the slopes, `sinks` their dtype (own: q's)."""
 
 import dataclasses
 import math
@@ -41,10 +44,12 @@ class Masked:
         return f"{self.case}_mask{self.mask_batch}x{self.mask_heads}_{self.density:g}" + "_deterministic" * self.deterministic
 
     def mask(self, seed: int):
+        """Returns a bool mask (mask_batch, mask_heads, seqlen_q, seqlen_k)."""
         sizes = (self.mask_batch, self.mask_heads, self.case.seqlen_q, self.case.seqlen_k)
         return block_masks.random_mask(*sizes, seed, self.density)
 
     def problem(self, backend):
+        """Returns (q, k, v, dout), and the op's options with the packed mask."""
         (q, k, v, dout), options = self.case.problem(backend)
         return (q, k, v, dout), options | block_masks.options_of(self.mask(backend.seed), backend.device, backend.seed)
 

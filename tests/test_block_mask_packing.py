@@ -108,8 +108,9 @@ def test_from_blocks(size):
 
 
 def assert_valid(lists, bits, columns):
-    """Checks that blocks exist and ascend among the partial and among the full ones, and that tiles have some bits, but not all. A list has
-    the numbers of partial and of full blocks, the first partial block's tile in `bits`, a place in the launch order, then the blocks."""
+    """Checks that blocks exist and ascend among the partial and among the full ones, and that tiles have some bits, but not all (int32 of
+    -1). A list has the numbers of partial and of full blocks, the first partial block's tile in `bits`, a place in the launch order, then
+    the blocks: numbers of 64 keys each. `columns`: keys of the mask."""
     for partial, full, first, _, *entries in lists.flatten(0, 2).tolist():
         for blocks in (entries[:partial], entries[partial : partial + full]):
             assert blocks == sorted(blocks) and all(0 <= block < -(-columns // 64) for block in blocks)

@@ -198,6 +198,7 @@ def launched(variant, work) -> list[str]:
 def test_kernels_of_other_caches_and_of_latents_really_run():
     """Looks at launches, because `_plan` does not plan for latents, and rows not aligned to 16 bytes would be copied to fp16."""
     need("sim")
+    # "float": a cache that is not quantized
     listed = [v for v in SIMULATED if v["pass"] == "DecodeMla" or (v["cache"] != "float" and v["headdim"] == 64)]
     assert len(listed) > 12
     for variant in listed:

@@ -112,7 +112,7 @@ def check(backend, attention, counts, *, layout=(False, False), mask="none", nhe
         kwargs["enable_gqa"] = True
     passed = [(heads_first if skip_reshape else flat)(t) for t in (q, k, v)]
     override = attention.make_override(every_device=True)
-    runs = [override(refuses, *passed, 4, **kwargs) for _ in backend._runs(q, v)]
+    runs = [override(refuses, *passed, 4, **kwargs) for _ in backend._runs(q, v)]  # 4: heads
     (out,) = agreed([(out,) for out in runs], "out")
     assert out.shape == ((2, 4, 20, headdim) if skip_output_reshape else (2, 20, 4 * headdim)) and counts == {"ran": len(runs)}
     out, ref = out.transpose(1, 2) if skip_output_reshape else out.unflatten(-1, (4, headdim)), reference.forward(q, k, v, **options)
@@ -146,6 +146,7 @@ def test_float32(attention, counts, masked):
     q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in tensors(torch.float32))
     mask = torch.randn(5, 6) if masked else None
     override = attention.make_override(every_device=True, precision="fast")
+    # None: no function to fall back to; 2: heads
     found = override(None, q, k, v, 2, mask=mask, skip_reshape=True, skip_output_reshape=True)
     torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
     assert counts == {"ran": 1}

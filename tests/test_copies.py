@@ -70,6 +70,9 @@ def packed_mask():
     return volta_fa.BlockMask.from_mask_mod(Documents(), None, None, LENGTH, LENGTH, "cpu")
 
 
+# Functions that use an object of THINGS and return the result: out of attention, but for with_rng_state.
+
+
 def run(layer):
     return layer(*operands())
 

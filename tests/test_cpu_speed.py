@@ -48,8 +48,8 @@ CASES = {
 
 
 def ratio(name: str, training: bool, clock) -> float:
-    """Returns our time over SDPA's: the median of rounds, because other work on the machine disturbs both times of a round. In a round each
-    goes first once. The first gets memory that the allocator must fetch from the system again."""
+    """Returns our time over SDPA's, by `clock` (seconds), for forward, or with `training` forward and backward: the median of rounds, since
+    other work disturbs both times of a round. In a round each goes first once, and so gets memory that the allocator fetches anew."""
     (batch, nheads, nheads_k, seqlen, headdim), ours, sdpa, _ = CASES[name]
     inputs = [torch.randn(batch, seqlen, h, headdim, requires_grad=training) for h in [nheads, nheads_k, nheads_k]]
     dout, sdpa = torch.randn(batch, seqlen, nheads, headdim), sdpa()

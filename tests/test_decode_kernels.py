@@ -4,9 +4,11 @@ A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's querie
 keys in steps of some tokens. Blocks split the keys of a tile, and the last block combines partial results. From many rows on, a prefill
 kernel runs. Append writes new keys and values.
 
-cached.py has problems (`Cached`: lengths of each sequence, page 0 for a dense cache, and options by name). `check` compares one with fp64,
-`run` returns out, softmax_lse and the caches. Both run kernels twice and compare bits. `problem.places[b]` are entry (or page) and row of
-each token of sequence b. A backend is the simulator (`sim`) or a GPU (`cuda`), with a dtype. `force` makes the planner take a kernel."""
+cached.py has problems (`Cached`: (queries, cached tokens, appended tokens) of each sequence, and fields by name). page: tokens of a page
+(default 16); 0: a dense cache. leftpad: padding tokens before each sequence. alibi: dimensions of the slopes (b, h). sinks: dtype (own is
+q's). nheads is 2 and nheads_k 1 by default. `check` compares a problem with fp64, `run` returns out, softmax_lse and the caches. Both run
+kernels twice and compare bits. `problem.places[b]` are entry (or page) and row of each token of sequence b. A backend is the simulator
+(`sim`) or a GPU (`cuda`), with a dtype. `force` makes the planner take a kernel."""
 
 import dataclasses
 import json
@@ -227,6 +229,7 @@ def test_plans_show_a_caches_kernels():
     """`_plan` describes the kernels of a call on a V100, without tensors."""
 
     def plan(seqlen_q, batch=3, seqlen_k=4000, nheads=64, nheads_k=8, headdim=128, **more):
+        # True: causal
         return json.loads(torch.ops.volta_fa._plan(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim, True, **more))["cache"]
 
     step = plan(8)

@@ -7,7 +7,8 @@ results. `backend.results` returns the same without a comparison.
 
 A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name. lengths: (seqlen_q, seqlen_k) of
 packed sequences. used: seqused_k. spare: by how much max_seqlen exceeds the longest sequence. spread: standard deviation of q, k and v.
-alibi: dimensions of the slopes (h: heads, bh: batch and heads). sinks: dtype ("own": q's)."""
+alibi: dimensions of the slopes (h: heads, bh: batch and heads). sinks: dtype ("own": q's). bias: its dimensions that are not 1 (of bhqk;
+"-": none) and its dtype, as "hk:fp32"; ":bool" is a mask. batch and nheads are 2 by default."""
 
 import dataclasses
 import itertools
@@ -29,10 +30,11 @@ PACKED = Case(headdim=64, nheads=2, nheads_k=1, lengths=LENGTHS)
 
 
 def changed(case: Case, **fields) -> Case:
+    """Returns the case with other fields."""
     return dataclasses.replace(case, **fields)
 
 
-#: Fields of a Case that request a feature. A bias names its dimensions that are not 1, then its dtype ("own": q's).
+#: Fields of a Case that request a feature.
 FEATURES = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi": "bh"},

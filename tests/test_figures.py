@@ -111,7 +111,7 @@ def test_results_have_the_mark_of_what_ran(tmp_path):
     name = next(iter(marks.code()))
     options = report.argparse.Namespace(json=None, plot=None, markdown=tmp_path / "a.md")
     header = report.facts("volta", [], **{"kind of figures": report.SIMULATED})
-    report.deliver(options, header, [], None, kernels=[name])
+    report.deliver(options, header, [], None, kernels=[name])  # no tables, no data
     text = options.markdown.read_text()
     assert f"- commit: {marks.commit()}\n" in text and list(marks.read(text)[0].kernels) == [name]
 

@@ -1,9 +1,10 @@
 """volta_fa's functions with flash-attn 2's interface (`flash_attn_func` etc.): signatures, results, gradients and errors.
 
 flash_attention.py has the fp64 reference (`attention`, `packed`), comparisons in the backend's dtype (`close`, `check_gradients`), CASES
-(options by name) and LENGTHS (queries and keys of five packed sequences). LSE_ROUNDING is the least tolerance of probabilities: they are
-computed from softmax_lse, which is fp32 even where all else is fp64. BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU.
-The last part calls the functions of all integrations with strided index tensors."""
+(options by name, whose slopes `drawn` draws), LENGTHS (queries and keys of five packed sequences) and inputs: `leaf` is a random tensor
+that requires a gradient, `packed_leaves` q, k and v of LENGTHS with cu_seqlens and maxima, `cu` makes cu_seqlens of lengths. LSE_ROUNDING
+is the least tolerance of probabilities: they are computed from softmax_lse, which is fp32 even where all else is fp64. BACKENDS runs a test
+on the CPU in fp64 and fp32, and on a GPU. The last part calls the functions of all integrations with strided index tensors."""
 
 import inspect
 import math

@@ -1,8 +1,9 @@
 """`flash_attn_with_kvcache`, and `flash_attn_varlen_func` with a block_table, with flash-attn 2's interface, against fp64.
 
 BACKENDS runs a test on the CPU in fp64 and fp32, and on a GPU; `sim` is the simulator of the kernels' machine code. flash_attention.py has
-the fp64 reference (`attention`), comparisons (`close`, `refused`) and inputs: `leaf` requires a gradient, `in_pages` returns a dense cache
-in shuffled pages and their table, `cu` makes cu_seqlens of lengths, `slopes_of` draws ALiBi slopes."""
+the fp64 reference (`attention`), comparisons (`close`, `close_lse`; `refused`: of an error's message) and inputs: `leaf` requires a
+gradient, `in_pages` returns a dense cache in shuffled pages and their table, `cu` makes cu_seqlens of lengths, `slopes_of` draws ALiBi
+slopes."""
 
 import pytest
 import torch

@@ -3,7 +3,8 @@ xformers and Transformer Engine call: signatures, results against fp64, and grad
 
 flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons in the backend's dtype (`close`). LSE_ROUNDING is the
 least tolerance of gradients and probabilities: they are computed from softmax_lse, which is fp32 even where all else is fp64. LENGTHS are
-those of five packed sequences. BACKENDS: CPU in fp64 and fp32, GPU."""
+(queries, keys) of five packed sequences, for which `packed_leaves` draws q, k and v. CASES are options by name, whose slopes `drawn` draws.
+`cu` makes cu_seqlens, `in_pages` shuffled pages and their table of a dense cache. BACKENDS: CPU in fp64 and fp32, GPU."""
 
 import inspect
 
@@ -16,7 +17,7 @@ from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, c
 from volta_fa.integrations.flash_attn import compiled, private
 from volta_fa.integrations.flash_attn.private import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_forward
 
-#: Positional arguments of the calls below have this order.
+#: Positional arguments of the calls below have this order. After OPTIONS comes return_softmax (forward) or deterministic (backward).
 OPTIONS = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
 VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"

@@ -86,6 +86,7 @@ def enabled():
 
 
 def operands(batch=2, heads_k=HEADS, length_q=LENGTH, length_k=LENGTH, headdim=16, headdim_v=24, dtype=torch.float64):
+    """Returns random query, key and value, which require a gradient."""
     torch.manual_seed(0)
     shapes = [(batch, HEADS, length_q, headdim), (batch, heads_k, length_k, headdim), (batch, heads_k, length_k, headdim_v)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -93,7 +94,7 @@ def operands(batch=2, heads_k=HEADS, length_q=LENGTH, length_k=LENGTH, headdim=1
 
 def plain(query, key, value, score_mod=None, mask_mod=None, scale=None):
     """Returns out and lse with all scores in memory, every step in the dtype of the inputs."""
-    groups = query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]  # query heads per KV head
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")

@@ -69,10 +69,12 @@ def below(n):
 
 
 def hidden(*shape):
+    """Returns bools of False, by default one for each key."""
     return torch.zeros(*(shape or (LENGTH,)), dtype=torch.bool)
 
 
 def integers(*shape):
+    """Returns int32 zeros; without sizes, one number."""
     return torch.zeros(shape, dtype=torch.int32)
 
 
@@ -205,6 +207,7 @@ def restored(monkeypatch):
 
 
 def operands():
+    """Returns query, key and value, (batch, heads, LENGTH, headdim)."""
     torch.manual_seed(0)
     return [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64) for _ in range(3)]
 

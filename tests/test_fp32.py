@@ -130,6 +130,7 @@ def test_reduced_precision(backend, case, precision):
 
 
 def test_the_plan_of_a_vae_in_reduced_precision():
+    # batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, is_causal
     planned = json.loads(torch.ops.volta_fa._plan(1, 4096, 4096, 1, 1, 512, 512, False, features="fp32_output"))["forward"]
     assert planned["name"] == "volta_fwd_streamk_fp32_output_512x512"
 

@@ -58,6 +58,7 @@ class Problem:
     seen: Tensor  # (batch, seqlen_q, columns) bool: which keys each query sees
 
     def run(self) -> Tensor:
+        """Returns logits, (batch, seqlen_q, columns) fp32."""
         return indexer_logits(self.q, self.k, self.weights, self.k_end, **self.options)
 
 

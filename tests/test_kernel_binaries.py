@@ -1,8 +1,9 @@
 """The embedded kernels: which family a GPU runs, the libraries' size, and the PTX's version.
 
 A family (volta, turing) has kernels in machine code for its GPUs ("native"), and in PTX, which newer GPUs' drivers compile.
-`INFO["variants"]` lists the kernels. `CORE` is the library that embeds them, `LIBRARY` the shim for this torch. tools/compare_kernels.py
-compares the machine code of two libraries. tests/kernels.rs checks parameters, registers and spills."""
+`INFO["variants"]` lists the kernels. `CORE` is the library that embeds them, `LIBRARY` the small one that joins it to this
+torch (the shim). tools/compare_kernels.py compares the machine code of two libraries. tests/kernels.rs checks parameters, registers and
+spills."""
 
 import dataclasses
 import functools

@@ -25,6 +25,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 4e-3}
 
 
 def close(backend, found, expected):
+    """Compares with TOLERANCE, relative and absolute."""
     tolerance = TOLERANCE[backend.dtype]
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
 

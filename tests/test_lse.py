@@ -60,7 +60,7 @@ def test_forward(backend, gpu, headdim, keys, late):
 @pytest.mark.parametrize("feature", ["sinks", "alibi_slopes", "attn_bias"])
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_forward_with_a_feature(backend, gpu, headdim, feature):
-    q, k = near_zero(backend, headdim, 1, None)
+    q, k = near_zero(backend, headdim, 1, None)  # one key, no late one
     numbers = {"sinks": [-2.0, 0.3], "alibi_slopes": [2.0**-8, 2.0**-7]}.get(feature)
     given = {feature: torch.tensor(numbers, device=q.device) if numbers else backend.randn(1, 2, ROWS, 1, spread=0.1)}
     check_lse(backend.forward(q, k, k, **given)[1], q, k, **given)

@@ -2,8 +2,9 @@
 
 A cache holds one latent of 576 columns per token for all query heads: keys are all columns, values the first 512. cached.py has problems
 and `check`, which compares with fp64. page: tokens of a page; 0: a dense cache. layout "wide": a slice of a larger tensor. spread: standard
-deviation of q and latents. A backend is the CPU, the simulator (`sim`; `launches` returns its report of each kernel) or a GPU (`cuda`),
-with a dtype of queries. test_sparse_mla.py tests queries that select tokens."""
+deviation of q and latents. kv_dtype: of a quantized cache. batch_idx: cache_batch_idx is given. all_cached: cache_seqlens is not. A backend
+is the CPU, the simulator (`sim`; `launches` returns its report of each kernel) or a GPU (`cuda`), with a dtype of queries.
+test_sparse_mla.py tests queries that select tokens."""
 
 import dataclasses
 import math

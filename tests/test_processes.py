@@ -1,6 +1,7 @@
 """Tests of the ops in several processes (data loader) and in a C++ program, and of a warning once per process.
 
-`Layer` (test_routes.py) is causal self-attention around volta_fa::fwd; LIBRARY is the library that all programs load."""
+`Layer(width)` (test_routes.py) is causal self-attention around volta_fa::fwd; LIBRARY is the library that all programs load. `run_process`
+runs a program, with environment variables by name; `run_python` returns what one prints."""
 
 import os
 import subprocess

@@ -193,7 +193,7 @@ def test_the_notebook_stops_with_one_line_without_a_wheel_and_an_address(monkeyp
         exec(install, scope)
     (line,) = stopped.value._render_traceback_()  # what IPython prints
     assert line.startswith("Stopped: no volta_fa") and "\n" not in line
-    for needs_volta_fa in ("c06", "c09", "c11"):
+    for needs_volta_fa in ("c06", "c09", "c11"):  # ids of cells
         refused(Exception, "^no volta_fa: run the cell of section 2 first", exec, sources[needs_volta_fa], scope | {"has_gpu": False})
     (tmp_path / NAME).write_bytes(b"damaged")
     line = f'SHA256 = "0123  {NAME}"'  # of SHA256SUMS

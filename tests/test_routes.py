@@ -1,8 +1,8 @@
 """Tests of the ops under PyTorch's tools: torch.compile, export, AOTInductor, checkpointing, functorch, FLOP counting, streams, devices.
 
-`Layer`, self-attention with the op volta_fa::fwd, is compared with itself run eagerly. `on(...)` lists backends: CPU and GPU. `fwd` returns
-out alone, and `leaves(tensors)` copies that require a gradient. Autograd and TorchScript are in test_autograd.py, the same routes through
-scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in test_processes.py."""
+`Layer`, self-attention with the op volta_fa::fwd, is compared with itself run eagerly. `on(...)` lists backends: CPU and GPU
+(`backend.kernels`). `fwd` returns out alone, and `leaves(tensors)` copies that require a gradient. Autograd and TorchScript are in
+test_autograd.py, the same routes through scaled_dot_product_attention in test_sdpa_routes.py, processes and C++ in test_processes.py."""
 
 import functools
 import shutil
@@ -18,7 +18,7 @@ from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from conftest import LIBRARY, NEEDS_COMPILER, Case, on, on_cases, run_python
-from flash_attention import cu
+from flash_attention import cu  # cu_seqlens of lengths
 from test_autograd import fwd, leaves
 
 DROPOUT = pytest.mark.parametrize("dropout_p", [0.0, 0.4], ids=["", "dropout"])
@@ -190,7 +190,7 @@ def test_package_without_our_python_package(backend, case, tmp_path):
     def arguments(lengths):
         return backend.randn(sum(lengths), 3, 2, 16), cu(lengths, backend.device), backend.randn(1, 2, 12, 12)
 
-    dynamic = ({0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC}, None)
+    dynamic = ({0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC}, None)  # None: the bias keeps its shape
     program = torch.export.export(Packed(), arguments([5, 12, 7]), dynamic_shapes=dynamic)
     assert "volta_fa.fwd" in str(program.graph)
     package = str(tmp_path / f"{case}.pt2")

@@ -2,8 +2,9 @@
 
 `sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason. Of sdpa_helpers.py:
 `assert_ours(f)` checks that f() runs the ops of volta_fa alone, `qkv` draws q, k and v, `train` returns out and their gradients of
-sum(out^2), `unfused` makes PyTorch compute attention by single operations, `selective` runs a function under selective checkpointing.
-A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype; `backend.kernels`: not the CPU."""
+sum(out^2), `leaves` copies tensors that then require a gradient, `unfused` makes PyTorch compute attention by single operations,
+`selective` runs a function under selective checkpointing. A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype;
+`backend.kernels`: not the CPU."""
 
 from contextlib import nullcontext, suppress
 

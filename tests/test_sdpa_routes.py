@@ -1,8 +1,9 @@
 """Tests that scaled_dot_product_attention reaches volta_fa under torch.compile, export, checkpointing, TorchScript and torch.nn.
 
 Of sdpa_helpers.py: `enabled(backend)` switches volta_fa on, `assert_ours(f)` and `assert_theirs(f)` check whose ops f() runs, `qkv` draws
-q, k and v, `train` returns out and their gradients of sum(out^2). `gradients` returns those of a module's parameters. A backend is the CPU,
-the simulator (`sim`) or a GPU (`cuda`); `backend.kernels`: not the CPU."""
+q, k and v, `train` returns out and their gradients of sum(out^2). `leaves` copies tensors that then require a gradient, `causal` is
+attention of q * 2, k and v, `selective` runs a function under selective checkpointing, SelfAttention is a layer of torch.nn. `gradients`
+returns those of a module's parameters. A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`); `backend.kernels`: not the CPU."""
 
 from contextlib import nullcontext
 

@@ -4,8 +4,8 @@ A latent is one token's row: its key and (the first 512 columns) its value, for 
 formats, whose last 64 columns ("positions": the rotated ones) are bf16 or fp16. A call may read a second cache (`extra_cache`).
 
 `draw` makes a problem of a Case, `run` calls the operator several times with bitwise identical results, and `check` compares with `exact`,
-in fp64. A backend is the CPU, the simulator or a GPU (KERNELS are the latter two), with a dtype of queries. It repeats calls in `_runs`,
-the simulator in two warp orders. `refused` checks an error's words."""
+in fp64. A backend is the CPU, the simulator or a GPU (KERNELS, `backend.kernels`: the latter two), with a dtype of queries. It repeats
+calls in `_runs`, the simulator in two warp orders. `refused` checks an error's words."""
 
 import itertools
 import math
@@ -174,10 +174,12 @@ def check(backend, case: Case, found: tuple[Tensor, Tensor, Tensor], problem: Pr
 
 
 def call(case: Case, problem: Problem):
+    """Returns out, softmax_lse and max_logits of one call."""
     return sparse_mla(problem.q, problem.caches[0], problem.indices[0], **problem.options(case))
 
 
 def run(backend, case: Case, problem: Problem):
+    """Returns the same of several runs, which must be bitwise identical."""
     return agreed([call(case, problem) for _ in backend._runs(problem.q)], "out", "softmax_lse", "max_logits")
 
 

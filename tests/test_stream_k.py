@@ -124,6 +124,7 @@ def test_when_a_plan_chooses_a_forward_kernel(of, shape, pays):
 
     found = planned()
     assert (found["pass"] == f"{of}StreamK") == (planned("sinks")["pass"] == f"{of}StreamK") == pays
+    # features for which no plan takes a stream-K kernel
     without = ("dropout", "varlen") if of == "Forward" else ("softcap", "varlen")
     assert all(planned(feature)["pass"] == of for feature in without)
     if pays:
@@ -234,6 +235,7 @@ def test_every_prefill_kernel_is_right(backend, force, variant, name):
 
 
 def prefill_plan(batch, seqlen_q, seqlen_k, headdim, nheads=32, nheads_k=8, features=""):
+    # True: causal
     return plan(batch, nheads, seqlen_q, seqlen_k, headdim, True, nheads_k, features=features)["cache"]["prefill"]
 
 

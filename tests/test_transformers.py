@@ -49,6 +49,7 @@ ENCODER_DECODER = dict(
 )  # fmt: skip
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
 
+#: Models by name, here and below: a function of the module transformers (`t`) that returns a configuration and the model's class.
 CAUSAL = {
     "llama": lambda t: (t.LlamaConfig(**GROUPED), t.LlamaForCausalLM),
     "qwen3": lambda t: (t.Qwen3Config(**GROUPED, head_dim=16), t.Qwen3ForCausalLM),
@@ -202,6 +203,7 @@ def kept(mask):
 
 
 def tokens(batch: int = BATCH, seqlen: int = SEQLEN):
+    """Returns input_ids (batch, seqlen), always the same of a size."""
     return torch.randint(3, 100, (batch, seqlen), generator=torch.Generator().manual_seed(seqlen))
 
 

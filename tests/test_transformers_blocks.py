@@ -56,7 +56,7 @@ def gemma3():
 
 
 def logits(made, implementation, **inputs):
-    """Returns a model's logits, and the bytes of the largest tensor of any operation."""
+    """Returns the logits of a model, `made` of (configuration, class), and the bytes of the largest tensor of any operation."""
     with torch.no_grad(), Operations() as operations:
         found = make(*made, implementation)(use_cache=False, **inputs).logits
     return found, operations.largest

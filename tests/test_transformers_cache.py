@@ -4,9 +4,9 @@
 The small random models compute in fp64, so that both caches almost never round a number to different codes. Helpers are those of
 test_transformers.py: `padding(kind)` is a mask, `kept(mask)` an index of the tokens that are no padding, `tokens()` are input_ids
 (BATCH, SEQLEN), and `profile` counts volta_fa's calls. TOLERANCE is that of fp32 sums in different orders.
-`parts_of(kv_dtype)` gives the formats of keys and values, `quantize_kv(x, format)` data, scale and zero_point (None where a format lacks
-it), `hadamard(n)` a Hadamard matrix (n, n) of 1 and -1. `refused` checks that a call raises an error that matches. `on("sim")` runs a test
-on the kernels in the simulator."""
+`parts_of(kv_dtype)` gives the formats of keys and values (other parts are of a prompt), `quantize_kv(x, format)` data, scale and zero_point
+(None where a format lacks it), `hadamard(n)` a Hadamard matrix (n, n) of 1 and -1. `refused` checks that a call raises an error that
+matches. `on("sim")` runs a test on the kernels in the simulator."""
 
 import copy
 import functools

@@ -27,6 +27,7 @@ LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
 def config(**options):
+    """Returns the configuration of a small model; options are its fields."""
     options.setdefault("layer_types", LOCAL_GLOBAL)
     return transformers.Gemma4TextConfig(
         **dict(plain.GROUPED, num_hidden_layers=len(options["layer_types"])), vocab_size_per_layer_input=100,

@@ -154,6 +154,7 @@ def geometry(seqlen_q: int, past: int) -> dict:
 
 
 def causal_window(size):
+    """Returns a mask function: a query sees `size` tokens, its own included."""
     return masking_utils.sliding_window_causal_mask_function(size)
 
 

@@ -28,6 +28,7 @@ def plan(device, seqlen=141, headdim=64, nheads=2, batch=1, **options):
 
 
 def device_of(backend) -> int:
+    """Returns the number of the backend's device for `plan`."""
     return SIMULATOR if backend.machine == "sim" else 0
 
 

@@ -25,10 +25,11 @@ from volta_fa.integrations.unsloth import dispatch, gqa_sdpa, releases, sinks, s
 BATCH, SEQLEN, HEADS, KV_HEADS, HEADDIM, WINDOW = 2, 12, 4, 2, 8, 5
 #: Of results in fp64.
 TOLERANCE = {"rtol": 0, "atol": 1e-12}
-GROUPS = HEADS // KV_HEADS
+GROUPS = HEADS // KV_HEADS  # query heads per KV head
 
 
 def dataclass(name, fields):
+    """Returns a dataclass with these fields, of any type."""
     return dataclasses.make_dataclass(name, [(field, object, None) for field in sorted(fields)])
 
 
@@ -106,6 +107,7 @@ def visible(window=None, segments=None):
 
 
 def sdpa(q, k, v, seen, scale=None):
+    """Returns the expected out, (batch, heads, seqlen, headdim). `seen`: bool, which keys each query sees."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
 
@@ -125,6 +127,7 @@ def test_dispatcher(unsloth, packed, window):
     arguments = {"causal": True, "softmax_scale": None, "window_size": (-1, -1) if window is None else (window - 1, window - 1)}
     context, segments = {"sliding_window": window}, None
     if packed:
+        # lengths (not read), cu_seqlens, max_seqlen
         context["seq_info"] = (None, torch.tensor([0, 7, SEQLEN], dtype=torch.int32), 7)
         segments = torch.tensor([0] * 7 + [1] * (SEQLEN - 7))
     out = call(unsloth, q, k, v, arguments, **context)

@@ -1,13 +1,13 @@
 """Tests of volta_fa.vllm, an attention backend of the server vLLM, against fp64: mixed batches of prompts, chunks and decoding.
 
-vllm_server.py stands for vLLM's runner. A Server has four sequences of growing length, by default with 4 heads on 2 KV heads of headdim 32.
-`step({sequence: new tokens})` makes the tensors of a step, and `builder.build(0, common)` its metadata; 0 is the length of a common prefix.
-`run` passes them to an implementation (the attention of a layer), `Server.check` compares out with the fp64 reference, and `serve` does all
-this for STEPS. `arguments(backend, name)` gives those of an implementation, and the same as options of the reference. vLLM's classes are a
-stub (vllm_stub.py).
+vllm_server.py stands for vLLM's runner; vLLM's classes are a stub (vllm_stub.py). Names from it:
+- Server: four sequences of growing length, by default with 4 heads on 2 KV heads of headdim 32; PAGE: tokens of a block of its cache
+- `step({sequence: new tokens})` makes the tensors of a step, `builder.build(0, common)` its metadata; 0 is the length of a common prefix
+- `implementation`: the attention of a layer; `run` passes a step to it; `Server.check` compares out with the fp64 reference
+- `serve` does all this for STEPS; `arguments(backend, name)`: those of an implementation, and the same as options of the reference
+- cache dtypes: "auto" is the dtype of k, BESIDE have scales beside their codes, MIXED is one of them (int8 keys, int4 values)
 
-Cache dtypes: "auto" is the dtype of k, BESIDE have scales beside their codes, MIXED is one of them (int8 keys, int4 values). PAGE is the
-tokens of a block of the cache. `on(...)` and BACKENDS list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU
+`on(...)` and BACKENDS list the values of the fixture `backend`: CPU (`cpu-DTYPE`), simulator (`sim`), GPU
 (`cuda`). `refused` checks that a call raises an error that matches."""
 
 import concurrent.futures

@@ -1,13 +1,16 @@
 """Tests of volta_fa.vllm's metadata, which each step's attention reads, and of what the backend tells vLLM about itself.
 
-Helpers are in vllm_server.py: Server makes the tensors of a step, here `step({sequence: new tokens})`. Its layout "packed-nhd" is a cache
-with K and V side by side, tokens before heads. PAGE is the tokens of a block of the cache, `implementation` the attention of a layer.
-`on(...)` names the backend of a test: tensors on the CPU. `refused` checks that a call raises an error that matches. Cache dtypes: FP8 are
-vLLM's, whose scales belong to the layer. BESIDE have scales beside their codes: INT8, and MIXED (int8 keys, int4 values), which this
-package adds. OLD: vLLM up to 0.26, and the stub, whose caches have no room for scales. 1Cat-vLLM: a fork for V100s. A cascade attends once
-to the prefix that sequences share. Spans are images, whose tokens see each other (mm_req_doc_ranges, is_mm_prefix_lm). An anchored window
-(ANCHORS:WINDOW): a query sees the first ANCHORS tokens and the last WINDOW. Latents (MLA): `forward_mqa` attends to them; more than
-MOST_ABSORBED_QUERIES new tokens expand them to keys (`forward_mha`)."""
+Names, most from vllm_server.py:
+- Server: makes the tensors of a step (`step({sequence: new tokens})`); layout "packed-nhd": K and V side by side, tokens before heads
+- `implementation`: the attention of a layer; PAGE: tokens of a block of the cache
+- OLD: whether vLLM is 0.26 or older, or the stub: caches have no room for scales. 1Cat-vLLM: a fork for V100s
+- FP8: vLLM's cache dtypes, whose scales belong to the layer
+- BESIDE: cache dtypes with scales beside their codes: INT8, and MIXED (int8 keys, int4 values), which this package adds
+- cascade: attends once to the prefix that sequences share
+- spans: images, whose tokens see each other (mm_req_doc_ranges, is_mm_prefix_lm)
+- anchored window (ANCHORS:WINDOW): a query sees the first ANCHORS tokens and the last WINDOW
+- latents (MLA): `forward_mqa` attends to them; more than MOST_ABSORBED_QUERIES new tokens expand them to keys (`forward_mha`)
+- `on(...)`: the backend of a test, tensors on the CPU; `refused`: checks that a call raises an error that matches"""
 
 import dataclasses
 import importlib.util

@@ -75,6 +75,7 @@ def ranks() -> list[float]:
     generator = torch.Generator().manual_seed(1)
     out, lse = torch.randn(2, 5, 4, HEADDIM, generator=generator), torch.randn(2, 5, 4, generator=generator)
     lse[:, 1], lse[0, 2], lse[1, 3] = math.inf, math.inf, math.nan
+    # the last arguments are the rank, and a context that vLLM makes for None
     corrected = [theirs.correct_attn_out(out[r].clone(), lse, r, None) for r in range(2)]
     found = []
 
@@ -92,6 +93,7 @@ def ranks() -> list[float]:
 
 
 def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the largest difference."""
     return (a - b).abs().max().item()
 
 

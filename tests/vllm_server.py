@@ -51,7 +51,8 @@ def with_first_rows(queries: dict[int, int]):
 
 
 class Server:
-    """Four sequences that grow, in a cache whose blocks are in random order: what vLLM's runner passes to a backend."""
+    """Four sequences that grow, in a cache whose blocks are in random order: what vLLM's runner passes to a backend. `block`: tokens of a
+    block; `max_blocks`: blocks of a sequence."""
 
     def __init__(self, backend, layout="nhd", nheads=4, nheads_k=2, headdim=32, block=PAGE, max_blocks=6, sequences=4):
         backend.simulate()
@@ -65,7 +66,7 @@ class Server:
         self.tokens = [[] for _ in range(sequences)]  # of each sequence: the k and v that its cache must have
         self.kv_cache = self.allocate(layout, blocks, 2 * headdim, math.nan, backend.dtype)
         self.spec = SimpleNamespace(head_size=headdim, dtype=torch.float16, block_size=block)
-        self.builder = VoltaMetadataBuilder(self.spec, ["layer"], None, torch.device(backend.device))
+        self.builder = VoltaMetadataBuilder(self.spec, ["layer"], None, torch.device(backend.device))  # None: no VllmConfig
         self.layer = None
 
     def allocate(self, layout, blocks, content, value, dtype):

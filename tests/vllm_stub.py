@@ -22,15 +22,19 @@ class AttentionType(str, enum.Enum):
     ENCODER_DECODER = "encoder_decoder"
 
 
-class AttentionCGSupport(enum.Enum):  # CG: CUDA graphs
+class AttentionCGSupport(enum.Enum):
+    """Steps that a backend can run in CUDA graphs (CG)."""
+
     ALWAYS = 3
-    UNIFORM_BATCH = 2
+    UNIFORM_BATCH = 2  # equally many queries in each request
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     NEVER = 0
 
 
 @dataclasses.dataclass
 class MultipleOf:
+    """Block sizes: all multiples of `base` tokens."""
+
     base: int
 
 
@@ -41,21 +45,21 @@ class DeviceCapability(NamedTuple):
 
 @dataclasses.dataclass
 class CommonAttentionMetadata:
-    """What all layers share about a step. The first nine fields are at the same positions in all releases."""
+    """What all layers share about a step of several requests (sequences). All releases have the first nine fields in this order."""
 
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor  # (num_reqs + 1) int32: cu_seqlens of the queries
+    query_start_loc_cpu: torch.Tensor  # the same on the host
+    seq_lens: torch.Tensor  # (num_reqs) int32: tokens of each request, new ones included
     num_reqs: int
-    num_actual_tokens: int
+    num_actual_tokens: int  # rows of q
     max_query_len: int
     max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    causal: Any = True
+    block_table_tensor: torch.Tensor  # (num_reqs, blocks) int32
+    slot_mapping: torch.Tensor  # (rows) int64: each new token's place in the cache; -1: none
+    causal: Any = True  # a bool, or a tensor of one per request
     # fields of releases from 0.26 on, which have them at other positions
-    seq_lens_cpu_upper_bound: Any = dataclasses.field(default=None, init=False)
-    mm_req_doc_ranges: Any = dataclasses.field(default=None, init=False)
+    seq_lens_cpu_upper_bound: Any = dataclasses.field(default=None, init=False)  # (num_reqs) on the host: no less than seq_lens
+    mm_req_doc_ranges: Any = dataclasses.field(default=None, init=False)  # first and last tokens of image spans, by request
 
 
 class AttentionMetadataBuilder:
@@ -72,6 +76,7 @@ class AttentionBackendEnum(enum.Enum):
     CUSTOM = None
 
     def get_class(self):
+        """Returns the class that `register_backend` set."""
         return pkgutil.resolve_name(_OVERRIDES[self])
 
 
@@ -80,11 +85,13 @@ _OVERRIDES: dict[AttentionBackendEnum, str] = {}
 
 
 def register_backend(backend, class_path=None, is_mamba=False):
+    """Makes the class at this path that of the backend. The result decorates a class, here without effect."""
     _OVERRIDES[backend] = class_path
     return lambda cls: cls
 
 
 def get_kv_cache_layout():
+    """Returns the order of a cache's dimensions: tokens (N), heads (H), headdim (D)."""
     return "NHD"
 
 

@@ -8,10 +8,13 @@
 //! `dq_accum_splits` counts accumulators (0: none), each of `scratch_rows` query rows and `headdim_rounded` columns. `tail` is a launch of
 //! small blocks for the last keys. BackwardMode: `has_dlse`: softmax_lse has a gradient; `split`: fp32 numbers are two fp16 parts.
 //!
-//! Helpers are in main.rs. attention(queries, keys, headdim, headdim_v) has two batch entries, and eight query heads on two KV heads.
-//! on_packed_tensors(Some([queries, keys]), a) packs it, with these totals. tuned(failed, choices) is a V100 with a tuning: kernels that
-//! failed, by name, and choices that come first; tuned_with() is that of another GPU. without_splits() is a V100 without stream-K kernels:
-//! its grids have a block for each key block (the keys of one block: 128, or 64 of small ones). parts() returns the three kernels.
+//! Helpers of main.rs:
+//! - attention(queries, keys, headdim, headdim_v): a problem with two batch entries, and eight query heads on two KV heads
+//! - on_packed_tensors(Some([queries, keys]), a): the problem on packed tensors, with these totals
+//! - tuned(failed, choices): a V100 with a tuning: kernels that failed, by name, and choices that come first; tuned_with(): another GPU
+//! - without_splits(): a V100 without stream-K kernels: grids have a block for each key block (its keys: 128, or 64 of small blocks)
+//! - parts(plan): the three kernels; feature_requests(): features, totals of packed tensors, and the features that kernels need for both
+//! - DEFAULT, DETERMINISTIC: modes; in the latter gradients have the same bits in each run
 
 use super::*;
 
@@ -28,7 +31,6 @@ fn plans_fused_backward_for_few_keys() {
     let name = |a: &Attention, d: &DeviceLimits| {
         let plan = plan::backward(a, DEFAULT, d).unwrap();
         assert_eq!((plan.preprocess, plan.postprocess.is_none()), (None, true), "{a:?}");
-        // no accumulator of dq
         assert_eq!((plan.deterministic, plan.main_launches, plan.dq_accum_splits, plan.headdim_rounded), (true, 1, 0, 0));
         assert_eq!(plan.main.blocks, [1, a.nheads_k as u32]);
         assert!(plan.scratch_rows >= a.seqlen_q && plan.kernels().count() == 1);
@@ -68,8 +70,8 @@ fn plans_fused_backward_for_few_keys() {
     assert!(in_parts(with(8, (64, 65), 64), &fused), "a block has 64 keys");
 }
 
-/// A deterministic pass launches the main kernel several times for some key blocks of each head. Each block of a head in a launch adds to
-/// an accumulator of dq of its own (`sums` of them), so the order of additions is fixed. Time is estimated in src/plan/backward/parts.rs.
+/// A deterministic pass launches the main kernel several times, each for some key blocks of each head. Each block of a head in a launch
+/// adds to an accumulator of dq of its own (`sums` of them), which fixes the order of additions. src/plan/backward/parts.rs estimates time.
 #[test]
 fn deterministic_backward_takes_several_main_launches() {
     let heads = |nheads, a| Attention { batch: 1, nheads, nheads_k: nheads, ..a };

@@ -62,7 +62,7 @@ fn every_variant_of_sparse_latents_is_chosen() {
                 assert_eq!((i64::from(v.headdim), v.headdim_v, v.cache, v.is_bf16), (headdim, 512, format, dtype == DType::BFloat16));
                 assert_eq!(i64::from(v.block_rows), [16, 32, 64].into_iter().find(|&rows| rows >= heads).unwrap_or(64));
                 let select = plan::sparse_select(&a, 70, &V100).unwrap();
-                // a block for each of 70 queries selects its tokens; others cast bf16 queries to fp16, with a warp a head and eight a block
+                // 70 queries: a block for each selects its tokens; others cast bf16 queries to fp16, with a warp a head and eight a block
                 let of_heads = if dtype == DType::BFloat16 { (heads as u32).div_ceil(8) } else { 0 };
                 assert_eq!(select.blocks, [70, 1 + of_heads]);
                 unused.retain(|name| ![v.name, select.variant.name].contains(name));
@@ -168,7 +168,7 @@ fn every_variant_is_chosen_for_some_problem() {
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
 }
 
-/// Batch-invariant tiles of a headdim have the same bits if as many groups of warps divide a split's tokens.
+/// Batch-invariant tiles of a headdim have the same bits if as many groups of warps (here not heads) divide a split's tokens.
 #[test]
 fn batch_invariant_tiles_divide_tokens_alike() {
     // A warp computes `step` of the tile's `block_rows`, so block_rows / step warps have the same tokens: one group. (Warps that share

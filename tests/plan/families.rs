@@ -1,11 +1,11 @@
 //! Tests how the planner chooses among families (the kernels of one architecture) and among kernels with different features.
 //!
-//! A GPU prefers the newest family that it runs: natively as machine code (Cubin), else as PTX that the driver compiles. The tests use
-//! made-up families (MADE_UP in main.rs is one of sm_75): `volta_and` puts their tables before Volta's, `like` copies a kernel into another
-//! family. attention(seqlen_q, seqlen_k, headdim, headdim_v) is a problem without mask, 8 query heads on 2 KV heads. parts() returns the
-//! kernels of a backward pass: preprocess, main, postprocess. tuned(failed, choices) is a V100 whose tuning has these failed kernels, and
-//! these choices. forward_of() returns a plan's kernel and the reason for it. The real Turing family takes part only where a test uses
-//! `plan::forward` or `kernels::variants`.
+//! A GPU prefers the newest family that it runs: natively as machine code (Cubin), else as PTX that the driver compiles. The real Turing
+//! family takes part only where a test uses `plan::forward` or `kernels::variants`; others use made-up families. Helpers of main.rs:
+//! - MADE_UP: a family of sm_75; like(name, family): a kernel's copy in a family; volta_and(tables): kernels, these tables before Volta's
+//! - attention(seqlen_q, seqlen_k, headdim, headdim_v): a problem without mask, batch 2, 8 query heads on 2 KV heads
+//! - parts(plan): kernels of a backward pass: preprocess, main, postprocess; DEFAULT, DETERMINISTIC (the same bits in each run): its modes
+//! - tuned(failed, choices): a V100 whose tuning has these failed kernels and choices; forward_of(): a forward kernel's name and its Reason
 
 use super::*;
 

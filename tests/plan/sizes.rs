@@ -1,9 +1,9 @@
 //! Tests of the sizes of blocks (`sized` in src/plan/choose.rs): where the planner takes smaller ones than the cheapest kernel's.
 //!
 //! attention(seqlen_q, seqlen_k, headdim, headdim_v) of main.rs is a problem without mask; without_splits() a V100 without stream-K kernels
-//! of the backward pass. A plan's `Reason`: Cheapest is the usual kernel. Smaller blocks are taken because all are resident (Resident), the
-//! longest decides (ShorterLongest), a window or causal mask hides many keys (ShortWindow, ShortDiagonal), an SM gets fewer rows
-//! (FewerRows), or there are no more of them (NoMoreBlocks).
+//! of the backward pass, DEFAULT its default mode. A plan's `Reason`: Cheapest is the usual kernel. Smaller blocks are taken because
+//! all are resident (Resident), the longest decides (ShorterLongest), a window or causal mask hides many keys (ShortWindow, ShortDiagonal),
+//! an SM gets fewer rows (FewerRows), or there are no more of them (NoMoreBlocks).
 //!
 //! A V100 has 80 SMs. Numbers below are resident blocks, those that it holds at once, by kernel and rows of a block:
 //!

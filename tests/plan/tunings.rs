@@ -3,10 +3,12 @@
 //! A tuning lists failed kernels, which no plan may use, and choices. A choice names a pass and a class of problems (ranges of headdim,
 //! seqlen_q, rows = batch * seqlen_q * nheads; mask; features), and a variant for them, or `deterministic`: no atomics.
 //!
-//! Helpers of main.rs: `attention(seqlen_q, seqlen_k, headdim, headdim_v)` has batch 2, 8 query heads and 2 KV heads.
-//! `tuned(failed, choices)` is a V100 with that tuning, `tuned_with(kernels, failed, choices, gpu)` another GPU with a tuning of these
-//! kernels. `like(name, family)` is a kernel of Volta in another family, such as `MADE_UP` for sm_75. `volta_and(tables)` adds such kernels
-//! before Volta's. forward_of() returns the forward kernel's name and the `Reason` for it, parts() a backward plan's three kernels.
+//! Helpers of main.rs:
+//! - attention(seqlen_q, seqlen_k, headdim, headdim_v): a problem with batch 2, 8 query heads and 2 KV heads
+//! - tuned(failed, choices): a V100 with that tuning; tuned_with(kernels, failed, choices, gpu): a GPU with a tuning of these kernels
+//! - like(name, family): a kernel of Volta in another family, such as MADE_UP for sm_75; volta_and(tables): such kernels before Volta's
+//! - forward_of(): the forward kernel's name and the `Reason` for it; parts(): a backward plan's kernels, preprocess, main, postprocess
+//! - DEFAULT, DETERMINISTIC: modes of the backward pass; in the latter gradients have the same bits in each run
 
 use super::*;
 
@@ -107,7 +109,7 @@ fn skips_inapplicable_tuning_choices() {
 #[test]
 fn tuned_kernel_selects_its_family() {
     let named = |name, like: Variant| Variant { name, ..like };
-    // rows of Volta under Turing's name, which need the scratch memory of their own family
+    // table rows (kernels) of Volta under Turing's name, which need the scratch memory of their own family
     let turing = Family { scratch: VOLTA.scratch, ..MADE_UP };
     let rows = [
         named("forward", like("volta_fwd_64x64", turing)),
