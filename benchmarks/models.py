@@ -61,7 +61,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Row:
-    """One layer's attention in one use of a model."""
+    """One layer's attention in one use of a model. A `driver.Row` (a case on a GPU) is made of it for each GPU, with its text as name."""
 
     model: str
     attention: Attention

@@ -218,7 +218,7 @@ def batches(model: str, device: str) -> Any:
             lengths = [seqlen // 2, seqlen // 8, seqlen - seqlen // 2 - seqlen // 8] * BATCH
             labels = ids.reshape(1, -1).clone()
             starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-            labels[0, starts] = -100
+            labels[0, starts] = -100  # which the loss ignores: a sequence's first token follows none of it
             positions = torch.cat([torch.arange(length) for length in lengths])[None]
             yield dict(
                 input_ids=ids.reshape(1, -1).to(device), labels=labels.to(device), position_ids=positions.to(device),
@@ -235,7 +235,7 @@ class Training:
         import torch
 
         self.net, self.device = net, device
-        self.half = device == "cuda" and dtype == "float16" and model not in FORCED_FLOAT16
+        self.half = device == "cuda" and dtype == "float16" and model not in FORCED_FLOAT16  # whether to autocast and scale
         self.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=5e-3)
         self.scaler = torch.amp.GradScaler(device, enabled=self.half, init_scale=2.0**12)
         self.batches = batches(model, device)
