@@ -9,7 +9,8 @@ At most one of these replaces the usual cases; --bfloat goes with any:
     --quantized  caches in int8, int4 and fp8
     --tree       pairs of cases, without and with a tree mask: draft tokens of speculative decoding see their ancestors alone
     --wide       Gemma 4's global layers (headdim 512)
-    --latents    MLA decoding (`fwd_mla`), pages of 64 tokens: all query heads read one latent of 576 columns per token; 512 are the values
+    --latents    MLA decoding (`fwd_mla`), pages of 64 tokens: all query heads read one fp16 or quantized latent of 576 columns per token,
+                 whose first 512 are the values
     --prefill    a chunk of 512 causal queries, the last of 16384 tokens; shares are relative to the plain kernel on one dense tensor
 
 The simulation (tools/volta-sim) times one SM's part of every kernel of the call, at the model's DRAM latency and at 3000 cycles, which

@@ -37,7 +37,7 @@ LIMITS = {
 
 def plan(shape: Shape, limits: dict[str, int]) -> list[dict]:
     """Returns the forward and the backward kernels, in launch order, for a device of these limits (as in LIMITS). Raises CommandError if
-    volta_fa has no kernels for the shape.
+    its KV heads do not divide its heads, or volta_fa has no kernels for it.
 
     A kernel has `role`, "forward" or "backward, PASS", and what `volta_fa::_plan` returns: name, tile, threads, registers, shared memory,
     occupancy and grid."""

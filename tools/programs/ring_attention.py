@@ -171,8 +171,8 @@ def compare(name, found, expected, eager, dtype, rank) -> bool:
 
 
 def worker(rank: int, options: argparse.Namespace, store: str, failed) -> None:
-    """Runs all packages' cases as one rank. Rank 0 prints, and appends names to the shared list `failed`. `store`: the ranks' meeting point,
-    a URL for init_process_group."""
+    """Runs all packages' cases as one rank. Rank 0 prints, and appends names to the shared list `failed`. `store`: the ranks' meeting
+    point, a URL for init_process_group."""
     import volta_fa
 
     volta_fa.install_flash_attn_shim()
