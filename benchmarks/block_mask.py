@@ -206,7 +206,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    benchmark = Benchmark(__doc__, rows, grids, add_options, plot, ("v100", "t4"), several_gpus=True)
+    benchmark = Benchmark(__doc__, rows, grids, add_options, plot, ("v100", "t4"), several_gpus=True)  # the tuple: default of --gpu
     return run("block_mask", benchmark, arguments)
 
 

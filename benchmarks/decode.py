@@ -4,11 +4,14 @@
     python -m benchmarks.decode --device cuda  measured, beside a copy kernel and PyTorch's attention
     python -m benchmarks.decode --sweep        one size after another, as tables, a plot and JSON
 
---quantized, --tree, --wide, --latents, --prefill or --sweep, at most one, replaces the usual cases; --bfloat goes with any. --tree has
-pairs of cases, without and with a tree mask, by which draft tokens of speculative decoding see their ancestors alone. --wide has Gemma 4's
-global layers (headdim 512). --latents has MLA decoding (`fwd_mla`) in pages of 64 tokens: all query heads read one fp16 or quantized latent
-of 576 columns per token, and its first 512 are the values. --prefill has a chunk of 512 causal queries, the last of 16384 tokens. Its
-shares compare kernels that read pages with the plain kernel on one dense tensor.
+At most one of these replaces the usual cases; --bfloat goes with any:
+
+    --quantized  caches in int8, int4 and fp8
+    --tree       pairs of cases, without and with a tree mask: draft tokens of speculative decoding see their ancestors alone
+    --wide       Gemma 4's global layers (headdim 512)
+    --latents    MLA decoding (`fwd_mla`), pages of 64 tokens: all query heads read one fp16 or quantized latent of 576 columns per token,
+                 whose first 512 are the values
+    --prefill    a chunk of 512 causal queries, the last of 16384 tokens; shares are relative to the plain kernel on one dense tensor
 
 The simulation (tools/volta-sim) times one SM's part of every kernel of the call, at the model's DRAM latency and at 3000 cycles, which
 stands for a loaded memory. It leaves out launch overhead.
@@ -254,6 +257,7 @@ def prefill_cases(gpu: str, tokens: int) -> Iterator[Target]:
     if tokens < 512 or tokens % 256:
         raise CommandError(f"--tokens {tokens}: expected a multiple of 256, at least 512")
     for headdim, nheads in PREFILL_HEADS[gpu].items():
+        # nheads // 4: the group; 512: queries
         yield from (Target(Case(headdim, (tokens,), nheads // 4, 512, page, kv_heads=4)) for page in (0, 16, 64, 256))
 
 

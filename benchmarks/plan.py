@@ -4,7 +4,8 @@ Shapes are B,H,M,N,D or B,H,M,N,D,causal. Without any, the command lists those o
 --headdim-v apply to all of them. The device is a V100, or that of --device: a T4, or this machine's GPU.
 
     kernel         name, as in `python -m volta_fa info`
-    tile           forward: query rows per block x keys per step; backward: keys per block x queries per step
+    tile           forward: query rows per block x keys per step; backward: keys per block x queries per step; other kernels of
+                   backward: rows per block
     grid           blocks per head, heads, batches; under a causal mask the planner may put heads first;
                    stream-K, whose blocks divide the keys of all heads evenly: blocks, 1, 1
     waves          blocks of the grid / resident blocks (SMs x blocks per SM); below 1, the grid does not fill the device
@@ -35,7 +36,8 @@ LIMITS = {
 
 
 def plan(shape: Shape, limits: dict[str, int]) -> list[dict]:
-    """Returns the forward and the backward kernels, in launch order, for a device of these limits (as in LIMITS).
+    """Returns the forward and the backward kernels, in launch order, for a device of these limits (as in LIMITS). Raises CommandError if
+    its KV heads do not divide its heads, or volta_fa has no kernels for it.
 
     A kernel has `role`, "forward" or "backward, PASS", and what `volta_fa::_plan` returns: name, tile, threads, registers, shared memory,
     occupancy and grid."""

@@ -70,11 +70,11 @@ TITAN_RTX = {
 class Kernel:
     """A kernel of the wheel."""
 
-    direction: str
+    direction: str  # volta.FORWARD or BACKWARD
     headdim: int  # maximum
     name: str
     shared_bytes: int  # minimum with which its accesses stay inside shared memory: the cubin does not tell PyTorch's size
-    threads: tuple[int, int]
+    threads: tuple[int, int]  # of a block, in x and y
     rows: int = 0  # query rows of a forward kernel's block
 
     @property

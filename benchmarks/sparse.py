@@ -35,12 +35,12 @@ KEY_BYTES = HEADDIM + 4
 class IndexerCase(Case):
     """A call over `keys` of each sequence. A prompt has one sequence, and its queries are the last of its `keys` tokens."""
 
-    queries: int
+    queries: int  # of each sequence
     keys: int
-    batch: int = 1
-    heads: int = 64
-    dtype: torch.dtype = torch.float8_e4m3fn
-    paged: bool = False
+    batch: int = 1  # sequences
+    heads: int = 64  # of a query; a key has one
+    dtype: torch.dtype = torch.float8_e4m3fn  # of q
+    paged: bool = False  # decoding from a cache, whose bytes count
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -30,7 +30,7 @@ from . import report
 # OURS, EAGER: names of implementations; TABLE: the listed shapes; Bound: an implementation with its inputs
 from .attention import EAGER, OURS, RESULTS, TABLE, Bound, Inputs, Shape, implementations, max_errors, select, why_unavailable
 from .measure import median_ms, peak_bytes
-from .report import Grid, ratio, significant, times
+from .report import Grid, ratio, significant, times  # significant(x, digits), times(x): text of a number, "-" for None
 
 PASSES = ("forward", "backward", "total")
 #: out, or the gradients, by whether they are gradients.
@@ -211,6 +211,7 @@ def main(arguments: Sequence[str]) -> int:
                 break
             bar.update(task, description=str(shape))
             try:
+                # 0.01, 0.2: seconds of repetitions
                 rows.append(measure(shape, device, dtype, 0.01 if options.quick else 0.2, options.seed))
             except RuntimeError as error:
                 # The command fails, but shows the shapes before, which may have taken hours.

@@ -101,6 +101,7 @@ def target_rows(_: argparse.Namespace) -> list[Row]:
     found += [(volta.Case(direction, shape), tflops) for direction, shape, tflops in OTHERS]
     rows = [Row(str(case), case, target=tflops) for case, tflops in found]
     for headdim, nheads, kv_heads, before, tflops in PREFILL:
+        # one sequence, query heads per KV head, queries
         case = decode.Case(headdim, (4096 + before,), nheads // kv_heads, 4096, kv_heads=kv_heads)
         rows.append(Row(f"prefill D={headdim} H={nheads} on {kv_heads}, 4096 behind {before}", case, target=tflops))
     for layer in models.layers_of_models(GPUS["v100"].sms):
@@ -202,7 +203,7 @@ class FastCase(Case):
     kind: str  # plain, causal, mask or packed
     headdim: int
     seqlen: int  # keys
-    rows: int  # queries, the last of seqlen
+    rows: int  # queries, the last of seqlen (packed: of each sequence)
     sms: int  # heads (packed: heads x sequences)
 
     @property

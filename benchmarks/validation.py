@@ -4,10 +4,10 @@
     python -m benchmarks.validation                # simulates the probes, kernels of tools/volta-sim/tests/fixtures/probe.cu, again
     python -m benchmarks.validation --kept         # the file's figures only: needs no simulator
 
-benchmarks/validation.csv has a row for each published figure, with the columns of Row: what was measured, what volta-sim gave, the band of
-the ratio, and the source. Other projects' kernels are not in this repository, so their rows keep the simulated figure. A row without one
-was not simulated. The command fails if a ratio of times differs from 1 by more than its band: 5% for cycles, 10% for times and rates. A row
-with another band, or without a simulated figure, has a reason."""
+benchmarks/validation.csv has a row for each published figure, which `rows` reads into Row: what was measured, what volta-sim gave, the band
+of the ratio, and the source. Other projects' kernels are not in this repository, so their rows keep the simulated figure. A row without
+one was not simulated. The command fails if a ratio of times differs from 1 by more than its band: 5% for cycles, 10% for times and rates.
+A row with another band, or without a simulated figure, has a reason."""
 
 from __future__ import annotations
 

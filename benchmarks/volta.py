@@ -7,10 +7,15 @@ are those of a GPU. Then tools/volta-sim times one SM's part of every launch, wi
 B is batch, H nheads, M seqlen_q, N seqlen_k, D headdim. TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for
 causal, over all kernels of the pass: backward's include row statistics, and zeroing and converting dq. Launch overhead is not counted.
 
-The last rows of each pass have one feature each. A bias is (1, nheads, seqlen_q, seqlen_k) in fp16. "dbias" adds its gradient, on a V100
-alone: there the kernels store it themselves. "deterministic" is a backward pass whose sums have a fixed order. One more table has each
-feature as a share of "plain", the same shape without it. For a Turing chip, a first table has the tensor pipe's shares at N=4096.
-Tensors are (batch, seqlen, nheads, headdim); one case of each pass and headdim 64 and 128 is a view of (batch, nheads, seqlen, headdim)."""
+Tensors are (batch, seqlen, nheads, headdim); "(B,H,S,D) views" are views of (batch, nheads, seqlen, headdim). The last rows of each pass
+have one feature each:
+
+    bias            (1, nheads, seqlen_q, seqlen_k) in fp16
+    dbias           the bias's gradient too, on a V100 alone: there the kernels store it themselves
+    deterministic   a backward pass whose sums have a fixed order
+
+One more table has each feature as a share of "plain", the same shape without it. For a Turing chip, a first table has the tensor pipe's
+shares at N=4096."""
 
 from __future__ import annotations
 
@@ -52,7 +57,7 @@ class Case(driver.Case):
     direction: str  # FORWARD or BACKWARD
     shape: Shape
     heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
-    feature: str = ""  # one of FEATURES, BIAS_GRADIENT, DETERMINISTIC or "mask"
+    feature: str = ""  # one of FEATURES, BIAS_GRADIENT, DETERMINISTIC, or "mask", a boolean one (benchmarks.tables features)
 
     def __str__(self) -> str:
         s = self.shape

@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def one_process_attention(q, k, v):
-    return torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
+    return torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]  # out; the others are softmax_lse and rng_state
 
 
 def mean_loss(model, tokens, targets, positions, attend, device):
@@ -77,6 +77,7 @@ def main():
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if nccl else "gloo")
     size, rank = dist.get_world_size(), dist.get_rank()
+    # rows of the mesh, each with a part of the batch; the ranks of a row share its sequences
     replicas = 2 if size % 2 == 0 and size > 2 else 1
     mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("batch", "sequence"))
     sequence = mesh["sequence"]

@@ -41,7 +41,8 @@ def absorbed(layer: DeepseekV2Attention, hidden_states: Tensor, freqs_cis: Tenso
     latent, k_pe = layer.kv_a_proj_with_mqa(hidden_states).split([rank, rotary], -1)
     q_pe, k_pe = apply_rotary_emb(q[..., nope:].transpose(1, 2), k_pe[:, None], freqs_cis)
     cache.append(torch.cat((layer.kv_a_layernorm(latent), k_pe[:, 0]), -1))
-    # (nheads, nope + v, rank): a head's keys and values are linear in the latent. b: batch, t: token, h: head, d, r, v: columns
+    # (nheads, nope + v, rank): a head's keys and values are linear in the latent. Below, b: batch, t: token, h: head; columns of d: a key,
+    # r: a latent, v: a value
     of_keys, of_values = layer.kv_b_proj.weight.view(layer.num_heads, -1, rank).split([nope, layer.v_head_dim], 1)
     q = torch.cat((torch.einsum("bthd,hdr->bthr", q[..., :nope], of_keys), q_pe.transpose(1, 2)), -1)
     metadata, num_splits = flash_mla.get_mla_metadata(cache.lengths, tokens * layer.num_heads, num_heads_k=1)

@@ -69,7 +69,7 @@ def main():
         cache = QuantizedCache(config, kv_dtype)
         found = model.generate(**options, past_key_values=cache)[:, 20:]
         same = (found == greedy).float().mean().item()
-        keys, _ = cache.layers[0].stored
+        keys, _ = cache.layers[0].stored  # the first layer's quantized keys and values
         print(f"a cache in {kv_dtype}: {same:.0%} of the tokens are eager's, a layer's keys {keys.data.dtype} {tuple(keys.data.shape)}")
 
     # Three sequences in one row without padding. Each starts where position_ids restart at 0, and attends to itself only.

@@ -209,6 +209,7 @@ def compile_steps(release: str, torch: Path, work: Path, portable: bool, units: 
 
 
 def link_step(release: str, torch: Path, core: Path, objects: list[Path], exports: Path, linker: Path | None) -> Step:
+    """Returns the step that links a release's shim into the folder of `exports`, the version script. `linker` as in build()."""
     shim = exports.parent / f"torch-{release}" / SHIM
     libraries = [core, torch / "lib" / "libtorch_cpu.so", torch / "lib" / "libc10.so"]
     command = [str(linker)] if linker else compiler(release, torch)

@@ -64,7 +64,9 @@ def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _forward(targets: dict[int, int], process: subprocess.Popen[bytes], name: str) -> None:
-    """Copies what comes from pipes until the process ends."""
+    """Copies what comes from pipes until they end, or until about INTERVAL after the process's end.
+
+    targets: by pipe, the file descriptor to copy to. name: the command's, in the lines with seconds."""
     began, at_line_start, until = time.monotonic(), True, math.inf
     with selectors.DefaultSelector() as pipes:
         for pipe in targets:

@@ -228,6 +228,7 @@ class Report:
         self.stdout = os.fdopen(os.dup(1), "w")  # pytest keeps what is printed to sys.stdout until its end
         #: By case: passed, failed, skipped or "passed, with calls that PyTorch ran".
         self.outcomes: dict[str, str] = {}
+        #: Numbers of cases by reason, twice, and Failures.
         self.skipped, self.fell_back, self.failures = Counter(), Counter(), []
 
     @pytest.hookimpl(optionalhook=True)

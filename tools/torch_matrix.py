@@ -84,7 +84,7 @@ OK, ABSENT = "ok", "-"
 class Release:
     """The results of one torch release."""
 
-    release: str
+    release: str  # as 2.10.0
     torch: str = ""  # its version with CUDA's; "": it could not be tried
     python: str = ""
     seconds: float = 0.0
@@ -205,7 +205,7 @@ class Matrix:
         shutil.copy(ROOT / "pyproject.toml", self.sources)
         # on the disk of the environments, because their files are links to it
         self.cache = self.folder / "uv-cache"
-        self.userland = {}
+        self.userland = {}  # environment variables of the tests; empty where there are no old libraries
         try:
             self.userland["OLD_USERLAND"] = str(old_libraries(self.folder / "old-userland"))
         except Unavailable as reason:

@@ -93,7 +93,7 @@ def randomize(module, device):
 
 
 def sample(patcher, name, device, steps):
-    """Returns the latents that ComfyUI's KSampler makes in this number of steps."""
+    """Returns the latents that ComfyUI's KSampler makes in this number of steps. `patcher`: what `build` returned for this name."""
     import comfy.sample
     import torch
 

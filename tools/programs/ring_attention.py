@@ -93,7 +93,7 @@ def shard(t, lengths, layout, rank, ranks):
 
 
 class Case(NamedTuple):
-    """A function of a rank's q, k and v, and what it computes."""
+    """A function of a rank's q, k and v, each (tokens, heads, headdim), which returns out, and what it computes."""
 
     name: str
     lengths: list[int]  # of the sequences, over all ranks
@@ -119,6 +119,7 @@ def ring_flash_attn_cases(lengths, rank, ranks) -> list[Case]:
 
     def llama3(window):
         def function(q, k, v):
+            # True: causal. heads_k_stride: KV heads that are gathered at a time; local_k: the keys that this rank's queries see
             *given, local_k = package.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens.to(q.device), True, rank, ranks)
             options = {"heads_k_stride": 1, "local_k_slice": local_k, "causal": True, "window_size": window}
             return package.llama3_flash_attn_varlen_func(q, k, v, *given, **options)
@@ -170,7 +171,8 @@ def compare(name, found, expected, eager, dtype, rank) -> bool:
 
 
 def worker(rank: int, options: argparse.Namespace, store: str, failed) -> None:
-    """Runs all packages' cases as one rank. Rank 0 prints, and appends names to the shared list `failed`."""
+    """Runs all packages' cases as one rank. Rank 0 prints, and appends names to the shared list `failed`. `store`: the ranks' meeting
+    point, a URL for init_process_group."""
     import volta_fa
 
     volta_fa.install_flash_attn_shim()

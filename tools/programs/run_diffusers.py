@@ -221,7 +221,7 @@ def judge(found: Tensors, theirs: Tensors, expected: Tensors, stats: dict[str, A
 
 
 def compare(model: Model, device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
-    """Yields the rows of a small model."""
+    """Yields the rows of a small model. `wanted(model, way)`: whether --only asks for the row."""
     ways = {name: way for name, way in WAYS.items() if wanted(model.name, name)}
     if not ways:
         return

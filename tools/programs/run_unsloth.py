@@ -13,10 +13,10 @@ The reference of the losses is unsloth with its own attention, all in float32, w
 fails (xformers' may), if volta_fa ran no call, or if its losses' error is more than rounding and more than twice that of sdpa. The table
 counts calls that volta_fa ran, that torch.compile traced as volta_fa's, and that fell back to unsloth's attention.
 
-On CUDA, unsloth takes the GPU for one of compute capability 7.5 while it decides what to load, so it trains in float16 as on a T4, and
-VOLTA_FA_FAMILY selects volta_fa's kernels. PyTorch's and xformers' attention are the memory-efficient ones, their choice on Turing.
-On the CPU, torch.compile is off, and PyTorch code takes the place of unsloth's Triton kernels for rotary embeddings and norms, which
-need a GPU. Its attention code is unchanged. It trains in float32, but Gemma 3, Gemma 4 and gpt-oss partly in float16, as on a T4."""
+    cuda  unsloth takes the GPU for one of compute capability 7.5 while it decides what to load, so it trains in float16 as on a T4, and
+          VOLTA_FA_FAMILY selects volta_fa's kernels. PyTorch's and xformers' attention are the memory-efficient ones, as on Turing
+    cpu   torch.compile is off, and PyTorch code takes the place of unsloth's Triton kernels for rotary embeddings and norms, which need a
+          GPU. Its attention code is unchanged. It trains in float32, but Gemma 3, Gemma 4 and gpt-oss partly in float16"""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def batches(model: str, device: str) -> Any:
             lengths = [seqlen // 2, seqlen // 8, seqlen - seqlen // 2 - seqlen // 8] * BATCH
             labels = ids.reshape(1, -1).clone()
             starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-            labels[0, starts] = -100
+            labels[0, starts] = -100  # which the loss ignores: a sequence's first token follows none of it
             positions = torch.cat([torch.arange(length) for length in lengths])[None]
             yield dict(
                 input_ids=ids.reshape(1, -1).to(device), labels=labels.to(device), position_ids=positions.to(device),
@@ -235,7 +235,7 @@ class Training:
         import torch
 
         self.net, self.device = net, device
-        self.half = device == "cuda" and dtype == "float16" and model not in FORCED_FLOAT16
+        self.half = device == "cuda" and dtype == "float16" and model not in FORCED_FLOAT16  # whether to autocast and scale
         self.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=5e-3)
         self.scaler = torch.amp.GradScaler(device, enabled=self.half, init_scale=2.0**12)
         self.batches = batches(model, device)

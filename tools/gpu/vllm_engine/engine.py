@@ -5,7 +5,7 @@ of each step. For an encoder, writes the errors of its embeddings against transf
 
 A job is a dictionary: name; kind, tokens or encoder; model, a folder in MODELS; backend, vLLM's attention backend. It may have engine
 (arguments of vllm.LLM), prompts (see `prompts`, or images), logprobs (False: none), lora (True: every other prompt uses the adapter
-MODELS/lora) and refused (part of the error with which vLLM must refuse the job)."""
+MODELS/lora) and refused (part of the error with which vLLM must refuse the job). run.py reads version, env and gpus."""
 
 import json
 import random

@@ -119,7 +119,8 @@ COMPARISONS = [
     ("server-1cat-package-custom", "1cat-package-custom", "the same"),
     ("server-jamba-custom", "1cat-hybrid-backend-custom", "the same, Mamba 1"),
 ]  # fmt: skip
-#: Results without a counterpart in vLLM: the job, a job whose error against float32 its own may reach twice, and what it shows.
+#: Results without a counterpart in vLLM: the job, a job whose error against float32 its own may reach twice, and what it shows. Anchored
+#: windows (VOLTA_FA_VLLM_ANCHORED_WINDOW): a query sees the sequence's first tokens, and the last ones up to its own.
 ALONE = [("anchored-short-custom", "llama128-triton", "anchored windows of 200 tokens, CUDA graphs")]
 #: vLLM's own backends against each other: their differences are rounding. Tolerances of COMPARISONS follow from these.
 CONTROLS = [

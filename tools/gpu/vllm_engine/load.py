@@ -155,7 +155,9 @@ class Memory(NamedTuple):
 
 
 async def load(client: Client, checker: Checker, prompts: list, seconds: float, server: int | None) -> dict:
-    """Sends requests at random times for the given seconds, and waits for all. Returns counts and the server's memory over time."""
+    """Sends requests at random times for the given seconds, and waits for all. Returns counts, errors and the server's memory over time.
+
+    server: its process id; None (--url): memory is not sampled."""
     rng, pending, begin = random.Random(13), set(), time.time()
     counts = {"sent": 0, "cancelled": 0, "sampled": 0}
     samples: list[Memory] = []

@@ -74,7 +74,8 @@ class Molmo2ImageProcessor:
         self._resize = t.SiglipImageProcessor(size=self.size)
 
     def __call__(self, images: list, return_tensors: str = "pt") -> t.BatchFeature:
-        """Returns pixel_values (crops, patches, values of a patch), and the patches of each token by their index in an image."""
+        """Returns pixel_values (crops, patches, values of a patch), the patches of each token by their index in an image, and by image the
+        number of crops and the rows and columns of tokens of both."""
         pixels = self._resize(images, return_tensors="pt")["pixel_values"].repeat_interleave(2, 0)
         patches = pixels.unfold(2, _PATCH, _PATCH).unfold(3, _PATCH, _PATCH).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
         pooled = torch.arange(_SIDE**2).view(_SIDE, _SIDE).unfold(0, _POOL, _POOL).unfold(1, _POOL, _POOL).reshape(-1, _POOL**2)

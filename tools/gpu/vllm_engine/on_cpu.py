@@ -84,7 +84,7 @@ class Cache:
             print(f"pages of {page} tokens: {', '.join(group.layer_names)}")
 
     def step(self, begin: int, end: int, spans: list) -> dict:
-        """Returns the arguments of set_forward_context for tokens begin to end."""
+        """Returns the arguments of set_forward_context for tokens begin to end. spans: the first and last token of each image."""
         at = torch.arange(begin, end)
         slots = torch.stack([table[0][at // page].long() * page + at % page for table, page in zip(self.tables, self.page_sizes)])
         starts, length = torch.tensor([0, end - begin], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)

@@ -102,7 +102,7 @@ impl Cta {
                     g.state = GroupState::Run;
                 }
             }
-            w.current = 0;
+            w.current = 0; // the index of the group that runs
             w.merge_current(); // groups that waited at one pc become one
             self.released.push(warp_index);
         }

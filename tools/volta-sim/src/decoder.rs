@@ -1,5 +1,6 @@
 //! Decodes what all instructions have in common. A [`Decoder`] holds an instruction as nvdisasm prints it, such as
-//! `@!P0 LDG.E.64 R4, [R2+0x8]`, and reads its guard, modifiers and operands. Each class in `crate::ops` reads its own mnemonics with it.
+//! `@!P0 LDG.E.64 R4, [R2+0x8]`, and reads its guard, modifiers and operands. Each class of instructions (a file of `crate::ops`, as
+//! integer.rs) reads its own mnemonics with it.
 
 use crate::disasm::RawInst;
 use crate::isa::*;

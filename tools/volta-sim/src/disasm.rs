@@ -18,8 +18,10 @@ pub struct RawInst {
     pub enc: u128,
 }
 
+/// One kernel's part of nvdisasm's output.
 #[derive(Default)]
 pub struct Listing {
+    /// in the order of their pc
     pub insts: Vec<RawInst>,
     /// pc by label, as `.L_x_1`
     pub labels: HashMap<String, u32>,

@@ -225,6 +225,7 @@ impl Cubin {
         self.sections.iter().find(|s| s.name == name)
     }
 
+    /// Returns the relocations of the section of this name.
     pub fn relocations(&self, name: &str) -> Vec<Relocation> {
         [".rel", ".rela"].iter().filter_map(|kind| self.relocations.get(&format!("{kind}{name}"))).flatten().copied().collect()
     }

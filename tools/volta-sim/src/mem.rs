@@ -40,9 +40,11 @@ impl Buffer {
 
 #[derive(Default)]
 pub struct GlobalMem {
+    /// in the order of [`GlobalMem::alloc`] and [`GlobalMem::map`]; functions name a buffer by its index
     pub bufs: Vec<Buffer>,
     /// storage of owned buffers and copies
     storage: Vec<Vec<u64>>,
+    /// what [`GlobalMem::lock_atomics`] locks
     atomics: Mutex<()>,
 }
 
@@ -124,6 +126,7 @@ impl GlobalMem {
         }
     }
 
+    /// Returns the content of buffer number `idx`.
     pub fn bytes(&self, idx: usize) -> &[u8] {
         let b = &self.bufs[idx];
         // SAFETY: the buffer's memory is alive, and nothing writes it while no kernel runs.
@@ -168,6 +171,7 @@ mod tests {
         let mut host: Vec<u8> = (0..64).collect();
         let p = host.as_mut_ptr();
         let mut mem = GlobalMem::default();
+        // name, pointer, bytes, writable, exchanged
         unsafe {
             mem.map("null", std::ptr::null_mut(), 8, true, false).unwrap();
             mem.map("empty", p, 0, true, false).unwrap();

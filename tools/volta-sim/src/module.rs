@@ -18,9 +18,13 @@ pub struct Module {
 }
 
 pub(crate) struct Kernel {
+    /// what the cubin records
     pub meta: KernelMeta,
+    /// the same and what the code shows, for callers
     pub info: KernelInfo,
+    /// the decoded code
     pub prog: Program,
+    /// nvdisasm's text
     sass: String,
 }
 
@@ -120,6 +124,7 @@ impl Module {
 }
 
 impl Kernel {
+    /// Decodes a kernel's listing. Fails if an instruction is not where the one before ends, 16 bytes on.
     fn decode(meta: &KernelMeta, listing: Listing) -> std::result::Result<Kernel, String> {
         let mut code = vec![];
         for r in &listing.insts {
@@ -156,7 +161,7 @@ fn registers(inst: &Inst) -> impl Iterator<Item = Reg> + '_ {
     sources.chain([inst.dst, inst.mem.base, inst.mem.uniform]).filter(|&r| r != RZ)
 }
 
-/// Grid, block and shared memory of a launch.
+/// Grid (CTAs along x, y, z), block (threads) and dynamic shared memory (bytes of a CTA) of a launch.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
     pub grid: [u32; 3],

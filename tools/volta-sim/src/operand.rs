@@ -4,6 +4,7 @@ use crate::isa::*;
 use std::borrow::Cow;
 use std::collections::HashMap;
 
+/// An operand by its form.
 #[derive(Clone, Debug)]
 pub enum Operand {
     /// register, immediate or constant, and whether it is marked .COL (a matrix in column order)

@@ -11,7 +11,7 @@ pub enum GroupState {
     Bsync(u8),
     /// waiting at WARPSYNC for these lanes
     Warpsync(u32),
-    /// waiting at a CTA barrier
+    /// waiting at the CTA barrier of this number
     Bar(u8),
 }
 
@@ -23,6 +23,7 @@ pub struct Group {
     pub state: GroupState,
 }
 
+/// A warp of a resident CTA.
 pub struct Warp {
     /// by register number (`isa::Reg`), a value per lane
     pub regs: Vec<V>,
@@ -48,6 +49,7 @@ pub struct Warp {
 }
 
 impl Warp {
+    /// Returns a warp before its first instruction. `nregs`: registers of a thread; `live`: its threads, a bit each.
     pub fn new(index: u32, nregs: usize, live: u32) -> Self {
         let mut pred = [0; 16];
         pred[PT as usize] = !0;

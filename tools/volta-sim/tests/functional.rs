@@ -55,7 +55,7 @@ fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: Inpu
     first
 }
 
-/// Runs a kernel on both architectures. Returns what both compute.
+/// Runs a kernel on both architectures. Returns what both compute: `out` words, which are 0 before.
 fn run(kernel: &str, blocks: u32, threads: u32, inputs: Inputs, out: usize) -> Vec<u32> {
     let [volta, turing] = MODULES.each_ref().map(|m| run_on(m, kernel, blocks, threads, inputs, &vec![0; out]));
     assert_eq!(volta, turing, "{kernel}: sm_70 and sm_75 differ");

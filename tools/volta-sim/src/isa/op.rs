@@ -172,7 +172,7 @@ enums! {
         Brx, Call, Ret, Exit,
     }
 
-    /// Convergence barriers, at which the threads of a warp meet again.
+    /// Convergence barriers, at which the threads of a warp meet again. The number is the barrier's: B0 to B15.
     Convergence {
         Bssy(u8), Bsync(u8), Break(u8), BmovToReg { b: u8, clear: bool }, BmovFromReg(u8), Warpsync, Yield,
     }

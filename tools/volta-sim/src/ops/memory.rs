@@ -91,6 +91,7 @@ impl Class for Memory {
                 let n = bytes as usize;
                 let mut buf = [[0u32; 32]; 4]; // by register and lane
                 for l in lanes_in(s.active) {
+                    // false: the lane reads
                     let p = place(s, space, l, n, false)?;
                     // SAFETY: `n` bytes at `p` may be read.
                     unsafe {

@@ -53,7 +53,8 @@ impl Class for WarpWide {
                 let mut ok = 0u32;
                 for lane in lanes_in(m) {
                     let l = lane as u32;
-                    // c has the last lane of a segment in bits 0 to 4, and the mask of the bits that select the segment in 8 to 12
+                    // c has the last lane of a segment (UP: the first) in bits 0 to 4, in 8 to 12 the bits of a lane that name its segment.
+                    // p: whether lane j is in the segment; if not, the lane reads itself
                     let (bv, clamp, seg) = (b[lane] & 31, c[lane] & 31, c[lane] >> 8 & 31);
                     let min = l & seg;
                     let max = min | (clamp & !seg);

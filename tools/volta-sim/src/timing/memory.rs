@@ -108,7 +108,7 @@ impl SmSim<'_, '_> {
                     let a = sector * 32; // its byte address
                     if write && sp == Space::Global {
                         // write-through; atomics are performed in L2
-                        let t = self.l2_transfer(done, false);
+                        let t = self.l2_transfer(done, false); // false: over L2's bandwidth alone
                         self.counters.store_sectors += 1;
                         // access() returns whether the cache has the sector, which it has afterwards
                         if !self.l2.access(a) && self.is_written_back(a) {

@@ -247,6 +247,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 self.counters.l15_fills += 1;
                 start + self.machine.l2_latency
             };
+            // `line` is also the one to keep; false: it replaces the line unused longest, not a random one
             self.l15.fill(line, line, (self.machine.l15_bytes / 128) as usize, false, now, ready);
         }
         self.l15.used[line as usize] = now;
