@@ -163,7 +163,8 @@ impl Pass {
         PASSES[self as usize]
     }
 
-    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/gradient_output.cuh), if they are main kernels of the backward pass.
+    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/gradient_output.cuh), if they are main kernels of the backward pass:
+    /// add it to the accumulator, leave it to a kernel of its own, or store it (one block has all keys).
     /// build.rs defines it for the kernel's C++ type as `DQ_MODE`, so these passes share their sources.
     pub const fn dq_mode(self) -> Option<&'static str> {
         match self {

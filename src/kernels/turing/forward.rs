@@ -147,6 +147,7 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
 }
 
 pub fn forward_rows() -> impl Iterator<Item = Variant> {
+    // has a generic version
     let is_complete = |row: &Variant| row.size == Size::Large || row.source == COLUMN_GROUPS;
     let has_varlen = move |row: &Variant| is_complete(row) || (row.headdim, row.size) == (64, Size::Medium);
     // at headdims 32, 96 and 192 varlen kernels take at most 4% more time than plain ones would

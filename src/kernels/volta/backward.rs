@@ -7,7 +7,7 @@
 //! Capitals in the sources are macros: the row's fields, and DQ_MODE, what the pass does with dq (`Pass::dq_mode`). `p` is the parameter
 //! block. Of a block mask, `p.blocks_t` has the lists for blocks of keys, `p.blocks` those for blocks of queries.
 
-use super::super::shared::{self, dkdv, fused, with};
+use super::super::shared::{self, dkdv, fused, with}; // make a row of a main kernel's; with: one feature, which problems must use
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::VOLTA;
 

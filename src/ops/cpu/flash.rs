@@ -6,7 +6,8 @@
 use super::chunk::{heads_per_group, window_offsets}; // window_offsets: (first, last), query i sees keys i + first..=i + last
 use super::layout::{narrow, narrow_broadcast};
 use super::part::Part;
-use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE}; // -2^24 * ln(2): a bias below it hides keys
+// has_derivative: is there a softcap; LOWEST_SCORE: -2^24 * ln(2), a bias below it hides keys
+use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE};
 use crate::error::Result;
 use crate::tensor::{compute_kind, in_kind};
 use tch::{Device, Kind, Tensor};

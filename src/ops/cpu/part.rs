@@ -14,6 +14,7 @@ use tch::Tensor;
 
 /// A dense problem: the tensors of one [`Span`] of the call.
 pub struct Part {
+    /// Its sizes and options; neither packed nor in a cache.
     pub a: Attention,
     /// Number of its first batch entry in the call.
     pub first: i64,

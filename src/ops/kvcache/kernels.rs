@@ -9,10 +9,11 @@ use crate::limits::MAX_DECODE_ROWS; // 64
 use crate::log;
 use crate::ops;
 use crate::ops::blocks::{self, at, Blocks}; // at: address of an element of an fp32 tensor
-use crate::ops::device::launch_forward;
+use crate::ops::device::launch_forward; // a forward kernel, perhaps on a stream-K grid
 use crate::ops::inputs::Inputs;
+// launch_id: 48 bits that no other call has, so that semaphores need no zeroing
 use crate::ops::launches::{fake_arrivals, launch_id, Launches};
-use crate::ops::stream_k;
+use crate::ops::stream_k; // grids whose blocks share the keys of some row tiles
 use crate::params::{AppendParams, CacheFormat, CacheScales, DecodeParams, DequantizeParams, Divisor, ElementType, Problem};
 use crate::plan::{self, DecodePlan, DeviceLimits, PlannedKernel};
 use crate::problem::{Attention, CachedSequence, DType};
