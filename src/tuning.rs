@@ -33,7 +33,7 @@ impl Card {
     }
 }
 
-/// Properties of a problem that decide on its kernels. A [`Class`] bounds the first five, and may name `is_causal` and features. The
+/// Properties of a problem that decide on its kernels. A [`Class`] may bound those of [`BOUNDED`], and name `is_causal` and features. The
 /// planner's test whether a kernel is applicable also uses the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -281,7 +281,7 @@ impl Tuning {
     }
 
     /// Removes the choices of a file that a device with this architecture and shared memory (bytes per block) can never take. Returns the
-    /// reasons. Removes those of batch-invariant kernels too: they are for a class of shapes, and a row must have the same bits in any shape.
+    /// reasons. Removes those of batch-invariant kernels too: they are for a class of shapes, and a row must have the same bits in any.
     pub fn usable_on(mut self, kernels: Kernels, sm: u32, shared_bytes_per_block: u32) -> (Tuning, Vec<String>) {
         let families = kernels.families_for(sm);
         let mut rejected = Vec::new();

@@ -3,6 +3,8 @@
 // PyTorch's own fallback, which does the same, serves the others. Beside them `Written`, at another key (ADInplaceOrView), marks
 // arguments that operators write in place.
 
+// Operator: a row of src/operators.rs; Arguments: a call's arguments on the stack, by index or name; boxed: makes a kernel of an
+// object that takes a call's stack
 #include "operators.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -2,7 +2,8 @@
 //! pointers are device addresses, and an entry is an element of the batch. Packed tensors have no batch: rows of all sequences follow each
 //! other. Plain kernels have code for no option, varlen kernels for lengths from memory, generic ones for all options of scores.
 
-/// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension; of kernels with an [`ElementType`], of that.
+/// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension; kernels with an [`ElementType`]: of
+/// that type.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
@@ -30,8 +31,8 @@ pub struct Output {
     pub head_stride: i64,
 }
 
-/// Divides by multiplication: `n / divisor` is `n * factor >> shift` for `0 <= n < 2^31` (Granlund and Montgomery 1994). Kernels divide by it
-/// (`quotient` in csrc/decode/tile_scheduler.cuh), because a division by a number that the compiler does not know is some twenty
+/// Divides by multiplication: `n / divisor` is `n * factor >> shift` for `0 <= n < 2^31` (Granlund and Montgomery 1994). Kernels divide by
+/// it (`quotient` in csrc/decode/tile_scheduler.cuh), because a division by a number that the compiler does not know is some twenty
 /// instructions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -61,6 +61,7 @@ impl PlannedKernel {
         PlannedKernel { variant, blocks, reason, stream_k: None, backward_stream_k: None }
     }
 
+    /// Returns the grid of a launch of `batches` entries: [`Self::blocks`] and the batch; stream-K grids have all entries in `blocks`.
     pub fn grid(&self, batches: i64) -> [u32; 3] {
         let [x, y] = self.blocks;
         let has_all_batches = self.stream_k.is_some() || self.backward_stream_k.is_some();

@@ -7,7 +7,7 @@
 //!
 //! Nothing here synchronizes or trusts int32 tensors, except [`check_scales`]. Invalid lengths and pages result in NaN, and nothing outside
 //! the tensors is read or written. A cache is entries of one sequence each, or pages of tokens that a block table assigns to sequences;
-//! "entry" means either, and "row" a token in it. Positions count the tokens of a sequence.
+//! "entry" means either, and "row" a token in it, or of q, or of k and v to append. Positions count the tokens of a sequence.
 
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;

@@ -100,6 +100,7 @@ fn plans(a: &Attention, limits: &DeviceLimits) -> Result<Plans> {
 fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
     let (Inputs { q, options: o, .. }, Some([k, v])) = (inputs, &inputs.appended) else { return Ok(None) };
     let rotates = a.appended.rotary.dim > 0 && !a.has_no_output();
+    // here rows are tokens of a sequence: new ones, and queries to rotate
     let rows = a.appended.seqlen.max(if rotates { a.seqlen_q } else { 0 });
     if [a.batch, rows, a.nheads_k].contains(&0) {
         return Ok(None);

@@ -201,6 +201,7 @@ impl Planner<'_> {
     /// Takes the faster of launches of a main kernel and a separate kernel for dq, unless the tuning chooses the latter.
     fn deterministic(&self) -> Result<Parts> {
         let without_atomics = self.without_atomics();
+        // both plans have a preprocess kernel, so that choice favors neither
         let is_forced = |kernel: &ChosenKernel| kernel.variant.pass != Pass::BackwardPreprocess && kernel.reason == Reason::Tuned;
         let forced = without_atomics.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
         let launches = if forced { None } else { self.by_launches() };
