@@ -110,7 +110,7 @@ impl Shape {
 /// The properties of a shape that a class may bound, in the order of [`Class::bounds`].
 const BOUNDED: [&str; 5] = ["headdim", "headdim_v", "seqlen_q", "seqlen_k", "rows"];
 
-/// A class of shapes. None matches any value; bounds are [minimum, maximum], inclusive.
+/// A class of shapes. None matches any value; bounds are [minimum, maximum], inclusive, in the order of [`BOUNDED`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Class {
     bounds: [Option<[i64; 2]>; 5],
@@ -154,7 +154,7 @@ pub struct Tuning {
     choices: Vec<Choice>,
 }
 
-/// Unchecked contents of a tuning file. `note` is free text.
+/// Unchecked contents of a tuning file: FORMAT, the fields of a [`Card`], names of kernels that failed, choices. `note` is free text.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Text {
@@ -170,7 +170,8 @@ struct Text {
     _note: Option<serde::de::IgnoredAny>,
 }
 
-/// Unchecked contents of a choice.
+/// Unchecked contents of a choice: a pass by name, the bounds and properties of a [`Class`], and either `variant`, a kernel's name, or
+/// `deterministic`: true.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ChoiceText {

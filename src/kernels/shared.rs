@@ -307,6 +307,7 @@ fn wide_loop_bytes(row: &Variant) -> u32 {
 /// The tile of a decode kernel: headdim, rows of a block and of one warp, threads of a block, blocks that an SM must hold.
 pub type DecodeTile = (u32, [u32; 2], u32, u32);
 
+/// Returns the decode kernel of a tile for caches of one format.
 pub fn decode(family: Family, source: Source, cache: CacheFormat, tile: DecodeTile) -> Variant {
     let (headdim, [block_rows, step], threads, blocks_per_sm) = tile;
     let usual = Variant::new(family, Pass::Decode, source);

@@ -29,7 +29,7 @@ use volta_sim::{Machine, Module, Schedule, TimingOptions};
 
 /// A GPU, and how launches on it are simulated.
 pub struct Simulator {
-    machine: Machine,
+    machine: Machine, // the GPU: sm (70), sms, shared memory, and the constants of its timing
     mode: Mode,
 }
 

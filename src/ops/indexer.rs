@@ -28,7 +28,7 @@ pub struct Call {
     pub args: IndexerArgs<Tensor>,
     /// False: logits of keys that a query does not see are undefined.
     pub clean_logits: bool,
-    pub stream: *mut c_void,
+    pub stream: *mut c_void, // current cudaStream_t
 }
 
 /// Computes logits, fp32 (batch, seqlen_q, columns). Columns are total_k, or for pages max_seqlen_k: one for each key, -inf where a

@@ -1,6 +1,6 @@
-//! A planned kernel: the kernel, the reason for it, and its grid. All plans end here; src/ops/ launches the result. A row tile is the rows
-//! (queries or keys) of one block. Resident blocks are those that the GPU holds at once, and a wave is as many. A pass is what a kernel
-//! computes, a family the kernels for one kind of tensor core, and a tuning a file of choices that were measured on a GPU.
+//! A planned kernel: the kernel, the reason for it, and its grid. All plans end here; src/ops/ launches the result.
+//! - row tile: the rows (queries or keys) of one block; resident blocks: those that the GPU holds at once; wave: as many;
+//! - pass: what a kernel computes; family: the kernels for one kind of tensor core; tuning: a file of choices measured on a GPU.
 
 use super::backward::BackwardStreamKPlan;
 use super::stream_k::StreamKPlan;

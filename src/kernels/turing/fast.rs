@@ -22,6 +22,7 @@ const PREPARED_KEYS: u32 = 256;
 /// rows * keys / 32 lanes), and 64, 128 and 128 registers of output.
 const TILES: [(u32, u32, u32); 3] = [(64, 32, 64), (128, 32, 32), (256, 16, 16)];
 
+/// Returns the forward kernel of a tile of [`TILES`].
 fn forward((headdim, warp_rows, step): (u32, u32, u32)) -> Variant {
     Variant {
         headdim,

@@ -213,6 +213,7 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         .chain(block_mask_rows())
 }
 
+/// Kernels of batch-invariant calls, in which a row's bits depend on no other row.
 pub fn invariant_rows() -> impl Iterator<Item = Variant> {
     shared::invariant_forward(PLAIN, PADDED.map(generic))
 }

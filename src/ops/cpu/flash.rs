@@ -35,9 +35,9 @@ pub fn covers(part: &Part) -> bool {
 
 /// Query rows and the keys that any of them sees.
 struct Block {
-    row: i64,
+    row: i64, // the first
     rows: i64,
-    key: i64,
+    key: i64, // the first
     keys: i64,
     /// Row `i` sees the keys up to `i`.
     is_causal: bool,
@@ -132,7 +132,7 @@ impl Fold {
 /// A problem's tensors in the dtype and the strides that the operator computes with.
 struct Problem<'a> {
     part: &'a Part,
-    kind: Kind,
+    kind: Kind, // fp64 for fp64 tensors, else fp32
     /// Query heads of a KV head.
     group: i64,
     q: Tensor,

@@ -29,11 +29,13 @@ pub struct Part {
     /// (nheads).
     pub sinks: Option<Tensor>,
     pub dropout: Option<Dropout>,
+    /// The block mask of the whole call.
     pub blocks: Option<Rc<BlockMask>>,
 }
 
 /// What the backward pass takes of a part's query rows.
 pub struct Rows {
+    /// (batch, seqlen_q, nheads, headdim_v), as out.
     pub dout: Tensor,
     pub out: Tensor,
     /// (batch, nheads, seqlen_q).
@@ -53,7 +55,7 @@ pub struct Sums {
 /// Batch entries of equal lengths, and where their rows are in the call's tensors.
 #[derive(Clone, Copy)]
 pub struct Span {
-    entry: i64,
+    entry: i64, // the first
     entries: i64,
     /// First row of q; 0 unless q is packed.
     q_start: i64,

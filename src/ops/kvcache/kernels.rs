@@ -109,7 +109,7 @@ fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Opt
     log::append(a, rows, &planned)?;
     let rotated = if rotates { tensor::empty(&q.size(), q.kind(), launcher)? } else { q.shallow_clone() };
     let mut launches = Launches::begin(inputs, a, launcher, [("q, rotated", rotates.then_some(&rotated))]);
-    // the launch writes the caches and the scales of their tokens, and keeps what else they hold
+    // the launch writes the caches and the scales of their tokens, and keeps what else they hold; None: no further tensor
     launches.also_write(&a.key_names(), None);
     launches.also_write(&o.token_scales().map(|(name, _)| name), None);
     let table = |t: &Option<Tensor>| t.as_ref().map_or((null(), 0), |t| (t.data_ptr() as *const u16, t.stride()[0]));

@@ -1,8 +1,8 @@
 //! Plans the backward pass in several kernels: preprocess (row statistics), main (dk, dv, and dq by atomics), and postprocess (dq's
 //! accumulator to fp16) or dq (dq in a kernel of its own). mod.rs calls it for most problems.
 //!
-//! A key block is the keys of one block of a main kernel, and a wave as many blocks as the GPU holds at once. A tail is a last launch with
-//! smaller blocks. A tuning has choices of kernels that were measured on the GPU. A family is the kernels for one kind of tensor core.
+//! - key block: the keys of one block of a main kernel; wave: as many blocks as the GPU holds at once; tail: a last launch with smaller ones;
+//! - tuning: choices of kernels that were measured on the GPU; family: the kernels for one kind of tensor core.
 
 use super::plan::{BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
@@ -43,7 +43,7 @@ struct Parts {
     dq: Dq,
     /// Preprocess, main, and postprocess or dq.
     chosen: Chosen<3>,
-    blocks: KeyBlocks,
+    blocks: KeyBlocks, // of the main kernel
     /// The main kernel on a stream-K grid, instead of `blocks`.
     stream_k: Option<PlannedKernel>,
 }
@@ -67,10 +67,10 @@ fn because(chosen: Chosen<3>, why: Reason) -> Chosen<3> {
 
 /// What a plan depends on, and the methods that choose kernels for it and divide their work.
 struct Planner<'a> {
-    kernels: Kernels,
+    kernels: Kernels, // to choose from
     a: &'a Attention,
     d: &'a DeviceLimits,
-    shape: Shape,
+    shape: Shape, // of `a`, as tunings and tables compare it
     /// Features of problem and mode.
     requested: FeatureSet,
 }
