@@ -1,6 +1,6 @@
 // Autograd kernels of the operators without a derivative, all but fwd. A call with tensors that require grad:
 //   Refuse      fwd_fast, prepare_fast, merge_attention_states_   raises
-//   Inference   fwd_kvcache with its overload                     passes; its backward raises
+//   Inference   fwd_kvcache with its overload                     passes, if no cache that it writes does; its backward raises
 //   PyTorch's own fallback, the other operators                   likewise
 // Beside them `Written`, at another key (ADInplaceOrView), marks arguments that operators write in place.
 

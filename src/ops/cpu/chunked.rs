@@ -1,8 +1,8 @@
 //! Computes attention with ATen's batched matrix products, chunk by chunk, for problems that flash.rs does not cover. dense.rs calls it.
 //!
 //! - group: one KV head of one batch entry with its query heads;
-//! - [`Chunk`]: some query positions of some groups, with all keys that any of them sees. Its scores are a matrix (groups, rows * heads of a
-//!   group, keys), which fits a CPU's caches. It has whole rows, so the softmax needs no rescaling;
+//! - [`Chunk`]: some query positions of some groups, with all keys that any of them sees. Its scores are a matrix (groups, rows * heads of
+//!   a group, keys), which fits a CPU's caches. It has whole rows, so the softmax needs no rescaling;
 //! - [`Part`] (part.rs): one dense problem of the call, whose first batch entry is number `first` of the call's;
 //! - [`Sums`]: gradients to which all parts add.
 
