@@ -1,7 +1,7 @@
 //! Plans the backward pass in several kernels: preprocess (row statistics), main (dk, dv, and dq by atomics), and postprocess (dq's
 //! accumulator to fp16) or dq (dq in a kernel of its own). mod.rs calls it for most problems.
 //!
-//! - key block: the keys of one block of a main kernel; wave: as many blocks as the GPU holds at once; tail: one more launch, of smaller ones;
+//! - key block: the keys of one block of a main kernel; wave: as many blocks as the GPU holds at once; tail: a launch of smaller ones;
 //! - tuning: choices of kernels that were measured on the GPU; family: the kernels for one kind of tensor core.
 
 use super::plan::{BackwardPlan, Tail};
