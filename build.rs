@@ -2,9 +2,9 @@
 //! Writes the C++ header of everything that Rust shares with the shims (`torch_ops/`, built afterwards by `tools/build_shims.py`).
 
 #[path = "tools/build/embed.rs"]
-mod embed;
+mod embed; // compiles kernels in parallel, and embeds them
 #[path = "tools/build/nvrtc.rs"]
-mod nvrtc;
+mod nvrtc; // compiles one kernel
 
 // The kernel tables, from the library's own source, so that build and library have one list. The build uses a part of their code.
 #[allow(dead_code)]

@@ -31,10 +31,12 @@ impl Error {
         Error { kind: ErrorKind::Value, message: format!("{argument}: got {found}, expected {allowed}") }
     }
 
+    /// Returns an error about a call that this version, device or build cannot compute.
     pub fn unsupported(message: impl Into<String>) -> Self {
         Error { kind: ErrorKind::Unsupported, message: message.into() }
     }
 
+    /// Returns an error of the machine, the driver or a library.
     pub fn runtime(message: impl Into<String>) -> Self {
         Error { kind: ErrorKind::Runtime, message: message.into() }
     }

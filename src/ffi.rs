@@ -6,8 +6,9 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::internal::{Output, INTERNAL};
 use crate::launch::driver::Driver;
+// Call: the arguments of one call, by the operator's schema; Autocast: which of its tensors torch.autocast casts
 use crate::operators::{Autocast, Call, OPERATORS};
-use crate::value::Value;
+use crate::value::Value; // tensor, number or absent
 use std::ffi::{c_char, c_void, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tch::Tensor;

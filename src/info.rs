@@ -1,9 +1,10 @@
 //! Describes this build and this machine as JSON, for `python -m volta_fa info`, `python -m volta_fa check` and the tests. They read it by
 //! internal operators: `_info()`, `_plan()`, `_families()`, `_tuning()` and `_sim_report()` of `torch.ops.volta_fa` (internal.rs).
 //!
-//! Words: a variant is one compiled kernel, a family the kernels for one kind of tensor core (volta, turing), a pass what kernels compute
-//! (forward, decode), and a mode what a call asks of its backward pass. A feature is an option that kernels need code for. A tuning file
-//! says which kernels plans take or avoid on one GPU. A backward pass is a preprocess, a main and a postprocess kernel.
+//! - variant: one compiled kernel; family: the kernels for one kind of tensor core (volta, turing);
+//! - pass: what kernels compute (forward, decode); a backward pass is a preprocess, a main and a postprocess kernel;
+//! - mode: what a call asks of its backward pass; feature: an option that kernels need code for;
+//! - tuning file: which kernels plans take or avoid on one GPU.
 
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, ScaleGranularity, Variant, COMPILED, FORMATS, PASSES};
@@ -50,7 +51,8 @@ fn cache_formats() -> Vec<Json> {
 
 /// Describes a kernel. A block has `block_rows` rows (queries or keys, as the pass's `rows` says) of each of `heads` heads, and its main
 /// loop takes `step` rows of the other kind at a time (decode: a warp has `step` of the rows). It runs only problems that use all
-/// `required_features`, and no feature beyond `features`.
+/// `required_features`, and no feature beyond `features`. `headdim` and `headdim_v` are the largest that it takes; `shared_bytes` is of a
+/// block, `registers` and `spill_bytes` of a thread, `params_bytes` of its argument. `source`: its header below csrc/.
 fn variant(v: &Variant) -> Json {
     let image = kernels::image(v);
     json!({

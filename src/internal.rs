@@ -5,7 +5,7 @@
 use crate::error::{Error, Result};
 use crate::info;
 use crate::launch::tuning;
-use crate::operators::optional;
+use crate::operators::optional; // the tensor of a value; None: absent
 use crate::ops::dropout;
 use crate::value::{arguments, Value};
 use std::mem::ManuallyDrop;

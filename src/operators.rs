@@ -44,6 +44,7 @@ pub struct Operator {
     /// the results, as in the schema
     results: &'static str,
     pub autocast: Autocast,
+    /// Computes a call.
     pub run: fn(&Call) -> Result<Results>,
     /// For meta tensors: rejects what `run` rejects, as far as sizes are known. Returns what the rule of the results' sizes
     /// (torch_ops/meta.cpp) cannot tell from arguments' sizes. Operators on KV caches: the columns that an element of the values has, 2 in

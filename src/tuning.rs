@@ -33,7 +33,7 @@ impl Card {
     }
 }
 
-/// Properties of a problem that decide on its kernels. A [`Class`] bounds the first five, and may name `is_causal` and features. The
+/// Properties of a problem that decide on its kernels. A [`Class`] may bound those of [`BOUNDED`], and name `is_causal` and features. The
 /// planner's test whether a kernel is applicable also uses the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -110,7 +110,7 @@ impl Shape {
 /// The properties of a shape that a class may bound, in the order of [`Class::bounds`].
 const BOUNDED: [&str; 5] = ["headdim", "headdim_v", "seqlen_q", "seqlen_k", "rows"];
 
-/// A class of shapes. None matches any value; bounds are [minimum, maximum], inclusive.
+/// A class of shapes. None matches any value; bounds are [minimum, maximum], inclusive, in the order of [`BOUNDED`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Class {
     bounds: [Option<[i64; 2]>; 5],
@@ -154,7 +154,7 @@ pub struct Tuning {
     choices: Vec<Choice>,
 }
 
-/// Unchecked contents of a tuning file. `note` is free text.
+/// Unchecked contents of a tuning file: FORMAT, the fields of a [`Card`], names of kernels that failed, choices. `note` is free text.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Text {
@@ -170,7 +170,8 @@ struct Text {
     _note: Option<serde::de::IgnoredAny>,
 }
 
-/// Unchecked contents of a choice.
+/// Unchecked contents of a choice: a pass by name, the bounds and properties of a [`Class`], and either `variant`, a kernel's name, or
+/// `deterministic`: true.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ChoiceText {
@@ -281,7 +282,7 @@ impl Tuning {
     }
 
     /// Removes the choices of a file that a device with this architecture and shared memory (bytes per block) can never take. Returns the
-    /// reasons. Removes those of batch-invariant kernels too: they are for a class of shapes, and a row must have the same bits in any shape.
+    /// reasons. Removes those of batch-invariant kernels too: they are for a class of shapes, and a row must have the same bits in any.
     pub fn usable_on(mut self, kernels: Kernels, sm: u32, shared_bytes_per_block: u32) -> (Tuning, Vec<String>) {
         let families = kernels.families_for(sm);
         let mut rejected = Vec::new();

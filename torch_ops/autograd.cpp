@@ -2,6 +2,7 @@
 // grad. The node's backward calls volta_fa::bwd. Every other operator, bwd included, has no derivative (no_derivative.cpp).
 
 // Arguments: a call's arguments on the stack, by index (tensor(i) is undefined for None). Caller: calls an operator from C++.
+// boxed: makes a kernel of an object that takes a call's stack. has_rules: true for a DTensor, for which volta_fa has rules.
 #include "operators.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

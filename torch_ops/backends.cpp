@@ -2,7 +2,7 @@
 // arguments to Rust (volta_fa_call) and puts the results on PyTorch's stack. `Arguments` views them on the stack, `Values` is the
 // array that Rust reads. Only fwd has a generator: for it, the kernel draws dropout's random state and checks the layout.
 
-#include "operators.h"
+#include "operators.h"  // boxed: makes a kernel of an object that takes a call's stack; kMaxResults: 5
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/ops/from_blob.h>

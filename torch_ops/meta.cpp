@@ -2,7 +2,7 @@
 // fake tensors. Sizes may be symbolic, so the rules are C++. Rust first checks the arguments, as far as sizes are known.
 // `Arguments` finds a call's arguments on the stack, by name; `Values` is the array of them that Rust reads (operators.h).
 
-#include "operators.h"
+#include "operators.h"  // boxed: makes a kernel of an object that takes a call's stack
 
 #include <ATen/ops/empty.h>
 
@@ -15,7 +15,7 @@ using Rule = std::vector<Tensor> (*)(const Arguments& arguments, int64_t columns
 
 Tensor contiguous_like(const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); }
 
-// Returns out, q's sizes with `columns` in the last place, and softmax_lse, fp32: (batch, nheads, seqlen_q) for padded queries,
+// Returns out, q's sizes with `columns` in the last place, and softmax_lse, fp32: (batch, nheads, seqlen_q) for dense queries,
 // which have 4 dimensions, and (nheads, total_q) for packed ones, which have 3.
 std::vector<Tensor> attention(const Tensor& q, const c10::SymInt& columns) {
     c10::SymDimVector out(q.sym_sizes().begin(), q.sym_sizes().end());

@@ -1,8 +1,11 @@
-// Autograd kernels of the operators without a derivative, all but fwd, in three forms. `Refuse`: fwd_fast, prepare_fast and
-// merge_attention_states_ reject tensors that require grad. `Inference`: fwd_kvcache passes such calls, and their backward raises.
-// PyTorch's own fallback, which does the same, serves the others. Beside them `Written`, at another key (ADInplaceOrView), marks
-// arguments that operators write in place.
+// Autograd kernels of the operators without a derivative, all but fwd. A call with tensors that require grad:
+//   Refuse      fwd_fast, prepare_fast, merge_attention_states_   raises
+//   Inference   fwd_kvcache with its overload                     passes, if no cache that it writes does; its backward raises
+//   PyTorch's own fallback, the other operators                   likewise
+// Beside them `Written`, at another key (ADInplaceOrView), marks arguments that operators write in place.
 
+// Operator: a row of src/operators.rs; Arguments: a call's arguments on the stack, by index or name; boxed: makes a kernel of an
+// object that takes a call's stack
 #include "operators.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -3,6 +3,8 @@
 // (_dropout_mask with a second one, for meta tensors).
 // VOLTA_FA_LIBRARY... are TORCH_LIBRARY... that do nothing in a second copy of this library (registration.h).
 
+// Operator: a row of the table; Arguments: a call's arguments on the stack; Values: the array of them that Rust reads; Caller:
+// calls an operator from C++; boxed: makes a kernel of an object that takes a call's stack
 #include "operators.h"
 
 #include "registration.h"

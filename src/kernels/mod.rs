@@ -49,6 +49,7 @@ impl Kernels {
         self.0.iter().copied().flatten()
     }
 
+    /// Returns each family once, in the order of the tables.
     pub fn families(self) -> impl Iterator<Item = &'static Family> {
         let of_table = |table: &'static [Variant]| table.first().map(|v| &v.family);
         self.0.iter().enumerate().filter_map(move |(i, table)| {

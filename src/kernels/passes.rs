@@ -1,10 +1,11 @@
 //! Passes: what kernels compute, from which parameter block (the struct that is a kernel's argument), over which rows. The kernel tables
 //! name the pass of each kernel, the planner asks for kernels by pass. Also a module of build.rs.
 //!
-//! Words: P are probabilities, dS gradients of scores, and delta is the row sum of out * dout. The main kernels of a backward pass, between
-//! preprocess and postprocess, compute dk, dv and dq, or add to dq's fp32 accumulator. A stream-K grid divides the steps of some
-//! row tiles (the rows of one block) evenly among all blocks. A split fp32 number is the sum of two fp16 numbers. Latents are the
-//! compressed keys and values of multi-head latent attention (MLA).
+//! - P: probabilities; dS: gradients of scores; delta: the row sum of out * dout.
+//! - main kernels: those of a backward pass that compute dk, dv and dq, or add to dq's fp32 accumulator.
+//! - stream-K grid: divides the steps of some row tiles (the rows of one block) evenly among all blocks.
+//! - split: fp32 numbers as sums of two fp16 numbers. A split in [`SPLIT_TOKENS`] is another thing: a part of a sequence's keys.
+//! - latents: the compressed keys and values of multi-head latent attention (MLA).
 
 use super::features::{named, Feature, FeatureSet};
 
@@ -163,7 +164,8 @@ impl Pass {
         PASSES[self as usize]
     }
 
-    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/gradient_output.cuh), if they are main kernels of the backward pass.
+    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/gradient_output.cuh), if they are main kernels of the backward pass:
+    /// add it to the accumulator, leave it to a kernel of its own, or store it (one block has all keys).
     /// build.rs defines it for the kernel's C++ type as `DQ_MODE`, so these passes share their sources.
     pub const fn dq_mode(self) -> Option<&'static str> {
         match self {

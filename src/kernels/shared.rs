@@ -1,12 +1,15 @@
 //! Rows of the kernel tables for sources that no family owns (`csrc/shared`), and what rows of two families have in common. Each function
 //! takes the family (volta, turing) that compiles the source, and returns its row or rows.
 //!
-//! A row ([`Variant`]) is one kernel: `block_rows` rows of a thread block, `step` keys or queries of an iteration of its main loop,
-//! `shared_bytes` dynamic shared memory of a block, and `blocks_per_sm` blocks that an SM must hold, which limits registers.
-//! [`Variant::new`] has no feature, headdims to 256, 256 threads and one block per SM. `with_features` sets the options that a row has code
-//! for: [`FeatureSet::VARLEN`] (varying lengths, sinks, fp32 gradients) or GENERIC (these, fp32 output and all features of scores).
-//! `with_blocks` adds block masks, and sets the source that reads them. A [`Source`]'s `arguments` are C++: what the kernel's function
-//! `run` gets, where `p` is the parameter block. An SM has 96 KB of shared memory (Volta) or 64 KB (Turing), and 64 Ki registers.
+//! A row of a table ([`Variant`]) is one kernel; rows of a block or warp are queries or keys.
+//! - `block_rows`: rows of a thread block; `step`: keys or queries of an iteration of its main loop;
+//! - `shared_bytes`: dynamic shared memory of a block; `blocks_per_sm`: blocks that an SM must hold, which limits registers;
+//! - [`Variant::new`]: a row with no feature, headdims to 256, 256 threads and one block per SM;
+//! - `with_features`: sets the options that a row has code for, [`FeatureSet::VARLEN`] (varying lengths, sinks, fp32 gradients) or GENERIC
+//!   (these, fp32 output and all features of scores); `with_blocks`: adds block masks, and sets the source that reads them;
+//! - `arguments` of a [`Source`]: C++, what the kernel's function `run` gets, where `p` is the parameter block.
+//!
+//! An SM has 96 KB of shared memory (Volta) or 64 KB (Turing), and 64 Ki registers.
 
 use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Size, Source, Variant};
 
@@ -304,6 +307,7 @@ fn wide_loop_bytes(row: &Variant) -> u32 {
 /// The tile of a decode kernel: headdim, rows of a block and of one warp, threads of a block, blocks that an SM must hold.
 pub type DecodeTile = (u32, [u32; 2], u32, u32);
 
+/// Returns the decode kernel of a tile for caches of one format.
 pub fn decode(family: Family, source: Source, cache: CacheFormat, tile: DecodeTile) -> Variant {
     let (headdim, [block_rows, step], threads, blocks_per_sm) = tile;
     let usual = Variant::new(family, Pass::Decode, source);

@@ -141,7 +141,7 @@ pub struct Variant {
     pub step: u32,
     /// its rows relative to other kernels of its headdim
     pub size: Size,
-    pub threads: u32,
+    pub threads: u32, // of a block
     /// dynamic shared memory of a block, bytes
     pub shared_bytes: u32,
     /// blocks that an SM must be able to hold (`__launch_bounds__`)

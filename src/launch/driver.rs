@@ -35,7 +35,7 @@ unsafe impl Sync for Handle<sys::CUfunction> {}
 #[derive(Clone, Copy)]
 struct DeviceState {
     limits: DeviceLimits,
-    context: Handle<sys::CUcontext>,
+    context: Handle<sys::CUcontext>, // the primary one
 }
 
 /// Devices that were queried, by index.
@@ -45,6 +45,7 @@ static TUNINGS: Memo<usize, &'static DeviceTuning> = Memo::new();
 /// Loaded kernels, by device and address of the [`Variant`]: every launch searches, and comparing names would take longer.
 static FUNCTIONS: Memo<(usize, usize), Handle<sys::CUfunction>> = Memo::new();
 
+/// Returns true if libcuda can be opened.
 pub fn is_available() -> bool {
     // SAFETY: tries to open libcuda, nothing else.
     unsafe { sys::is_culib_present() }

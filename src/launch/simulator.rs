@@ -10,7 +10,7 @@
 //! | `VOLTA_FA_SIM_GPU` | the GPU that plans are made for and that is timed: v100, pg503, t4, rtx2080ti or titanrtx | v100 |
 //! | `VOLTA_FA_SIM_QUANTUM` | instructions that a warp runs before the next one does; 1: warps advance in turn | 20000 |
 //! | `VOLTA_FA_SIM_THREADS` | host threads; 1 makes the atomics' order repeatable | 1 |
-//! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | |
+//! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | none |
 //!
 //! Kernels that a GPU of this kind would get as PTX (Volta's on a T4) run as their family's own machine code, which computes the same.
 //! Timing that would say nothing, and is refused.
@@ -29,7 +29,7 @@ use volta_sim::{Machine, Module, Schedule, TimingOptions};
 
 /// A GPU, and how launches on it are simulated.
 pub struct Simulator {
-    machine: Machine,
+    machine: Machine, // the GPU: sm (70), sms, shared memory, and the constants of its timing
     mode: Mode,
 }
 

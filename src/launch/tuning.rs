@@ -65,6 +65,7 @@ pub fn look_up(card: Card, limits: &DeviceLimits) -> &'static DeviceTuning {
             Ok(None) if given.is_none() => Outcome::Missing,
             Ok(None) => ignored(path, "there is no such file"),
             Ok(Some(tuning)) => {
+                // the choices that this GPU can run, and a line for each other
                 let (tuning, rejected) = tuning.usable_on(*COMPILED, limits.sm(), limits.shared_bytes_per_block);
                 if !rejected.is_empty() {
                     warn(&format!("choices of the tuning {} are ignored: {}", path.display(), rejected.join("; ")));

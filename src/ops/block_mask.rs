@@ -20,7 +20,7 @@ const ALIGNMENT: usize = 16;
 /// Checks the values of the lists of both directions. On a GPU this synchronizes once.
 pub fn check_values(inputs: &Inputs, a: &Attention) -> Result<()> {
     let o = &inputs.options;
-    // name, lists, bits, and the length that the column blocks divide: keys, and with exchanged roles queries
+    // name, lists, bits, and the length of the side that the lists name blocks of: keys, and with exchanged roles queries
     let directions =
         [("block_lists", &o.block_lists, &o.block_bits, a.seqlen_k), ("block_lists_t", &o.block_lists_t, &o.block_bits_t, a.seqlen_q)];
     let flat = directions.iter().filter_map(|(_, lists, ..)| Some(lists.as_ref()?.f_reshape([-1_i64].as_slice())));
@@ -29,7 +29,7 @@ pub fn check_values(inputs: &Inputs, a: &Attention) -> Result<()> {
     let mut rest = values.as_slice();
     for (name, lists, bits, columns) in directions {
         let Some(lists) = lists else { continue };
-        let (batch, heads, rows, size) = lists.size4()?;
+        let (batch, heads, rows, size) = lists.size4()?; // rows: blocks of the other side; size: numbers of a list
         let (values, others) = rest.split_at(lists.numel());
         rest = others;
         let tiles = bits.as_ref().map_or(0, |t| t.size()[0]);

@@ -29,11 +29,16 @@ pub struct Blocks {
     pub k: Operand,
     /// Values, or the cache that holds them.
     pub v: Operand,
+    /// Sizes, window and scale.
     pub problem: Problem,
+    /// Where sequences begin and end.
     pub lengths: Lengths,
     pub score_options: ScoreOptions,
+    /// Layout of a KV cache, and what the call appends; `NONE` without a cache.
     pub cache: Cache,
+    /// Of a quantized cache.
     pub scales: CacheScales,
+    /// fp16 or bf16: of q.
     pub element: ElementType,
 }
 

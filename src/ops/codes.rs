@@ -37,6 +37,7 @@ pub struct Codes {
 
 /// Sizes and dtypes of the tensors of [`Codes`], in the order of its fields.
 pub struct CodeSizes {
+    /// (sizes, dtype) of each.
     parts: Vec<(Vec<i64>, Kind)>,
 }
 

@@ -3,7 +3,8 @@
 //!
 //! A backward plan has a preprocess kernel (statistics of rows), main kernels (dk and dv, and dq into fp32 accumulators) and a postprocess
 //! kernel (accumulators to dq). Variants of it do all in one kernel, or keep probabilities in memory between two ([`StoredMemory`]). On a
-//! stream-K grid several blocks share the keys of a row tile (the rows of one block), backward: the queries of a block of keys.
+//! stream-K grid several blocks share the keys of a row tile (the rows of one block), backward: the queries of a block of keys. Other
+//! splits: `mode.split` means fp32 numbers as sums of two fp16 numbers, and `dq_accum_splits` counts the accumulators of dq.
 
 use super::block_mask;
 // Blocks: parts of parameter blocks, from a call's tensors; at: address of an element of an fp32 tensor

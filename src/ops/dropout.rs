@@ -66,8 +66,8 @@ impl Rule {
 /// The decisions of one call: seed, offset and rule.
 #[derive(Clone, Copy)]
 pub struct Dropout {
-    key: [u32; 2],
-    offset: u32,
+    key: [u32; 2], // the seed, its lower half first
+    offset: u32,   // its lower 32 bits
     rule: Rule,
 }
 

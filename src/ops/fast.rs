@@ -56,7 +56,7 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// Computes `volta_fa::prepare_fast`: codes of K and the range of V for calls of [`forward`]. There is no q: k stands in for it.
+/// Computes `volta_fa::prepare_fast`: codes of K and V's largest magnitudes for calls of [`forward`]. There is no q: k stands in for it.
 pub fn prepare(given: &Inputs) -> Result<Tensor> {
     let d = given.describe()?;
     let target = Target::of(&d.k, given.stream)?;

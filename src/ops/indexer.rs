@@ -28,7 +28,7 @@ pub struct Call {
     pub args: IndexerArgs<Tensor>,
     /// False: logits of keys that a query does not see are undefined.
     pub clean_logits: bool,
-    pub stream: *mut c_void,
+    pub stream: *mut c_void, // current cudaStream_t
 }
 
 /// Computes logits, fp32 (batch, seqlen_q, columns). Columns are total_k, or for pages max_seqlen_k: one for each key, -inf where a
@@ -97,6 +97,7 @@ fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor
     let of_rows = |t: &Tensor| t.data_ptr() as *const i32;
     let strides = |t: &Tensor| [t.stride()[0], t.stride().get(1).copied().unwrap_or(0)];
     let (page_shift, pages, page_stride, codes_of_page) = match x.page_size {
+        // rows: tokens of a page
         Some(rows) => (rows.trailing_zeros() as i32, k.size()[0], k.stride()[0], rows * INDEXER_HEADDIM),
         None => (31, 1, 0, 0), // one page of 2^31 keys, more than there are, whose scales are a tensor of their own
     };

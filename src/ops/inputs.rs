@@ -80,6 +80,7 @@ pub(super) struct Described {
 pub(crate) struct Saved {
     /// Gradient of out, with its shape: q's with headdim_v.
     pub dout: Tensor,
+    /// Result of the forward pass, as softmax_lse.
     pub out: Tensor,
     /// fp32 (batch, nheads, seqlen_q), packed (nheads, total_q): natural logarithms.
     pub softmax_lse: Tensor,
@@ -101,7 +102,7 @@ impl Saved {
     }
 }
 
-/// Results of `volta_fa::bwd`.
+/// Results of `volta_fa::bwd`: gradients with the shapes of their tensors.
 pub(crate) struct Gradients {
     pub dq: Tensor,
     pub dk: Tensor,

@@ -28,6 +28,7 @@ impl<'a> Launches<'a> {
         Launches::begin_with(launcher, memory_ranges(inputs, a, launcher, written))
     }
 
+    /// Begins launches that may access these ranges. The writable ones hold nothing yet.
     pub fn begin_with(launcher: &'a dyn Launcher, ranges: Vec<MemoryRange>) -> Launches<'a> {
         launcher.begin(&ranges);
         Launches { launcher, ranges }

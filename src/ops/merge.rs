@@ -22,7 +22,7 @@ pub struct States {
     pub outs: [Tensor; 2],
     /// Their softmax_lse, natural logarithms in fp32: (batch, nheads, seqlen_q), or packed (nheads, total_q)
     pub lses: [Tensor; 2],
-    pub stream: *mut c_void,
+    pub stream: *mut c_void, // current cudaStream_t
 }
 
 /// Computes (out, softmax_lse) over the keys of both.

@@ -88,6 +88,7 @@ pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     match target {
         Target::Cpu => cpu::backward(inputs, saved, &a),
         Target::Kernels(launcher) if inputs.q.kind() != Kind::Half => scaled::backward(inputs, saved, &a, mode, &*launcher),
+        // None: dS is multiplied by q and k as they are
         Target::Kernels(launcher) => device::backward(inputs, saved, None, &a, mode, &*launcher),
     }
 }

@@ -10,7 +10,9 @@
 //! Words: P are probabilities, dP and dS gradients of P and scores, dlse that of softmax_lse. A group is a KV head's query heads.
 
 use super::blocks;
-use super::cast::{Cast, Operands, Values}; // Operands, Values: what a cast does to q, k and v
+// Operands: what a cast does to q and k (low_column) and to v (Values: largest exponent, is_shared: one for all heads, low_column);
+// low_column: columns of high parts before the low ones, 0: no parts. restore_lse() undoes the scaling of scores in softmax_lse.
+use super::cast::{Cast, Operands, Values};
 use super::device;
 use super::inputs::{Gradients, Inputs, Saved};
 use crate::error::Result;
@@ -158,7 +160,7 @@ fn parts(t: &Tensor, columns: i64) -> Result<Tensor> {
 /// Computes (out, softmax_lse).
 pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let largest_exponent = Largest::ONE_NUMBER.factors as i32;
-    // batch-invariant: v that fp16 holds is not scaled, so that its bits do not depend on other tokens (keeps_ordinary)
+    // keeps_ordinary: v that fp16 holds is not scaled, so that its bits do not depend on other tokens (batch invariance)
     let v = Values { largest_exponent, is_shared: false, keeps_ordinary: a.features.batch_invariant, low_column: 0 };
     // 0: a number becomes one fp16 number; None: there is no softmax_lse yet
     let cast = Cast::new(inputs, a, Operands { v: Some(v), low_column: 0 }, None, launcher)?;

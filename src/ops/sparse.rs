@@ -175,7 +175,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
     }
     let launches = Launches::begin_with(launcher, ranges);
     for first in (0..a.batch).step_by(at_once as usize) {
-        let rows = at_once.min(a.batch - first);
+        let rows = at_once.min(a.batch - first); // queries; rows of a cache are tokens
         let given = q.f_narrow(0, first, rows)?;
         let (own, extra) = (own.narrow(first, rows)?, extra.as_ref().map(|t| t.narrow(first, rows)).transpose()?);
         // The decode kernel finds keys by the lists, and takes no k and v. `Inputs` needs both, so q fills their places.

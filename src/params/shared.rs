@@ -2,7 +2,8 @@
 //! pointers are device addresses, and an entry is an element of the batch. Packed tensors have no batch: rows of all sequences follow each
 //! other. Plain kernels have code for no option, varlen kernels for lengths from memory, generic ones for all options of scores.
 
-/// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
+/// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension; kernels with an [`ElementType`]: of
+/// that type.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
@@ -30,8 +31,8 @@ pub struct Output {
     pub head_stride: i64,
 }
 
-/// Divides by multiplication: `n / divisor` is `n * factor >> shift` for `0 <= n < 2^31` (Granlund and Montgomery 1994). Kernels divide by it
-/// (`quotient` in csrc/decode/tile_scheduler.cuh), because a division by a number that the compiler does not know is some twenty
+/// Divides by multiplication: `n / divisor` is `n * factor >> shift` for `0 <= n < 2^31` (Granlund and Montgomery 1994). Kernels divide by
+/// it (`quotient` in csrc/decode/tile_scheduler.cuh), because a division by a number that the compiler does not know is some twenty
 /// instructions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -82,8 +83,8 @@ pub struct Problem {
     pub scale: f32,
     /// `scale * log2(e)`
     pub scale_log2: f32,
-    /// XOR mask for pairs of fp16 elements of the rows that a block keeps throughout: 0x80008000 if softmax_scale is negative, else 0. So kernels can
-    /// assume a positive scale. Forward and dq kernels keep queries, the other backward kernels keep keys.
+    /// XOR mask for pairs of fp16 elements of the rows that a block keeps throughout: 0x80008000 if softmax_scale is negative, else 0. So
+    /// kernels can assume a positive scale. Forward and dq kernels keep queries, the other backward kernels keep keys.
     pub sign_flip: u32,
 }
 
@@ -155,8 +156,8 @@ pub enum ElementType {
 }
 
 /// Block mask of one direction: for each block of 128 rows the blocks of 64 columns that have scores. Rows are queries and columns keys; in
-/// the transposed direction, of kernels whose blocks each have some keys, the reverse. A score exists if its column block is full, or partial with the score's
-/// bit set, and if lengths and window of [`Problem`] admit it.
+/// the transposed direction, of kernels whose blocks each have some keys, the reverse. A score exists if its column block is full, or
+/// partial with the score's bit set, and if lengths and window of [`Problem`] admit it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BlockLists {

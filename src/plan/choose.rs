@@ -1,7 +1,7 @@
 //! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass ([`choose`]),
-//! with smaller blocks where these are faster ([`sized`]). Used by the plans of all operators. A family is the kernels of one architecture,
-//! a tuning a file of measured choices and of kernels that failed on the device; `untuned()` is the device without it. A pass is what a
-//! kernel computes, and a feature an option that kernels need code for.
+//! with smaller blocks where these are faster ([`sized`]). Used by the plans of all operators.
+//! - family: the kernels of one architecture; pass: what a kernel computes; feature: an option that kernels need code for;
+//! - tuning: a file of measured choices, and of kernels that failed on the device; `untuned()`: the device without it.
 
 use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE}; // families: those the device runs, the preferred one first
 use super::kernel::{usual_blocks, ChosenKernel, Reason};
@@ -49,7 +49,7 @@ pub(super) fn choose<const N: usize>(
 
 /// Looks for kernels of a shape on a device.
 struct Search<'a> {
-    kernels: Kernels,
+    kernels: Kernels, // of all families
     shape: &'a Shape,
     d: &'a DeviceLimits,
 }
@@ -209,8 +209,8 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
 /// A kernel on the usual grid of a problem, for [`sized`]. Methods compare it with the best kernel so far. Percentages are limits from
 /// which on smaller blocks do not pay.
 struct OnGrid<'a> {
-    v: &'static Variant,
-    a: &'a Attention,
+    v: &'static Variant, // the kernel
+    a: &'a Attention,    // the problem
     d: &'a DeviceLimits,
 }
 

@@ -55,6 +55,7 @@ fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     // Each sequence counts as the longest one, also if packed: wrong cu_seqlens_q may say so, and kernels must stay inside the memory.
     let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(block_rows as u64) as i64);
     let splits = (a.seqlen_k as u64).div_ceil(u64::from(SPLIT_TOKENS)).max(1) as i64;
+    // places for partial results: one for each split
     let slots = tiles.saturating_mul(a.nheads_k).saturating_mul(splits);
     // num_splits 1 asks for one block for each row tile, as without batch_invariant
     match a.num_splits != 1 && slots.saturating_mul(4 * floats) <= MAX_SPLIT_BYTES {
@@ -68,6 +69,7 @@ pub fn sparse_mla(a: &Attention, d: &DeviceLimits) -> Result<DecodePlan> {
     thread_local!(static LAST: PlanCache<(Shape, [i64; 2]), DecodePlan> = const { Cell::new(None) });
     let shape = Shape { cache: a.cache_format(), is_bf16: a.dtype == DType::BFloat16, ..Shape::of(a) };
     let rows = [tile_rows(a, d), a.nheads];
+    // false: has_long
     cached_plan(&LAST, (shape, rows), d, || decode_shape(&shape, Pass::SparseMla, FeatureSet::NONE, rows, false, d))
 }
 

@@ -1,6 +1,6 @@
-//! A planned kernel: the kernel, the reason for it, and its grid. All plans end here; src/ops/ launches the result. A row tile is the rows
-//! (queries or keys) of one block. Resident blocks are those that the GPU holds at once, and a wave is as many. A pass is what a kernel
-//! computes, a family the kernels for one kind of tensor core, and a tuning a file of choices that were measured on a GPU.
+//! A planned kernel: the kernel, the reason for it, and its grid. All plans end here; src/ops/ launches the result.
+//! - row tile: the rows (queries or keys) of one block; resident blocks: those that the GPU holds at once; wave: as many;
+//! - pass: what a kernel computes; family: the kernels for one kind of tensor core; tuning: a file of choices measured on a GPU.
 
 use super::backward::BackwardStreamKPlan;
 use super::stream_k::StreamKPlan;
@@ -61,6 +61,7 @@ impl PlannedKernel {
         PlannedKernel { variant, blocks, reason, stream_k: None, backward_stream_k: None }
     }
 
+    /// Returns the grid of a launch of `batches` entries: [`Self::blocks`] and the batch; stream-K grids have all entries in `blocks`.
     pub fn grid(&self, batches: i64) -> [u32; 3] {
         let [x, y] = self.blocks;
         let has_all_batches = self.stream_k.is_some() || self.backward_stream_k.is_some();

@@ -1,9 +1,9 @@
 //! The planner: which kernels run a problem, on which grid, with which parameters. src/ops/ calls it after validation, `_plan()` for tools.
 //! Pure functions of the problem, the kernels, and the device's properties and tuning (measured choices of kernels).
 //!
-//! Words: a row tile is the rows of one block, queries or (backward) keys; the latter is a key block. Resident blocks are those that the
-//! GPU holds at once, and a wave is as many blocks of a grid. A tail is a last launch with smaller blocks. Prefill kernels are forward
-//! kernels over a KV cache. A stream-K grid divides the steps of some row tiles evenly among blocks.
+//! - row tile: the rows of one block, queries or (backward) keys; the latter is a key block.
+//! - resident blocks: those that the GPU holds at once; wave: as many blocks of a grid; tail: a last launch with smaller blocks.
+//! - prefill kernels: forward kernels over a KV cache. Stream-K grid: divides the steps of some row tiles evenly among blocks.
 
 mod backward;
 mod choose;

@@ -114,6 +114,7 @@ pub struct Attention {
     pub headdim_v: i64,
     /// Element type of q and out, and of keys and values that are not quantized.
     pub dtype: DType,
+    /// Where queries are, and where keys and values are.
     pub queries: Queries,
     pub keys: Keys,
     /// Factor of the scores: finite in fp32, may be 0 or negative.

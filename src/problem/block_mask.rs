@@ -67,6 +67,7 @@ fn check_side(side: &Side, q: &TensorDesc) -> Result<()> {
     let (length, rows) = side.rows;
     let row_blocks = if rows == UNKNOWN { UNKNOWN } else { (rows + BLOCK_ROWS - 1) / BLOCK_ROWS };
     let at_least = |n: i64, least: i64| n == UNKNOWN || n >= least;
+    // found: row blocks; columns: numbers of a list
     match lists.sizes[..] {
         [batch, heads, found, columns]
             if at_least(batch, 1) && at_least(heads, 1) && same_size(found, row_blocks) && at_least(columns, LIST_HEADER) => {}

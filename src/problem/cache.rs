@@ -28,7 +28,7 @@ pub struct CacheShape {
     entries: i64,
     /// Tokens of an entry or page.
     rows: i64,
-    format: CacheFormat,
+    format: CacheFormat, // a pair, if keys and values differ
     pub nheads_k: i64,
     /// Columns of keys, dequantized.
     pub headdim: i64,

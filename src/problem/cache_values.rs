@@ -5,13 +5,14 @@ use super::attention::{Attention, Cache, CacheLayout, Window};
 use super::lengths::check_cu_seqlens_values;
 use crate::error::{Error, Result};
 
-/// Values of a call's int32 tensors, as far as the caller has read them.
+/// Values of a call's int32 tensors, as far as the caller has read them; None: not given. The cu_seqlens have batch + 1
+/// numbers, the others batch.
 #[derive(Clone, Debug, Default)]
 pub struct CacheValues {
     pub cache_seqlens: Option<Vec<i32>>,
     pub cu_seqlens_q: Option<Vec<i32>>,
     pub cu_seqlens_k_new: Option<Vec<i32>>,
-    /// Row-major.
+    /// (batch, max_pages), row-major.
     pub block_table: Option<Vec<i32>>,
     pub cache_batch_idx: Option<Vec<i32>>,
     pub leftpad_k: Option<Vec<i32>>,

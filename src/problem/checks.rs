@@ -107,6 +107,7 @@ pub fn check_like_q(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     check_device(name, d, q)
 }
 
+/// Rejects another device than q's.
 pub fn check_device(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     check_same(name, "device", d.device, "q", q.device)
 }

@@ -19,7 +19,9 @@ pub struct RequestedFeatures {
     pub fp32_bias: bool,
     pub sinks: bool,
     pub seqused_k: bool,
+    /// `block_lists`: only listed blocks of scores exist.
     pub block_mask: bool,
+    /// `tree_mask`: which draft tokens of speculative decoding a query sees.
     pub tree: bool,
     /// No bit of a row may depend on other rows or sequences.
     pub batch_invariant: bool,

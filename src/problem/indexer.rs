@@ -41,7 +41,7 @@ pub struct Indexer {
     pub batch: i64,
     pub seqlen_q: i64,
     pub nheads: i64,
-    /// Columns of the output.
+    /// Columns of the output, one for each key; not those of a head.
     pub columns: i64,
     /// Keys of a sequence that can exist: at most `columns`, and no more than the block table has room for.
     pub keys: i64,

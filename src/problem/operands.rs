@@ -14,7 +14,7 @@ pub struct Sizes {
     pub batch: i64,
     /// total if packed.
     pub rows: i64,
-    pub nheads: i64,
+    pub nheads: i64, // of this tensor: of k and v, KV heads
     pub headdim: i64,
 }
 

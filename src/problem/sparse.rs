@@ -45,6 +45,7 @@ pub fn validate_sparse(
     if let (None, Some((name, _))) = (extra.cache, given(extra, "extra_indices", "extra_topk_length")) {
         return Err(Error::value("extra_cache", "None", format!("a cache, since {name} is given")));
     }
+    // None: this cache decides the format
     let (format, topk) = check_tokens(["cache", "indices", "topk_length"], own, q, None)?;
     let (_, extra_topk) = match extra.cache {
         Some(_) => check_tokens(["extra_cache", "extra_indices", "extra_topk_length"], extra, q, Some(format))?,

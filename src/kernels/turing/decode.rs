@@ -39,10 +39,12 @@ const TILES: [DecodeTile; 13] = [
 
 /// Tiles of batch-invariant calls. A headdim's tiles have the same number of warps with other tokens (threads * rows of a warp / rows of a
 /// block), and a row's bits depend on nothing else of a tile: so they are the same in all, and the planner is free to choose.
+/// Headdim x rows: 64x32, 64x64, 128x32, 128x64, 256x32, 256x64, 512x32, 512x64.
 const INVARIANT_TILES: [DecodeTile; 8] =
     [TILES[1], (64, [64, 16], 256, 1), TILES[4], (128, [64, 16], 128, 3), TILES[7], TILES[8], TILES[11], TILES[12]];
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
+    // in both types: for fp16 and for bf16
     let of_tile = |tile| shared::decode(TURING, DECODE, CacheFormat::Unquantized, tile);
     let rows = shared::in_both_types(TILES.into_iter().map(of_tile));
     let invariant = shared::in_both_types(INVARIANT_TILES.into_iter().map(of_tile)).into_iter().map(Variant::batch_invariant);

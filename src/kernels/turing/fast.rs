@@ -1,6 +1,6 @@
 //! Rows of the fast forward kernels (`volta_fa::fwd_fast`). They multiply Q and K as int8 codes, and sum the products P V of a span, the
-//! keys of one step, in fp16. A prepare kernel first makes the codes of K and takes the largest magnitudes of V. A warp takes rows of
-//! queries in tiles of 16. docs/design/turing-forward.md has the reasons for their tiles.
+//! keys of one step, in fp16. A prepare kernel first makes the codes of K and takes the largest magnitudes of V. A warp takes queries
+//! (its rows; a row of the table is a kernel) in tiles of 16. docs/design/turing-forward.md has the reasons for their tiles.
 
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
 use super::family::TURING;
@@ -22,6 +22,7 @@ const PREPARED_KEYS: u32 = 256;
 /// rows * keys / 32 lanes), and 64, 128 and 128 registers of output.
 const TILES: [(u32, u32, u32); 3] = [(64, 32, 64), (128, 32, 32), (256, 16, 16)];
 
+/// Returns the forward kernel of a tile of [`TILES`].
 fn forward((headdim, warp_rows, step): (u32, u32, u32)) -> Variant {
     Variant {
         headdim,

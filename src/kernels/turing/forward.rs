@@ -1,6 +1,7 @@
 //! Rows of Turing's forward kernels, and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //!
-//! A block owns `block_rows` queries and steps over `step` keys. Plain kernels have no features; varlen, generic and one-feature kernels
+//! A row of the table is a kernel; rows of a block, a warp or Q are queries. A block has `block_rows` queries and steps over `step` keys.
+//! Plain kernels have no features; varlen, generic and one-feature kernels
 //! have sets of src/kernels/features.rs. A `...Grid` in a source is the C++ type that gives a block its rows, heads and keys. A thread can
 //! have 255 registers, an SM 64 KB of shared memory.
 
@@ -147,6 +148,7 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
 }
 
 pub fn forward_rows() -> impl Iterator<Item = Variant> {
+    // the kernels that have all versions: the large ones, and of headdim 512 both sizes
     let is_complete = |row: &Variant| row.size == Size::Large || row.source == COLUMN_GROUPS;
     let has_varlen = move |row: &Variant| is_complete(row) || (row.headdim, row.size) == (64, Size::Medium);
     // at headdims 32, 96 and 192 varlen kernels take at most 4% more time than plain ones would
@@ -162,6 +164,7 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         .chain(block_mask_rows())
 }
 
+/// Kernels of batch-invariant calls, in which a row's bits depend on no other row.
 pub fn invariant_rows() -> impl Iterator<Item = Variant> {
     shared::invariant_forward(PLAIN, PADDED.map(generic))
 }

@@ -1,13 +1,15 @@
 //! Rows of Volta's backward kernels, and the reasons for their tiles. docs/design/volta-backward.md derives the shapes.
 //!
-//! Main kernels own `block_rows` keys and step over `step` queries: they compute dk and dv, and add to dq by atomics. `dkdv` kernels leave
-//! dq to dq kernels, which own queries and step over keys; `fused` ones do all of a pass. S are scores, P probabilities, dP and dS their
-//! gradients; dV and dK below are accumulators in registers. A thread can have 255 registers, an SM 96 KB of shared memory.
+//! A row of the table is a kernel. Other rows are queries or keys, of a block or in shared memory.
+//! - main kernels: a block has `block_rows` keys and steps over `step` queries. They compute dk and dv, and add to dq by atomics;
+//! - `dkdv` kernels: leave dq to dq kernels, which own queries and step over keys; `fused` ones: do all of a pass;
+//! - S: scores; P: probabilities; dP, dS: their gradients; dV, dK below: accumulators in registers;
+//! - capitals in the sources: macros, the row's fields, and DQ_MODE, what the pass does with dq (`Pass::dq_mode`);
+//! - `p`: the parameter block. Of a block mask, `p.blocks_t` has the lists for blocks of keys, `p.blocks` those for blocks of queries.
 //!
-//! Capitals in the sources are macros: the row's fields, and DQ_MODE, what the pass does with dq (`Pass::dq_mode`). `p` is the parameter
-//! block. Of a block mask, `p.blocks_t` has the lists for blocks of keys, `p.blocks` those for blocks of queries.
+//! A thread can have 255 registers, an SM 96 KB of shared memory.
 
-use super::super::shared::{self, dkdv, fused, with};
+use super::super::shared::{self, dkdv, fused, with}; // make a row of a main kernel's; with: one feature, which problems must use
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::VOLTA;
 

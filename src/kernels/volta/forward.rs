@@ -1,6 +1,7 @@
 //! Rows of Volta's forward kernels, and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
 //!
-//! A block owns `block_rows` queries and steps over `step` keys. Plain kernels have no features; varlen, generic and required ones have
+//! A row of the table is a kernel; rows of a block, a warp or Q are queries. A block has `block_rows` queries and steps over `step` keys.
+//! Plain kernels have no features; varlen, generic and required ones have
 //! sets of src/kernels/features.rs. Stream-K kernels run on a grid that splits the keys of the last row tiles among blocks. A `...Grid` in
 //! a source is the C++ type that gives a block its rows, heads and keys. A thread can have 255 registers, an SM 96 KB of shared memory.
 
@@ -202,7 +203,8 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
     PLAIN
         .into_iter()
         .filter(is_plain)
-        // for short windows with sinks (gpt-oss): blocks of several heads, medium ones where a KV head has fewer, small ones for small grids
+        // for short windows with sinks (gpt-oss): blocks of several heads, medium ones where a KV head has fewer, small ones for small
+        // grids
         .chain(complete().chain([MEDIUM_64, HEADS_64, SMALL_64]).map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(PADDED.map(|row| row.with_features(FeatureSet::FP32_OUTPUT)))
         .chain(required().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
@@ -211,6 +213,7 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         .chain(block_mask_rows())
 }
 
+/// Kernels of batch-invariant calls, in which a row's bits depend on no other row.
 pub fn invariant_rows() -> impl Iterator<Item = Variant> {
     shared::invariant_forward(PLAIN, PADDED.map(generic))
 }
@@ -236,9 +239,9 @@ fn stream_k(row: Variant) -> Variant {
     Variant { pass, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
 }
 
-/// Kernels on stream-K grids. Headdim 32 has none: with three blocks an SM, a launch can have more splits than kernel parameters hold
-/// (MAX_STREAM_K_SPLITS). Of the features of scores only a bias has kernels: problems with softcap or ALiBi are causal, whose row tiles are
-/// uneven, and dropout needs the head in every step.
+/// Kernels on stream-K grids, for large tiles; 192 by 192 has none. Headdim 32 has none: with three blocks an SM, a launch can have more
+/// splits than kernel parameters hold (MAX_STREAM_K_SPLITS). Of the features of scores only a bias has kernels: problems with softcap or
+/// ALiBi are causal, whose row tiles are uneven, and dropout needs the head in every step.
 pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
     let has = |row: &Variant| row.size == Size::Large && row.headdim > 32 && row.headdim_v != 192;
     let with_bias = [PLAIN_64, PLAIN_128].map(|row| with(FeatureSet::of(&[Feature::Bias]), row));

@@ -1,7 +1,7 @@
-//! A block mask on the CPU, for chunked.rs: which keys it hides from query rows. Scores are in blocks of 128 queries by 64 keys. A list
-//! names the key blocks that a block of query rows sees, first in part, then in full. A tile of bits has a bit for each score of a block
-//! seen in part (format: src/problem/block_mask.rs). A group is a KV head of a batch entry with its query heads, and a [`Chunk`] some query
-//! positions of some groups, with a range of keys.
+//! A block mask on the CPU, for chunked.rs: which keys it hides from query rows. Scores are in blocks of 128 queries by 64 keys.
+//! - list: names the key blocks that a block of query rows sees, first in part, then in full (format: src/problem/block_mask.rs);
+//! - tile: of bits, one for each score of a block seen in part;
+//! - group: a KV head of a batch entry with its query heads; [`Chunk`]: some query positions of some groups, with a range of keys.
 
 use super::chunk::{heads_per_group, Chunk};
 use crate::error::Result;
@@ -17,14 +17,15 @@ const HEADER: usize = LIST_HEADER as usize; // numbers of a list before its key 
 const WORDS: usize = TILE_WORDS as usize; // 32-bit words of a tile
 const WORDS_PER_ROW: usize = WORDS / ROWS;
 
+/// A call's block mask: its tensors' values, in the order of memory.
 pub struct BlockMask {
     lists: Vec<i32>,
-    bits: Vec<i32>,
+    bits: Vec<i32>, // tile after tile
     /// Entries and heads of the mask (fewer than the call's repeat), row blocks, and numbers of a list.
     sizes: [usize; 4],
 }
 
-/// Numbers of the key blocks of a block of rows.
+/// A list: numbers of the key blocks that a block of rows sees in part and in full, both ascending.
 struct List<'a> {
     partial: &'a [i32],
     full: &'a [i32],

@@ -20,14 +20,14 @@ pub const CHUNK_SCORES: i64 = 1 << 20;
 pub struct Chunk {
     /// First group, counted over batch entries and their KV heads.
     pub group: i64,
-    pub groups: i64,
+    pub groups: i64, // number of them
     /// First query position.
     pub row: i64,
     /// Number of query positions. Each has a score row per query head of a group.
     pub rows: i64,
     /// First key.
     pub key: i64,
-    pub keys: i64,
+    pub keys: i64, // number of them
 }
 
 /// Returns the window as offsets (first, last) from the query position: query `i` sees the keys `i + first ..= i + last`.

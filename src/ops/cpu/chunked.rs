@@ -1,9 +1,10 @@
 //! Computes attention with ATen's batched matrix products, chunk by chunk, for problems that flash.rs does not cover. dense.rs calls it.
 //!
-//! A group is one KV head of one batch entry with its query heads. A [`Chunk`] is some query positions of some groups, with all keys that
-//! any of them sees. Its scores are a matrix (groups, rows * heads of a group, keys), which fits a CPU's caches. It has whole rows, so the
-//! softmax needs no rescaling. A [`Part`] (part.rs) is one dense problem of the call, whose first batch entry is number `first` of the
-//! call's. [`Sums`] are gradients to which all parts add.
+//! - group: one KV head of one batch entry with its query heads;
+//! - [`Chunk`]: some query positions of some groups, with all keys that any of them sees. Its scores are a matrix (groups, rows * heads of
+//!   a group, keys), which fits a CPU's caches. It has whole rows, so the softmax needs no rescaling;
+//! - [`Part`] (part.rs): one dense problem of the call, whose first batch entry is number `first` of the call's;
+//! - [`Sums`]: gradients to which all parts add.
 
 use super::block_mask::PresentBlock;
 use super::chunk::{chunks, heads_per_group, window_offsets, Chunk}; // window_offsets: (first, last), query i sees keys i + first..=i + last
@@ -48,11 +49,11 @@ fn is_finite(t: &Tensor) -> Result<bool> {
 /// A problem with tensors in the layout of the matrix products: (groups, rows * heads, headdim) and (groups, keys, headdim).
 struct Work<'a> {
     part: &'a Part,
-    heads: i64,
+    heads: i64, // query heads of a group
     /// Type of the arithmetic.
     kind: Kind,
     chunks: Vec<Chunk>,
-    scaled_q: Tensor,
+    scaled_q: Tensor, // q * softmax_scale
     k: Tensor,
     v: Tensor,
 }

@@ -1,7 +1,7 @@
 //! Computes attention of batch entries with equal lengths, a [`Part`] of a call, on the CPU: with ATen's flash operator if it covers the
 //! problem ([`flash`]), else with matrix products ([`chunked`]). Adds what neither has: sinks, and the gradient of softmax_lse.
 
-use super::part::{Part, Rows, Sums};
+use super::part::{Part, Rows, Sums}; // Rows: dout, out, softmax_lse and dlse; Sums: dsinks and dattn_bias, to which all parts add
 use super::{chunked, flash};
 use crate::error::Result;
 use crate::tensor::{compute_kind, in_kind};

@@ -1,9 +1,10 @@
 //! A model of the fast kernels (`fwd_fast`: int8 scores, fp16 sums) in ATen operations. It computes the operator on the CPU, and tests
 //! compare the kernels with it. cpu/mod.rs calls it.
 //!
-//! Codes are int8 numbers of Q and K: a code times its scale is the number. A block of 64 keys has four scales: keys 8i + 2t and
-//! 8i + 2t + 1 have scale t. A span is the keys of one step of the kernel: it sums P V of a span in fp16, and spans in fp32. V is divided
-//! by a power of two, so that it is below 1.
+//! - codes: int8 numbers of Q and K; a code times its scale is the number;
+//! - block: 64 keys, with four scales: keys 8i + 2t and 8i + 2t + 1 have scale t;
+//! - span: the keys of one step of the kernel, which sums P V of a span in fp16, and spans in fp32. V is divided by a power of two, so that
+//!   it is below 1.
 //!
 //! The model has the kernels' codes and scales, bit for bit, flushes the same small probabilities to 0, and rounds sums to fp16 after each
 //! 8 keys. It subtracts a row's final maximum from scores, kernels an earlier one, so probabilities may differ. Memory: O(seqlen).

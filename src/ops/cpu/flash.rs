@@ -6,7 +6,8 @@
 use super::chunk::{heads_per_group, window_offsets}; // window_offsets: (first, last), query i sees keys i + first..=i + last
 use super::layout::{narrow, narrow_broadcast};
 use super::part::Part;
-use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE}; // -2^24 * ln(2): a bias below it hides keys
+// has_derivative: is there a softcap; LOWEST_SCORE: -2^24 * ln(2), a bias below it hides keys
+use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE};
 use crate::error::Result;
 use crate::tensor::{compute_kind, in_kind};
 use tch::{Device, Kind, Tensor};
@@ -34,9 +35,9 @@ pub fn covers(part: &Part) -> bool {
 
 /// Query rows and the keys that any of them sees.
 struct Block {
-    row: i64,
+    row: i64, // the first
     rows: i64,
-    key: i64,
+    key: i64, // the first
     keys: i64,
     /// Row `i` sees the keys up to `i`.
     is_causal: bool,
@@ -131,7 +132,7 @@ impl Fold {
 /// A problem's tensors in the dtype and the strides that the operator computes with.
 struct Problem<'a> {
     part: &'a Part,
-    kind: Kind,
+    kind: Kind, // fp64 for fp64 tensors, else fp32
     /// Query heads of a KV head.
     group: i64,
     q: Tensor,

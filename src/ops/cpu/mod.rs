@@ -55,6 +55,7 @@ pub(super) fn fast_forward(inputs: &Inputs, a: &Attention, codes: &Codes) -> Res
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, Device::Cpu))?;
     for span in Span::all(inputs, a)? {
         let (to, lse) = (span.queries(&out)?, span.lse(&softmax_lse)?);
+        // &None: there is no block mask
         fast::forward(&span.part(inputs, a, &None)?, &span.codes(codes)?, inputs.options.rotate, &to, &lse)?;
     }
     Ok((out, softmax_lse))

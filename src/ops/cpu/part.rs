@@ -14,6 +14,7 @@ use tch::Tensor;
 
 /// A dense problem: the tensors of one [`Span`] of the call.
 pub struct Part {
+    /// Its sizes and options; neither packed nor in a cache.
     pub a: Attention,
     /// Number of its first batch entry in the call.
     pub first: i64,
@@ -28,11 +29,13 @@ pub struct Part {
     /// (nheads).
     pub sinks: Option<Tensor>,
     pub dropout: Option<Dropout>,
+    /// The block mask of the whole call.
     pub blocks: Option<Rc<BlockMask>>,
 }
 
 /// What the backward pass takes of a part's query rows.
 pub struct Rows {
+    /// (batch, seqlen_q, nheads, headdim_v), as out.
     pub dout: Tensor,
     pub out: Tensor,
     /// (batch, nheads, seqlen_q).
@@ -52,7 +55,7 @@ pub struct Sums {
 /// Batch entries of equal lengths, and where their rows are in the call's tensors.
 #[derive(Clone, Copy)]
 pub struct Span {
-    entry: i64,
+    entry: i64, // the first
     entries: i64,
     /// First row of q; 0 unless q is packed.
     q_start: i64,

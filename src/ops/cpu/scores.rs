@@ -1,6 +1,6 @@
-//! Modifiers of a chunk's scores between the two matrix products of the CPU backend (chunked.rs): a score function, ALiBi, bias, dropout. A
-//! [`Part`] is a dense problem of some batch entries. A [`Chunk`] is query positions of some of its groups, and their keys. A group is a KV
-//! head of an entry with its query heads. A chunk's scores are a matrix (groups, rows * heads of a group, keys).
+//! Modifiers of a chunk's scores between the two matrix products of the CPU backend (chunked.rs): a score function, ALiBi, bias, dropout.
+//! - [`Part`]: a dense problem of some batch entries; group: a KV head of an entry with its query heads;
+//! - [`Chunk`]: query positions of some groups, and their keys. Its scores are a matrix (groups, rows * heads of a group, keys).
 
 use super::chunk::{heads_per_group, Chunk};
 use super::layout::narrow_broadcast; // a view of (dim, start, count) parts; dimensions of size 1 stay

@@ -7,7 +7,7 @@
 //!
 //! Nothing here synchronizes or trusts int32 tensors, except [`check_scales`]. Invalid lengths and pages result in NaN, and nothing outside
 //! the tensors is read or written. A cache is entries of one sequence each, or pages of tokens that a block table assigns to sequences;
-//! "entry" means either, and "row" a token in it. Positions count the tokens of a sequence.
+//! "entry" means either, and "row" a token in it, or of q, or of k and v to append. Positions count the tokens of a sequence.
 
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;
@@ -91,7 +91,7 @@ pub(super) struct Sequences {
     /// Length after the append.
     pub end: Tensor,
     pub seqlen_q: Tensor,
-    /// First rows of a sequence in packed q, and in packed k and v to append.
+    /// First rows of a sequence in q, and in k and v to append, counted over all sequences.
     pub q_start: Tensor,
     new_start: Tensor,
     /// True if the lengths are valid: not negative, and within the tensors.
@@ -113,7 +113,8 @@ impl Sequences {
     }
 }
 
-/// Entries and rows of tokens in the cache, and whether these exist; if not, entry and row are 0, which can be read.
+/// Entries and rows (int64) of tokens in the cache, and whether these exist (bool), in the shape of their positions. If a token does not
+/// exist, entry and row are 0, which can be read.
 pub(super) struct Places {
     pub entry: Tensor,
     pub row: Tensor,

@@ -9,10 +9,11 @@ use crate::limits::MAX_DECODE_ROWS; // 64
 use crate::log;
 use crate::ops;
 use crate::ops::blocks::{self, at, Blocks}; // at: address of an element of an fp32 tensor
-use crate::ops::device::launch_forward;
+use crate::ops::device::launch_forward; // a forward kernel, perhaps on a stream-K grid
 use crate::ops::inputs::Inputs;
+// launch_id: 48 bits that no other call has, so that semaphores need no zeroing
 use crate::ops::launches::{fake_arrivals, launch_id, Launches};
-use crate::ops::stream_k;
+use crate::ops::stream_k; // grids whose blocks share the keys of some row tiles
 use crate::params::{AppendParams, CacheFormat, CacheScales, DecodeParams, DequantizeParams, Divisor, ElementType, Problem};
 use crate::plan::{self, DecodePlan, DeviceLimits, PlannedKernel};
 use crate::problem::{Attention, CachedSequence, DType};
@@ -99,6 +100,7 @@ fn plans(a: &Attention, limits: &DeviceLimits) -> Result<Plans> {
 fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
     let (Inputs { q, options: o, .. }, Some([k, v])) = (inputs, &inputs.appended) else { return Ok(None) };
     let rotates = a.appended.rotary.dim > 0 && !a.has_no_output();
+    // here rows are tokens of a sequence: new ones, and queries to rotate
     let rows = a.appended.seqlen.max(if rotates { a.seqlen_q } else { 0 });
     if [a.batch, rows, a.nheads_k].contains(&0) {
         return Ok(None);
@@ -107,7 +109,7 @@ fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Opt
     log::append(a, rows, &planned)?;
     let rotated = if rotates { tensor::empty(&q.size(), q.kind(), launcher)? } else { q.shallow_clone() };
     let mut launches = Launches::begin(inputs, a, launcher, [("q, rotated", rotates.then_some(&rotated))]);
-    // the launch writes the caches and the scales of their tokens, and keeps what else they hold
+    // the launch writes the caches and the scales of their tokens, and keeps what else they hold; None: no further tensor
     launches.also_write(&a.key_names(), None);
     launches.also_write(&o.token_scales().map(|(name, _)| name), None);
     let table = |t: &Option<Tensor>| t.as_ref().map_or((null(), 0), |t| (t.data_ptr() as *const u16, t.stride()[0]));

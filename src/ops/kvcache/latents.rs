@@ -5,9 +5,9 @@ use super::gather;
 use super::kernels;
 use crate::error::Result;
 use crate::launch::Launcher;
-use crate::ops::cast::{Cast, Operands};
+use crate::ops::cast::{Cast, Operands}; // Cast: q, k and v as fp16, and the exponents of their factors; Operands: what it casts
 use crate::ops::inputs::Inputs;
-use crate::ops::scaled;
+use crate::ops::scaled; // unscaled(): divides by the factors of v
 use crate::options::Options;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries, Window};

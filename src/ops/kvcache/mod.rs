@@ -22,7 +22,7 @@ use tch::{Kind, Tensor};
 /// A validated call.
 struct Prepared {
     target: Target,
-    a: Attention,
+    a: Attention, // the problem
     /// Lengths of each sequence, if the call checks them; else they stay on the device.
     sequences: Option<Vec<CachedSequence>>,
 }

@@ -85,7 +85,7 @@ fn sorted(lists: &Tensor, limit: &Tensor, block: i64) -> Result<Tensor> {
     if topk < 2 {
         return Ok(lists);
     }
-    let (lists, _) = lists.f_sort(-1, false)?;
+    let (lists, _) = lists.f_sort(-1, false)?; // false: ascending
     let later = lists.f_narrow(1, 1, topk - 1)?;
     let once = later.f_masked_fill(&later.f_eq_tensor(&lists.f_narrow(1, 0, topk - 1)?)?, NO_BLOCK)?;
     Ok(Tensor::f_cat(&[lists.f_narrow(1, 0, 1)?, once], 1)?.f_sort(-1, false)?.0)

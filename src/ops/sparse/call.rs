@@ -27,10 +27,10 @@ pub struct Call {
     pub unused: [Option<Tensor>; 2],
     /// float32 (nheads): one more logit for each row of a head, without a value
     pub sinks: Option<Tensor>,
-    pub softmax_scale: Option<f64>,
+    pub softmax_scale: Option<f64>, // None: headdim ** -0.5
     /// True: the last 64 columns of a row of an fp8 cache, which encode positions, are fp16; false: bf16.
     pub has_fp16_positions: bool,
-    pub stream: *mut c_void,
+    pub stream: *mut c_void, // current cudaStream_t
 }
 
 /// Results in this order: out (total_q, nheads, 512); softmax_lse; max_logits, the largest scaled score of each row. The last two are fp32

@@ -91,7 +91,7 @@ fn dequantized(cache: &Tensor, at: &dyn Fn(&Tensor) -> Result<Tensor>, call: &Ca
     let bytes = rows.size()[rows.dim() - 1];
     let tail = rows.f_narrow(-1, bytes - 2 * TAIL, 2 * TAIL)?.f_contiguous()?.f_view_dtype(tail_kind)?.f_to_kind(kind)?;
     let values = rows.f_narrow(-1, 0, codes)?.f_contiguous()?.f_view_dtype(Kind::Float8e4m3fn)?.f_to_kind(Kind::Float)?.f_to_kind(kind)?;
-    let tiles = scales.size()[scales.dim() - 1];
+    let tiles = scales.size()[scales.dim() - 1]; // runs of codes with one scale
     let values = values.f_unflatten(-1, [tiles, -1].as_slice())?.f_mul(&scales.f_to_kind(kind)?.f_unsqueeze(-1)?)?;
     let mut sizes = rows.size();
     *sizes.last_mut().expect("rows have dimensions") = codes;

@@ -1,8 +1,8 @@
 //! Plans the backward pass in several kernels: preprocess (row statistics), main (dk, dv, and dq by atomics), and postprocess (dq's
 //! accumulator to fp16) or dq (dq in a kernel of its own). mod.rs calls it for most problems.
 //!
-//! A key block is the keys of one block of a main kernel, and a wave as many blocks as the GPU holds at once. A tail is a last launch with
-//! smaller blocks. A tuning has choices of kernels that were measured on the GPU. A family is the kernels for one kind of tensor core.
+//! - key block: the keys of one block of a main kernel; wave: as many blocks as the GPU holds at once; tail: a launch of smaller ones;
+//! - tuning: choices of kernels that were measured on the GPU; family: the kernels for one kind of tensor core.
 
 use super::plan::{BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
@@ -43,7 +43,7 @@ struct Parts {
     dq: Dq,
     /// Preprocess, main, and postprocess or dq.
     chosen: Chosen<3>,
-    blocks: KeyBlocks,
+    blocks: KeyBlocks, // of the main kernel
     /// The main kernel on a stream-K grid, instead of `blocks`.
     stream_k: Option<PlannedKernel>,
 }
@@ -67,10 +67,10 @@ fn because(chosen: Chosen<3>, why: Reason) -> Chosen<3> {
 
 /// What a plan depends on, and the methods that choose kernels for it and divide their work.
 struct Planner<'a> {
-    kernels: Kernels,
+    kernels: Kernels, // to choose from
     a: &'a Attention,
     d: &'a DeviceLimits,
-    shape: Shape,
+    shape: Shape, // of `a`, as tunings and tables compare it
     /// Features of problem and mode.
     requested: FeatureSet,
 }
@@ -201,6 +201,7 @@ impl Planner<'_> {
     /// Takes the faster of launches of a main kernel and a separate kernel for dq, unless the tuning chooses the latter.
     fn deterministic(&self) -> Result<Parts> {
         let without_atomics = self.without_atomics();
+        // both plans have a preprocess kernel, so that choice favors neither
         let is_forced = |kernel: &ChosenKernel| kernel.variant.pass != Pass::BackwardPreprocess && kernel.reason == Reason::Tuned;
         let forced = without_atomics.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
         let launches = if forced { None } else { self.by_launches() };

@@ -31,6 +31,7 @@ pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode,
         return None; // most problems end here, without a search for kernels
     }
     let plan = stored(kernels, a, mode, d).ok()?;
+    // fills_launches: a launch has all keys of its heads, or enough to fill a GPU
     // with other reasons the family's usual choice was not free: another kernel failed, or another family stepped in
     let is_faster = |k: PlannedKernel| matches!(k.reason, Reason::Cheapest | Reason::Tuned) && is_wide(&k.variant.family);
     (plan.kernels().all(is_faster) && plan.stored?.fills_launches()).then_some(plan)
@@ -47,7 +48,7 @@ pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &De
     let on = |kernel, blocks: [i64; 2]| PlannedKernel::new(kernel, blocks.map(|n| n as u32));
     Ok(BackwardPlan {
         preprocess: Some(planned(preprocess, a)),
-        // the gradients kernel runs after the scores kernel, in the place of a postprocess kernel
+        // the gradients kernel runs after the scores kernel, in the place of a postprocess kernel; blocks_of_head: of a KV head's gradients
         postprocess: Some(on(gradients, [plan.heads * plan.blocks_of_head(a), 1])),
         main_launches: plan.launches(a.nheads_k).count() as u32,
         stored: Some(plan),

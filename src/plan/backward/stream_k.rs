@@ -43,6 +43,7 @@ pub struct BackwardStreamKPlan {
     pub first_split: u32,
     /// Maximum steps of a split.
     pub limit: u32,
+    /// From which the steps of each key block follow.
     shape: Shape,
 }
 
