@@ -1,7 +1,7 @@
 //! Tests of tunings: measured settings of one GPU, from JSON that `python -m volta_fa check --tune` writes.
 //!
 //! A tuning lists failed kernels, which no plan may use, and choices. A choice names a pass and a class of problems (ranges of headdim,
-//! seqlen_q, rows = batch * seqlen_q * nheads; mask; features), and a variant for them, or `deterministic`: no atomics.
+//! seqlen_q, rows = batch * seqlen_q * nheads; mask; features), and a variant for them, or `deterministic`: the plan of that mode.
 //!
 //! Helpers of main.rs:
 //! - attention(seqlen_q, seqlen_k, headdim, headdim_v): a problem with batch 2, 8 query heads and 2 KV heads
