@@ -57,7 +57,8 @@ struct ColumnGroupsLayout {
     static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return ForwardLayout::leads_row(l); }
 };
-// With dropout the eight rows are not neighbors, as covers_tile() wants them.
+// With dropout a lane's two rows are four apart (ForwardLayout), so the eight rows of a quarter are 0 to 3 and 8 to 11, or four
+// further: not the eight neighbors that covers_tile() requires.
 static_assert((kHasDropout || covers_tile<ColumnGroupsLayout>()) && has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
 
 // The kernel; run() computes a block. BlockRows: 64 or 32 query rows: kRowGroups (two or one) groups of kGroupWarps warps.
