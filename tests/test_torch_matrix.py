@@ -207,6 +207,7 @@ def test_all_symbols_are_found():
 
 
 def test_torch_exports_the_function_of_the_stream():
+    """Before torch 2.11 the library asks this function for the current CUDA stream (torch_ops/stream.cpp). The linker checks no name."""
     libtorch_cuda = Path(torch.__file__).parent / "lib/libtorch_cuda.so"
     if not libtorch_cuda.exists():
         pytest.skip("this torch has no CUDA")
