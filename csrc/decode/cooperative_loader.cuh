@@ -11,7 +11,7 @@
 // A Layout with kCooperative says where chunks of eight columns lie, in blocks of 64 slots of 16 bytes, without bank conflicts:
 //
 //   key_slot(token, chunk)    where a key's chunk lies (eight chunks are 64 columns)
-//   key_slot(lane)            where the lane's chunk of the first 32 columns lies; its chunk of the other 32: that ^ kKeySlots
+//   key_slot(lane)            where the lane's chunk of the first 32 columns lies; its chunk of the other 32: that ^ kKeySlotXor
 //   value_slot(token, chunk)  where a value's chunk lies
 //   value_slot(lane)          for the first of the lane's two tokens of a tile (Layout::value_token); the other's is 32 slots on
 #pragma once
@@ -106,7 +106,7 @@ public:
         const CooperativeLoader& loader;
         int tile;
         __device__ __forceinline__ uint4 chunk(int j) const {
-            return *loader.at((loader.keys_offset_ ^ Layout::kKeySlots * (j % 2) * kSlotBytes) +
+            return *loader.at((loader.keys_offset_ ^ Layout::kKeySlotXor * (j % 2) * kSlotBytes) +
                               (tile * kTileSlots + 64 * (j / 2)) * kSlotBytes);
         }
     };

@@ -258,8 +258,8 @@ fn orders_long_blocks_first_under_causal_masks() {
     }
 }
 
-/// Kernels compiled for ALiBi alone start their sums with a row's bias. That is too large for rows more than 512 positions before their
-/// keys, which get generic kernels.
+/// Kernels compiled for ALiBi alone start their sums with a row's bias, which takes bits from them where it is large: in rows more than 512
+/// positions before their keys. These get generic kernels.
 /// `requires`: whether the plan has such kernels (ALiBi is a required feature), not generic ones.
 #[test]
 fn plans_generic_kernels_for_far_rows_with_alibi() {

@@ -1,7 +1,7 @@
 //! Tests of the sizes of blocks (`sized` in src/plan/choose.rs): where the planner takes smaller ones than the cheapest kernel's.
 //!
 //! attention(seqlen_q, seqlen_k, headdim, headdim_v) of main.rs is a problem without mask; without_backward_stream_k() is a V100
-//! whose backward grids are never stream-K. A plan's `Reason`: Cheapest is the usual kernel. Smaller blocks are taken because all are resident
+//! whose backward grids are never stream-K. A plan's `Reason`: Cheapest is the usual kernel. Smaller blocks are taken as all are resident
 //! (Resident), the longest decides (ShorterLongest), a window or causal mask hides many keys (ShortWindow, ShortDiagonal), an SM gets fewer
 //! rows (FewerRows), or there are no more of them (NoMoreBlocks).
 //!

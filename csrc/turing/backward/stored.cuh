@@ -18,6 +18,7 @@
 namespace turing {
 
 // multiply_* add a step's products to c. add_* sum them apart first: tensor cores truncate long sums, whose bits fp32 tensors need.
+// The kernels load the parts of fp32 numbers, and call add_* once for each of their three products.
 struct StoredFamily {
     // ---- scores -----------------------------------------------------------------------------------
     // A tile, 16 keys by 16 queries, is two accumulators j. Rows are keys and columns are queries, both in the order of
