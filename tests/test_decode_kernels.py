@@ -4,9 +4,10 @@ A decode kernel computes tiles of 8 to 64 rows; the rows are a sequence's querie
 keys in steps of some tokens. Blocks split the keys of a tile, and the last block combines partial results. From many rows on, a prefill
 kernel runs. Append writes new keys and values.
 
-cached.py has problems (`Cached`: lengths of each sequence, page 0 for a dense cache, and options by name). `check` compares one with fp64,
-`run` returns out, softmax_lse and the caches. Both run kernels twice and compare bits. `problem.places[b]` are entry (or page) and row of
-each token of sequence b. A backend is the simulator (`sim`) or a GPU (`cuda`), with a dtype. `force` makes the planner take a kernel."""
+cached.py has problems (`Cached`): (queries, cached tokens, appended tokens) of each sequence, and options by name; page 0: a dense cache.
+`check` compares one with fp64, `run` returns out, softmax_lse and the caches. Both run kernels twice and compare bits. `problem.places[b]`
+are entry (or page) and row of each token of sequence b. A backend is the simulator (`sim`) or a GPU (`cuda`), with a dtype. `force` makes
+the planner take a kernel."""
 
 import dataclasses
 import json

@@ -2,8 +2,8 @@
 
 A list has `topk` numbers of blocks of `kv_block` tokens, unsorted, perhaps repeated; a -1 ends it. There is one list per query, or one per
 query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them. cached.py
-has problems with a cache (`Cached`), `run` (out, softmax_lse, caches, options) and checks of these. A problem's lengths are (queries, cached
-tokens, tokens that the call appends) of each sequence; ends: tokens after the call. The caches' layout is nhd (tokens before heads), "hnd",
+has problems with a cache (`Cached`), `run` (out, softmax_lse, caches, options) and checks of these. A problem has lengths, (queries, cached
+tokens, tokens that the call appends) of each sequence, and ends, its tokens after the call. Its layout is nhd (tokens before heads), "hnd",
 "kv" (pages of K, then V) or "wide" (a slice of a larger tensor). descale: dimensions of fp8's scales. `latents` makes problems of fwd_mla
 (multi-head latent attention). A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype of queries."""
 

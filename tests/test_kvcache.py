@@ -1,9 +1,10 @@
 """`volta_fa::fwd_kvcache`: attention over a KV cache, dense or in pages, to which the call may append k and v in place.
 
-cached.py has problems (`Cached`) and `check`, which compares results and the cache with fp64. A problem has the lengths of each sequence,
-and fields by name. page: tokens of a page (default 16); 0: a dense cache. layout: "hnd" has heads before tokens, "kv" pages of K, then V;
-"wide" is a slice of a larger tensor. batch_idx: cache_batch_idx is given. own_new: cu_seqlens_k_new is given. all_cached: cache_seqlens is
-not. rotary: the pairs of columns that are rotated. spread: standard deviation of q, k and v.
+cached.py has problems (`Cached`) and `check`, which compares results and the cache with fp64. A problem has lengths, (queries,
+cached tokens, tokens that the call appends) of each sequence, and fields by name. page: tokens of a page (default 16); 0: a dense cache.
+layout: "hnd" has heads before tokens, "kv" pages of K, then V; "wide" is a slice of a larger tensor. batch_idx: cache_batch_idx is given.
+own_new: cu_seqlens_k_new is given. all_cached: cache_seqlens is not. rotary: the pairs of columns that are rotated. spread: standard
+deviation of q, k and v.
 
 `on(...)` lists a test's backends: the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype. `backend.kernels`: it is not the CPU.
 `backend.simulate()`: the simulator, if it is the backend, runs later calls. `force` makes the planner avoid kernels. INFO describes the
