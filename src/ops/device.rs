@@ -299,7 +299,7 @@ impl StoredMemory {
             let sizes = [entries, heads, plan.query_tiles, tiles, rows, STORED_ROWS];
             tensor::empty(&sizes, kind, launcher)
         };
-        let sum_tiles = if plan.key_launches > 1 { plan.column_tiles } else { 0 };
+        let sum_tiles = if plan.key_launches > 1 { plan.columns } else { 0 };
         let scores = || tile(plan.key_tiles, plan.tile_rows(), Kind::Half);
         Ok(StoredMemory { plan, p: scores()?, ds: scores()?, dq_sums: tile(sum_tiles, STORED_ROWS, Kind::Float)? })
     }

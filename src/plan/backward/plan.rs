@@ -118,8 +118,8 @@ pub struct StoredPlan {
     pub key_launches: i64,
     /// Query tiles of a head in an entry, or of all sequences if packed.
     pub query_tiles: i64,
-    /// Tiles of 128 columns of dq.
-    pub column_tiles: i64,
+    /// Columns of dq, in tiles of 128.
+    pub columns: i64,
     /// Tensors are fp32, and their numbers sums of two fp16 numbers.
     pub split: bool,
 }
@@ -148,7 +148,7 @@ impl StoredPlan {
 
     /// Returns the blocks of a KV head's gradients in a launch.
     pub(super) fn blocks_of_head(&self, a: &Attention) -> i64 {
-        self.key_tiles * (self.column_tiles + tiles(a.headdim_v)) + a.nheads / a.nheads_k * tiles(a.seqlen_q) * self.column_tiles
+        self.key_tiles * (self.columns + tiles(a.headdim_v)) + a.nheads / a.nheads_k * tiles(a.seqlen_q) * self.columns
     }
 
     /// Returns the plan whose launches have at most `max_tiles` tiles, or one key tile of one KV head.
@@ -166,7 +166,7 @@ impl StoredPlan {
         let heads = even(a.nheads_k, max_tiles / (of_launch * all_keys));
         let key_tiles = if of_launch * all_keys <= max_tiles { all_keys } else { even(all_keys, max_tiles / of_launch) };
         let key_launches = (all_keys as u64).div_ceil(key_tiles as u64) as i64;
-        StoredPlan { batches, heads, key_tiles, key_launches, query_tiles, column_tiles: tiles(a.headdim), split }
+        StoredPlan { batches, heads, key_tiles, key_launches, query_tiles, columns: tiles(a.headdim), split }
     }
 
     /// Returns the rows, of [`STORED_ROWS`] fp16 numbers, of a tile (`kStoredTile` in csrc/backward/stored_scores.cuh).
