@@ -50,7 +50,8 @@ def read(page: str) -> list[Mark]:
 
 
 def outdate(page: str, hashes: dict[str, str]) -> str:
-    """Returns the page with CHANGED in the marks of changed kernels, and in the header of each such mark's section, if it has one."""
+    """Returns the page with CHANGED in the marks of changed kernels, and in the header of each such mark's section, if it has one. Sections
+    end with "<!-- end NAME -->" (benchmarks/docs.py): a header before that is another section's."""
     for mark in read(page):
         if mark.changed(hashes):
             before, after = page.split(mark.text, 1)

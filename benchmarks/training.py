@@ -146,10 +146,10 @@ def plot(results: Sequence[Result], header: dict[str, str], path: Path) -> None:
     for column, r in enumerate(results):
         reference = smoothed(r.losses["torch"])
         for name, losses in r.losses.items():
-            perturbed = name.startswith("torch,")
-            color = "#999999" if perturbed else report.COLORS["volta_fa"] if name == "volta_fa" else "#2c6fbb"
-            style = {"color": color} | ({"linewidth": 0.8} if perturbed else {})
-            label = "torch: its other kernels, one rounding error" if perturbed else name
+            in_band = name.startswith("torch,")  # a variant of torch's run, for the band of its differences
+            color = "#999999" if in_band else report.COLORS["volta_fa"] if name == "volta_fa" else "#2c6fbb"
+            style = {"color": color} | ({"linewidth": 0.8} if in_band else {})
+            label = "torch: its other kernels, one rounding error" if in_band else name
             axes[0, column].plot(losses, label=label, **style)
             axes[1, column].plot(smoothed(losses) - reference, label=label, **style)
         axes[0, column].set(title=f"headdim {r.headdim}, seqlen {r.settings['seqlen']}", ylabel="loss")

@@ -10,7 +10,8 @@
 #include "lengths.cuh"  // load_length(), packed_range(): rows of a packed sequence, clamped
 #include "volta_fa_params.h"  // generated from src/params: Problem (sizes), Lengths, Cache, Operand (strides in elements)
 
-// Lengths and offsets of one sequence. `batch`: its number in the launch. In packed tensors seqlen_q and seqlen_new are maxima.
+// Lengths and offsets of one sequence; ..._knew: of its new keys, to append. `batch`: its number in the launch. In packed tensors
+// seqlen_q and seqlen_new are maxima.
 class CacheSeqlenInfo {
     const Problem& problem_;
     const Lengths& lengths_;

@@ -3,7 +3,9 @@
 // (turing/forward/block_mask.cuh), and for the forward kernels of fp32 tensors (forward/split_block_mask.cuh). Columns are keys.
 #pragma once
 
-#include "block_lists.cuh"  // a list's layout in memory; kExists, kHasBits, kFlags: low bits of a first column
+// a list's layout in memory: first partial blocks, with a bit tile (a bit for each score that exists), then full ones; kExists,
+// kHasBits, kFlags: low bits of a first column
+#include "block_lists.cuh"
 
 // The steps of a list, for kernels without registers for ListedSteps, which keeps the counts and loads entries ahead of use. At
 // each block this class reads the header and the next entry, and waits for them.

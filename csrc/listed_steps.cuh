@@ -3,7 +3,9 @@
 // forward kernels and turing's generic one (score features chosen by parameters) of headdim 64.
 #pragma once
 
-#include "block_lists.cuh"  // a list's layout in memory; kExists, kHasBits, kFlags: low bits of a first column
+// a list's layout in memory: first partial blocks, with a bit tile (a bit for each score that exists), then full ones; kExists,
+// kHasBits, kFlags: low bits of a first column
+#include "block_lists.cuh"
 
 // The blocks of a list, one after the other, and the counts of those left. Loads an entry one block before it decodes it: code that
 // decodes at once would wait for the load.

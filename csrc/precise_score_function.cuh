@@ -6,7 +6,7 @@
 
 // softcap * tanh(x / softcap). function_parameter is softcap, inverse_function_parameter 1 / softcap.
 class PreciseSoftcap {
-    float to_argument_;  // softmax_scale / softcap. scale_log2 is softmax_scale * log2(e)
+    float to_argument_;  // |softmax_scale| / softcap. scale_log2 is |softmax_scale| * log2(e); q has the scale's sign
     float cap_;  // softcap, in log2 units
 
     // Relative errors of at most 2^-23 below kSmall and 2^-21.9 above, in fewer registers than tanhf(). Above, it is
@@ -24,7 +24,7 @@ public:
     __device__ __forceinline__ PreciseSoftcap(const Problem& p, const ScoreOptions& o)
         : to_argument_(p.scale_log2 * o.inverse_function_parameter / kLog2e), cap_(o.function_parameter * kLog2e) {}
 
-    // Returns the score of a product q.k, times log2(e). Sets `slope` to the derivative by softmax_scale * product, 1 - tanh^2.
+    // Returns the score of a product q.k, times log2(e). Sets `slope` to the derivative by |softmax_scale| * product, 1 - tanh^2.
     __device__ __forceinline__ float operator()(float product, float& slope) const {
         const float x = tanh(product * to_argument_);
         slope = fmaf(-x, x, 1.f);

@@ -32,7 +32,7 @@ pub const MAX_MERGED_HEADDIM: i64 = 1 << 20;
 /// (csrc/score_function.cuh), with an error of about cap * 2^-23. At 1e4 the error of scores is 4e-4 (RMS, simulated), that of a
 /// probability in fp16 5e-4. Under a cap below 1e-4, all scores are equal within that.
 pub const SOFTCAPS: RangeInclusive<f64> = 1e-4..=1e4;
-/// Page sizes are multiples of this: kernels load 16 rows together, and every server's page size is a multiple of it.
+/// Page sizes are multiples of this: kernels load 16 rows together, and vLLM's page sizes are multiples of it.
 pub const PAGE_SIZE_MULTIPLE: i64 = 16;
 /// Most rows (queries times query heads per KV head) that decode kernels take. Sequences with more run on forward tiles.
 pub const MAX_DECODE_ROWS: i64 = 64;

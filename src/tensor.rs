@@ -85,7 +85,8 @@ pub fn element_type(t: &Tensor) -> ElementType {
     }
 }
 
-/// Returns true if kernels can read `t` in place: rows begin on 16-byte boundaries, and have a multiple of 8 elements (of bytes: 16).
+/// Returns true if kernels can read `t` in place: rows begin on 16-byte boundaries, and have a multiple of 8 elements (of bytes: 16). The
+/// last dimension's stride is 1 in operands, and not tested here.
 pub fn is_readable(t: &Tensor) -> bool {
     let (rank, sizes, strides) = layout(t);
     let last = rank - 1;
@@ -95,7 +96,8 @@ pub fn is_readable(t: &Tensor) -> bool {
 }
 
 /// Returns `t` if kernels can read it in place, else a contiguous copy. Its headdim (last dimension) is padded to a multiple of 8: the
-/// zeros add nothing to a dot product. Slices of wider tensors may begin anywhere and have any stride.
+/// zeros add nothing to a dot product. Bytes need no padding: kernels read them only where the headdim is a multiple of 16. Slices of wider
+/// tensors may begin anywhere and have any stride.
 pub fn readable(t: &Tensor) -> Result<Tensor> {
     if is_readable(t) {
         return Ok(t.shallow_clone());

@@ -2,9 +2,9 @@
 
 Dropout's mask follows from `rng_state` (seed, offset) and a score's position alone (`_dropout_mask`), so backward repeats forward's.
 A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype; ALL are four dtypes on the CPU, and kernels in fp16. Its
-`forward_and_state` returns out, softmax_lse and rng_state, its `backward` the gradients of each run. `repeat` runs a `Case`
-(volta_fa/check/cases.py) on a backend against the fp64 reference, and prints a command that repeats a failure. BASE is a case of 67
-queries, 93 keys, headdim 64, 4 query heads on 2 KV heads."""
+`forward_and_state` returns out, softmax_lse and rng_state. Its `backward` runs kernels several times (in the simulator in each of some warp
+orders), and returns the gradients of each run. `repeat` runs a `Case` (volta_fa/check/cases.py) on a backend against the fp64 reference,
+and prints a command that repeats a failure. BASE is a case of 67 queries, 93 keys, headdim 64, 4 query heads on 2 KV heads."""
 
 import math
 import os
@@ -171,7 +171,7 @@ def combinations(draw, most, headdims=(8, 32, 40, 64, 20, 128, 1, 91), most_head
         seqlen_k=0 if packed else seqlens[0][1],
         lengths=seqlens if packed else (),
         batch=2 if packed else entries,
-        spare=pick((0, 0, 5)) if packed else 0,
+        spare=pick((0, 0, 5)) if packed else 0,  # by how much max_seqlen exceeds the longest sequence
         headdim=headdim,
         headdim_v=pick((None, None, pick(headdims))),
         nheads=nheads_k * groups,

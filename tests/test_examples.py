@@ -52,7 +52,7 @@ def test_chat():
 
 
 @pytest.mark.slow
-def test_speculative():
+def test_paged_cache():
     pytest.importorskip("transformers", reason="transformers is not installed")
     steps, same = run("paged_cache.py").splitlines()
     # "one token a step: N steps; with 4 guesses: M steps": the numbers above 4 are N and M

@@ -3,9 +3,9 @@
 fwd_fast is attention for inference. Its scores are products of int8 codes, and it sums P V in fp16. Kernels exist for Turing (sm_75). The
 CPU backend models them with the same codes.
 
-Tests hold the model to the errors that docs/guides/fast.md states: the sum of absolute errors of out, relative to the sum of absolute exact
-values (`relative_l1`), 0.009 to 0.05; special inputs may have 0.02, twice that of normal ones. They hold the kernels, in the simulator of a
-T4 (fixture `simulate`), to the model: out within 0.002 by the same measure, softmax_lse within 0.001 (natural logarithm).
+Tests hold the model to 1.5 times the errors that docs/guides/fast.md states: the sum of absolute errors of out, relative to the sum of
+absolute exact values (`relative_l1`), 0.009 to 0.05; special inputs may have 0.02, twice that of normal ones. They hold the kernels, in the
+simulator of a T4 (fixture `simulate`), to the model: out within 0.002 by the same measure, softmax_lse within 0.001 (natural logarithm).
 
 `smooth_k` subtracts the mean key, `rotate` turns q and k, to make codes more exact. `prepare_fast` returns the codes of keys and values in
 one tensor of bytes (`prepared`), for several calls. `on(...)` lists what a test needs: the CPU backend, the simulator (`sim`) or a GPU

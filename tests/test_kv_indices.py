@@ -2,10 +2,10 @@
 
 A list has `topk` numbers of blocks of `kv_block` tokens, unsorted, perhaps repeated; a -1 ends it. There is one list per query, or one per
 query and KV head. Kernels read the selected tokens in place if blocks match the cache's pages; otherwise the call copies them. cached.py
-has problems with a cache (`Cached`), `run` (out, softmax_lse, caches, options) and checks of these. Their layout is nhd (tokens before
-heads), "hnd", "kv" (pages of K, then V) or "wide" (a slice of a larger tensor). descale: dimensions of fp8's scales. `latents` makes
-problems of fwd_mla (multi-head latent attention). A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype of
-queries."""
+has problems with a cache (`Cached`), `run` (out, softmax_lse, caches, options) and checks of these. A problem has lengths, (queries, cached
+tokens, tokens that the call appends) of each sequence, and ends, its tokens after the call. Its layout is nhd (tokens before heads), "hnd",
+"kv" (pages of K, then V) or "wide" (a slice of a larger tensor). descale: dimensions of fp8's scales. `latents` makes problems of fwd_mla
+(multi-head latent attention). A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype of queries."""
 
 import dataclasses
 import random
@@ -100,7 +100,7 @@ def check(backend, selected: Selected):
 
 def cached(n, *tokens, **options) -> Cached:
     """Returns a problem of sequences of these cached tokens, with n queries each."""
-    return Cached(tuple((n, t, 0) for t in tokens), **options)
+    return Cached(tuple((n, t, 0) for t in tokens), **options)  # 0: appends none
 
 
 #: Problems with the tokens of a block, and topk. Kernels read the tokens in place: the block divides the page or entry, or the page the
@@ -205,7 +205,7 @@ def test_unchecked_values_become_nan(backend, block):
 @pytest.mark.parametrize("block", [1, 64])
 def test_no_value_is_read_on_the_host(backend, block):
     selected = Selected(cached(2, 100, 40, page=64, nheads=4, nheads_k=2), block, 3, heads=2)
-    check_reads_no_value(backend, selected.problem(backend), "aten::sort")
+    check_reads_no_value(backend, selected.problem(backend), "aten::sort")  # the call sorts the lists on the device
 
 
 @on("cpu-fp32", "sim", "cuda")

@@ -4,10 +4,17 @@ Formats (`kv_dtype`): int8 and int4 have a scale for each token and KV head (int
 and KV head (`descale`), int8k_int4v has int8 keys and int4 values. `volta_fa.quantize_kv` and `dequantize_kv` define them. Decode kernels
 read the codes in place; calls with many queries first dequantize tokens to q's dtype.
 
-cached.py has problems (`Cached`: lengths of each sequence, and fields by name). page: tokens of a page (default 16); 0: a dense cache.
-layout: "hnd" has heads before tokens, "kv" pages of K, then V; "wide" is a slice of a larger tensor. descale: "one", or the dimensions of
-fp8's scales (h: heads, bh: batch and heads). WRITTEN names the options that appending writes. VOLTA_FA_CHECK_LENGTHS=0: the call reads no
-lengths, pages or scales on the host (the simulator's default is 1), so kernels meet invalid ones.
+cached.py has problems (`Cached`). Their fields:
+    lengths     (queries, cached tokens, tokens that the call appends) of each sequence
+    page        tokens of a page (default 16); 0: a dense cache
+    layout      "hnd": heads before tokens; "kv": pages of K, then V; "wide": a slice of a larger tensor
+    descale     "one", or the dimensions of fp8's scales (h: heads, bh: batch and heads)
+    all_cached  whether cache_seqlens is not given: the whole cache counts
+    own_new     whether appended tokens have cu_seqlens_k_new
+    spread      standard deviation of q, k and v
+
+WRITTEN names the options that appending writes. VOLTA_FA_CHECK_LENGTHS=0: the call reads no lengths, pages or scales on the host (the
+simulator's default is 1), so kernels meet invalid ones.
 
 `on(...)` lists a test's backends: the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype of queries. INFO describes the library.
 Of cached.py: `run` returns out, softmax_lse, the caches and the options after the call, `check` compares these with fp64 and with what an

@@ -165,7 +165,7 @@ def test_each_release_has_a_python_and_each_python_a_release():
 
 @NEEDS_COMPILER
 def test_old_userland_c_loads_the_library(tmp_path):
-    """tools/old_userland.c loads torch and the shim without Python: here with this system's C library, in the matrix with Debian 11's."""
+    """tools/old_userland.c loads torch and the library without Python, here with this system's C library, in the matrix Debian 11's."""
     program, source = tmp_path / "load", REPOSITORY / "tools" / "old_userland.c"
     subprocess.run(["gcc", "-O1", source, "-o", program, "-ldl", "-lm"], check=True)
     torch_libraries = [Path(torch.__file__).parent / "lib" / name for name in ("libc10.so", "libtorch_cpu.so")]
@@ -207,6 +207,7 @@ def test_all_symbols_are_found():
 
 
 def test_torch_exports_the_function_of_the_stream():
+    """Before torch 2.11 the library asks this function for the current CUDA stream (torch_ops/stream.cpp). The linker checks no name."""
     libtorch_cuda = Path(torch.__file__).parent / "lib/libtorch_cuda.so"
     if not libtorch_cuda.exists():
         pytest.skip("this torch has no CUDA")

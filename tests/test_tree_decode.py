@@ -2,7 +2,8 @@
 
 Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j.
 
-cached.py has problems (`Cached`), `run` and `check`, which compares with fp64. page: tokens of a page (default 16); 0: a dense cache.
+cached.py has problems (`Cached`: (queries, cached tokens, appended tokens) of each sequence), `run` and `check`, which compares with fp64.
+page: tokens of a page (default 16); 0: a dense cache.
 layout: "hnd" has heads before tokens, "wide" is a slice of a larger tensor. batch_idx: cache_batch_idx is given. spread: standard deviation
 of q, k and v. descale: dimensions of fp8's scales (h: heads). nheads is 2, nheads_k 1 and headdim 64 by default. A backend is the CPU, the
 simulator (`sim`) or a GPU, with a dtype."""

@@ -121,9 +121,9 @@ def test_biases_of_whole_batches(kind, seqlen_q, seqlen_k, device):
     compare(*inputs(seqlen_q, seqlen_k), WHOLE[kind](seqlen_q, seqlen_k), device)
 
 
-#: Lengths of three packed sequences, and biases of these: queries, bias, keys (if padded: one number). A padded bias has 7 rows of keys
-#: per sequence, a gappy one the row where each sequence's keys begin. A causal window is one number, which counts the query's own key; a
-#: local one has two, for keys before and after it.
+#: Lengths of three packed sequences, and biases of these: queries, bias, keys (padded or gappy: rows in all). A padded bias has 7 rows of
+#: keys per sequence, a gappy one the row where each sequence's keys begin. A causal window is one number, which counts the query's own key;
+#: a local one has two, for keys before and after it.
 Q, SHORTER, LONGER, MIXED = [3, 6, 1], [2, 3, 1], [5, 6, 4], [5, 4, 1]
 Q2, ONE_LESS = [3, 6, 2], [2, 5, 1]
 PACKED = {

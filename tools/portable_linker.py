@@ -20,7 +20,7 @@ PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
 _SYSTEM = {"-lgcc_s": "libgcc_s.so.1", "-lstdc++": "libstdc++.so.6"}
 
 #: C++ source of symbols that code of a new g++ refers to and that older libraries lack, so that the wheel loads there. Hidden, so no other
-#: library sees them. tools/build_shims.py compiles it into each shim that is linked here.
+#: library sees them. tools/build_shims.py compiles it into each shim (torch_ops for one release of torch) that is linked here.
 SYMBOLS = """
 #include <new>
 // glibc 2.32 has it. While it is true, std::shared_ptr counts without atomics. A process with torch has threads: always false.

@@ -24,7 +24,8 @@ struct Operator {
     size_t number;     // the row, by which Rust finds it
     std::string name;  // without the namespace; with the overload, as fwd_kvcache.append
     c10::FunctionSchema schema;
-    Autocast autocast;  // tensors that autocast casts: Keep none, Region the required ones, Cache those that are no caches
+    // Which tensors autocast casts. Keep: none; Region: the required ones; Cache: the required ones that are not KV caches.
+    Autocast autocast;
 
     size_t count() const { return schema.arguments().size(); }
     // Returns the number of required arguments, those before `*` in the schema. All are tensors.
@@ -97,7 +98,7 @@ private:
 torch::CppFunction backend_kernel(const Operator& op);  // computes, on the CPU or CUDA (backends.cpp)
 torch::CppFunction meta_kernel(const Operator& op);  // computes sizes and dtypes of results (meta.cpp)
 torch::CppFunction autocast_kernel(const Operator& op, c10::DeviceType device);  // casts, then calls again (autocast.cpp)
-torch::CppFunction autograd_kernel(const Operator& op);  // fwd: records bwd; others: the next (autograd.cpp)
+torch::CppFunction autograd_kernel(const Operator& op);  // fwd: records bwd; others: without_derivative() (autograd.cpp)
 // Rejects tensors that need a gradient, or lets the call pass and raises an error in the backward pass (no_derivative.cpp).
 torch::CppFunction without_derivative(const Operator& op);
 // Increments the version of each tensor that the operator writes, so that autograd notices the write (no_derivative.cpp).

@@ -23,7 +23,7 @@ struct DenseBlocks {
     template <class Layout, int Rows>
     using Bits = NoScoreBits;
     // Iterates over the columns from `first` up to `end`, Step at a time. Unnamed arguments are those of ListedBlocks: a head, a
-    // row, and the sequence's columns. The zeros stand for DenseSteps' grid and block, which only lists need.
+    // row, and the sequence's columns. DenseSteps ignores its first two arguments: from them, iterators over lists find a list.
     template <int Step>
     __device__ __forceinline__ DenseSteps<Step> steps(const BwdParams&, int, int, int first, int end, int) const {
         return DenseSteps<Step>(0, 0, first, end);

@@ -4,7 +4,7 @@
 
 #include "half.cuh"  // to_half2(): two fp32 to packed fp16
 #include "seqlen_info.cuh"  // kHasFp32Gradients
-#include "tile.cuh"
+#include "tile.cuh"  // rows_of(), fp32_element(): addresses, for includers
 #include "volta_fa_params.h"  // generated from src/params: BwdParams
 
 // What a main kernel does with dq. Its blocks own keys and compute dk and dv, but each block has only a part of every row of dq.

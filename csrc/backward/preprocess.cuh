@@ -1,7 +1,8 @@
 // First kernel of the backward pass, except before fused kernels (DqMode::kStore), which do its work themselves. Writes the row
-// statistics that main and dq kernels load, -lse / scale and -delta (row_statistics.cuh). Clears the fp32 accumulators of dq
-// (dq_accum_splits): one for atomics, one for each key block of a launch where sums have a fixed order, none before a dq kernel or
-// store_scores.cuh (whose gradients kernel stores dq). Bound by memory: reads dout and out once, writes the accumulators.
+// statistics that main and dq kernels load, -lse / scale and -delta (row_statistics.cuh); delta is rowsum(dout * out). Clears the
+// fp32 accumulators of dq (dq_accum_splits): one for atomics, one for each key block of a launch where sums have a fixed order,
+// none before a dq kernel or store_scores.cuh (whose gradients kernel stores dq). Bound by memory: reads dout and out once, writes
+// the accumulators.
 #pragma once
 
 #include "backward/row_statistics.cuh"  // RowStatistics; BwdParams (src/params): tensors and scratch memory
@@ -23,7 +24,7 @@ struct BackwardPreprocess {
         const int all_rows = statistics.all_rows;
         if (kVarlen && block_row >= all_rows) return;
 
-        // All lanes of a warp stay in the loop, because statistics.write() shuffles.
+        // All lanes of a warp stay in the loop, because statistics.write() shuffles. It ignores rows from all_rows on.
         for (int r = threadIdx.x / kLanesPerStatistic; r < kBlockRows; r += kRowsAtOnce) {
             const int row = block_row + r;
             float delta = 0.f;

@@ -11,7 +11,7 @@
 // A Layout with kCooperative says where chunks of eight columns lie, in blocks of 64 slots of 16 bytes, without bank conflicts:
 //
 //   key_slot(token, chunk)    where a key's chunk lies (eight chunks are 64 columns)
-//   key_slot(lane)            where the lane's chunk of the first 32 columns lies; its chunk of the other 32: that XOR kKeySlots
+//   key_slot(lane)            where the lane's chunk of the first 32 columns lies; its chunk of the other 32: that ^ kKeySlotXor
 //   value_slot(token, chunk)  where a value's chunk lies
 //   value_slot(lane)          for the first of the lane's two tokens of a tile (Layout::value_token); the other's is 32 slots on
 #pragma once
@@ -23,8 +23,8 @@
 
 namespace decode {
 
-// A set is the four warps with the same tokens and columns, `set` its number in the block. `group` is the warp's number in its
-// set, that of its rows (row group): 0 and 1 load keys, 2 and 3 values, of four tokens of each tile.
+// A set is the four warps with the same tokens and columns, each for other query rows; `set` is its number in the block.
+// `row_group` is the warp's number in its set: 0 and 1 load keys, 2 and 3 values, of four tokens of each tile.
 template <class Layout>
 class CooperativeLoader {
     // A warp loads kGroupHeaddim columns from first_column() on: half of a head above 256 columns (column_groups.cuh).
@@ -57,14 +57,14 @@ class CooperativeLoader {
 public:
     static constexpr int kBytes = 2 * kStepBytes;  // of a set
     __device__ __forceinline__ CooperativeLoader(const DecodeParams& p, const WorkTile& s, int token, void* buffers, int set,
-                                                 int group)
+                                                 int row_group)
         : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), to_other_buffer_(kBytes / 2),
           token_(token) {
-        const bool has_values = has_values_ = group & 2;
+        const bool has_values = has_values_ = row_group & 2;
         const int lane = threadIdx.x & 31, chunk = lane & 7;
         const typename Layout::Lane layout_lane;
         const Operand &k = p.cache.k, &v = p.cache.v;
-        lane_token_ = 4 * (group & 1) + (lane >> 3);
+        lane_token_ = 4 * (row_group & 1) + (lane >> 3);
         columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - first_column() - 8 * chunk;
         store_offset_ =
             (has_values ? 64 * kLoads + Layout::value_slot(lane_token_, chunk) : Layout::key_slot(lane_token_, chunk)) * kSlotBytes;
@@ -106,7 +106,7 @@ public:
         const CooperativeLoader& loader;
         int tile;
         __device__ __forceinline__ uint4 chunk(int j) const {
-            return *loader.at((loader.keys_offset_ ^ Layout::kKeySlots * (j % 2) * kSlotBytes) +
+            return *loader.at((loader.keys_offset_ ^ Layout::kKeySlotXor * (j % 2) * kSlotBytes) +
                               (tile * kTileSlots + 64 * (j / 2)) * kSlotBytes);
         }
     };

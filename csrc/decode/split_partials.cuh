@@ -1,6 +1,6 @@
 // Joins the partial results of batch-invariant calls (a row's bits depend on no other row or sequence), in the order of their
 // tokens. Used by block.cuh. A row tile is up to BLOCK_ROWS (query, head) pairs of one KV head. A split is kSplitTokens of the
-// tokens that it sees.
+// tokens that a row tile sees.
 //
 // RowPart::join joins two partials wherever that happens, so a row has the same bits whether one block computed all of its splits
 // or each split had a block of its own. Splits that the row does not see change nothing.

@@ -21,9 +21,9 @@ struct StagedScales {
     }
 };
 
-// `Groups` warps have the same tokens and columns, and other query rows: a set. `group` is the warp's number in its set, `set` that
-// of the set in the block. Layout says which token and columns each lane needs as an operand.
-template <class Layout, int Groups>
+// A set is the RowGroups warps with the same tokens and columns, each for other query rows. `row_group` is the warp's number in its
+// set, `set` that of the set in the block. Layout says which token and columns each lane needs as an operand.
+template <class Layout, int RowGroups>
 class StagedLoader {
     // Steps in flight. A warp's step (K, V and scales) has 1280, 2304 and 2176 bytes at headdims 64, 128 and 256. With 16, 12 or 8
     // warps an SM and 2, 1 or 2 steps these are 41, 28 and 35 KB in flight. 19 KB hide 3000 cycles of latency (under load; about 7
@@ -40,7 +40,7 @@ class StagedLoader {
     static constexpr int kStepBytes = kScalesAt + StepScales::kCount * kStepTokens * static_cast<int>(sizeof(float));
     static_assert(!kStaged ||
                       (kKeyFormat == kValueFormat && HEADDIM == HEADDIM_V && kStepTokens % kRows == 0 && StepScales::kLanes == 32),
-                  "each lane loads whole rows and scales");
+                  "loads cover the rows and scales of a step without remainder");
 
     // Coords of DirectLoader: which row (token of the step) and columns a lane loads, 16 bytes of a row.
     struct Lines {
@@ -63,8 +63,9 @@ class StagedLoader {
 public:
     static constexpr int kBytes = kSteps * kStepBytes;  // of a warp
 
-    __device__ __forceinline__ StagedLoader(const DecodeParams& p, const WorkTile& s, int token, void* buffers, int set, int group)
-        : direct_(p, s, token), buffer_(static_cast<char*>(buffers) + (set * Groups + group) * kBytes), step_at_(buffer_) {}
+    __device__ __forceinline__ StagedLoader(const DecodeParams& p, const WorkTile& s, int token, void* buffers, int set,
+                                            int row_group)
+        : direct_(p, s, token), buffer_(static_cast<char*>(buffers) + (set * RowGroups + row_group) * kBytes), step_at_(buffer_) {}
     // Loads the first steps. `left`: steps of the warp.
     __device__ __forceinline__ void begin(const DecodeParams& p, const WorkTile& s, int seqlen_k, int left) {
         load(p, s, seqlen_k, left, false);
@@ -111,7 +112,7 @@ private:
             if (advances || step > 0) direct_.advance(p, s);
             page_valid_ &= direct_.page_valid();
             if (!page_valid_) break;
-            if (direct_.token() + kStepTokens > seqlen_k) {
+            if (direct_.token() + kStepTokens > seqlen_k) {  // rows past the end are not loaded: 0, not those of an earlier step
 #pragma unroll
                 for (int i = 0; i < 4 * kLoads; i++) keys_[step][i / 4][i % 4] = values_[step][i / 4][i % 4] = 0;
             }

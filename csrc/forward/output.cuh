@@ -8,6 +8,7 @@
 #pragma once
 
 #include "forward/scores.cuh"  // SoftmaxRows: row_max and sum of a warp's rows; kHas...: compiled features; FwdParams (src/params)
+#include "seqlen_info.cuh"  // BlockSeqlenInfo: lengths and offsets of a batch entry's sequence
 
 // Returns whether out is fp32: a parameter says so, in kernels compiled with the feature fp32_output. Others have only fp16 code.
 __device__ __forceinline__ bool out_is_fp32(const FwdParams& p) { return kHasFp32Output && p.out_is_fp32; }

@@ -1,5 +1,6 @@
 // A warp's scores between the two products of the forward pass: a score function (softcap), ALiBi, bias, mask, row maxima and
-// dropout. Used by the forward kernels of both families. A Layout (score_layout.cuh) says which scores of a tile a lane has.
+// dropout. Used by the forward kernels of both families. A Layout (score_layout.cuh) says which scores of a tile a lane has: rows
+// first_query(lane) + row_slot(r), and of element v query first_query(lane) + query_slot(v), key first_key(lane) + key_slot(v).
 //
 // Names: mt is a row tile of the warp, nt a key tile, v a lane's element of a tile, r one of its rows in it. Scores are products
 // q.k until apply_score_mod(), if a kernel calls it, then in log2 units (times log2(e), ready for exp2). scale_log2
@@ -13,7 +14,6 @@
 #include "mask.cuh"  // Mask: row i sees keys i + low to i + high
 #include "score_layout.cuh"
 #include "score_mod.cuh"  // ScoreFunction, Alibi, Bias; Philox, DropoutRule: dropout
-#include "seqlen_info.cuh"  // BlockSeqlenInfo, for output.cuh, which includes this file
 #include "softmax.cuh"  // SoftmaxRow: a row's lazy maximum, its limit and the sum
 #include "tile.cuh"
 
@@ -187,6 +187,7 @@ struct DropoutBits {
     static_assert(RowTiles * kBitsOfTile <= 16, "the bits of a lane's scores fit into half a word");
     static_assert(!kHasDropout || (Layout::kRows == 2 && Layout::row_slot(1) == 4), "a lane's rows share a call");
 
+    // first_batch: batch entries of the call's earlier launches
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
         return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
                                                      remat_head<Layout::kEitherOrder>(p.problem));

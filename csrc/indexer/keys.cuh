@@ -4,7 +4,7 @@
 // row kPitch bytes. The kernel's row in src/kernels gives THREADS, of a block.
 #pragma once
 
-#include "indexer/queries.cuh"  // KeyCodes, kPitch, kColumns: 128; IndexerParams (src/params)
+#include "indexer/queries.cuh"  // KeyCodes, kPitch, kColumns: 128; kChunkBytes: 16; IndexerParams (src/params)
 
 namespace indexer {
 

@@ -30,8 +30,8 @@ __device__ __forceinline__ int queries_of_tile(const IndexerParams& p) {
     return Rows >> p.head_shift;
 }
 
-// Tile `number` of all batch entries' tiles: its batch entry, its first query, the end of its keys, its first step (a multiple of
-// Step keys, counted from key 0) and its steps.
+// Tile `number` of all batch entries' tiles: its batch entry, its first query, the end of its keys, the number of its first step
+// (step i begins at key i * Step) and its steps.
 template <int Rows, int Step>
 struct Tile {
     // The time to load queries, in whole steps, from a simulated 7,000 cycles. A step takes 5,600 with 256 rows, 1,700 with 64:
@@ -62,8 +62,8 @@ struct Tile {
     __device__ __forceinline__ static int step_at(int time) { return max(time - kLoadSteps, 0); }
 };
 
-// A block's share of the time of all tiles, in steps, loading included: it begins at time `begin` of tile `tile` and takes `left`
-// steps of this tile and the next ones. `begin` is unset if `left` is 0. `scratch`: kScratchInts numbers in shared memory.
+// A block's share of the time of all tiles, in steps, loading included: it begins at time `begin` of tile `tile` and lasts `left`
+// steps, in this tile and the next ones. `begin` is unset if `left` is 0. `scratch`: kScratchInts numbers in shared memory.
 template <int Rows, int Step>
 struct BlockTime {
     static constexpr int kWarps = THREADS / 32, kScratchInts = kWarps + 2;

@@ -30,11 +30,12 @@ struct ScoreExponents {
     lowered: i32,
 }
 
-/// Forward: below 2^26 fp32 resolves a difference of 8, and probabilities fit fp16.
+/// Forward: below 2^26 fp32 rounds scores and their maximum to multiples of 4 (log2 units). Beyond, a row's largest probability, 2^(score -
+/// maximum), may become 0 or infinity.
 const SCORES_OF_FORWARD: ScoreExponents = ScoreExponents { max: 26, lowered: 26 };
 /// Backward recomputes probabilities P from scores and softmax_lse. Below 2^23 fp32 resolves both to 1/2 or finer. So P is wrong by a small
 /// factor at most, and keys that nearly tie keep their shares; P * 2^12, which some kernels store, stays in fp16's range. Larger scores are
-/// lowered to 2^19: a row that attends to one key alone is then right within 4%.
+/// lowered to 2^19: a row that attends to one key alone is then right within 4.4%.
 const SCORES_OF_BACKWARD: ScoreExponents = ScoreExponents { max: 23, lowered: 19 };
 /// Most row tiles of a grid whose blocks rarely have work: each block walks over several.
 const MAX_SPARSE_TILES: u32 = 8;
@@ -86,7 +87,8 @@ pub(super) struct Cast<'a> {
     pub inputs: Inputs,
     /// The problem with a scale that fp16 operands can have.
     pub problem: Attention,
-    /// (3, batch or 1, 1, nheads_k, 1, 1), packed (3, 1, nheads_k, 1, 1), int32: exponents of q, k and v.
+    /// Exponents of q, k and v, int32: (3, batch, 1, nheads_k, 1, 1), packed (3, 1, nheads_k, 1, 1). They broadcast to (batch, seqlen,
+    /// nheads_k, heads of a group, headdim).
     exponents: Tensor,
     /// Exponent that softmax_scale lost and q has.
     scale_exponent: i32,

@@ -49,8 +49,8 @@ pub struct CastParams {
     pub k_fp16: Output,
     /// v as fp16.
     pub v_fp16: Output,
-    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Where a row of q gets a smaller exponent, phase 2 scales it
-    /// before a backward pass, and phase 4 scales it back after a forward pass.
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Has a factor where the row of q got a smaller exponent:
+    /// phase 2 multiplies by it before a backward pass, phase 4 removes it after a forward pass.
     pub softmax_lse: *mut f32,
     /// Scratch: (7, groups), zeros before the first phase: fp32 bits of magnitudes (`cast::Magnitude`), the largest of q, k and v, the
     /// smallest of k and v, the largest of k and v without hidden outlying ones.
@@ -73,9 +73,9 @@ pub struct CastParams {
     pub scale_log2_exponent: i32,
     /// The same of headdim * problem.scale_log2, by which scores exceed the product of the largest |q| and |k| at most.
     pub score_exponent: i32,
-    /// Exponent of the largest score, log2 units, that rows of q keep.
+    /// Rows of q whose scores may exceed 2^this (log2 units) get a smaller exponent, because fp32 resolves such scores too coarsely.
     pub max_score_exponent: i32,
-    /// Exponent to which larger scores are lowered.
+    /// Their largest score is lowered to 2^this. Scores so large leave one key in the softmax, but for near ties, also when lowered.
     pub lowered_score_exponent: i32,
     /// Exponent of the largest |v| after scaling.
     pub largest_v_exponent: i32,

@@ -22,6 +22,7 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 /// Plans the forward pass with these kernels to choose from. Tests give kernels of their own.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    // the default mode adds no feature: modes are of backward passes
     forward_pass(kernels, Pass::Forward, a, features(a, BackwardMode::default()), d)
 }
 
@@ -52,8 +53,10 @@ fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d:
             let stream_k = if pass == Pass::Forward { Pass::ForwardStreamK } else { Pass::ForwardSplitStreamK };
             (stream_k, is_dense && a.batch <= MAX_GRID_YZ, shape.is_causal.is_some() && !is_uneven(a))
         }
+        // over a cache, these grids are for one sequence (csrc/forward/tile_split.cuh)
         _ => (Pass::PrefillStreamK, a.batch == 1, !is_uneven(a)),
     };
+    // a tuned kernel on the usual grid was measured as the fastest
     if !is_possible || usual.reason == Reason::Tuned {
         return None;
     }

@@ -4,7 +4,7 @@
 use super::attention::{Appended, Rotary};
 use super::cache::CacheShape;
 use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
-use super::lengths::check_cu_seqlens;
+use super::lengths::check_lengths_vector;
 use super::operands::{self, Packing, Sizes}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
@@ -57,7 +57,7 @@ pub fn check(
 fn check_lengths(o: &Options, q: &TensorDesc, ks: &Sizes, to: &Target<'_>, packing: Packing<'_>) -> Result<(i64, Option<i64>)> {
     if let Some(cu) = &o.cu_seqlens_k_new {
         let count = if to.batch == UNKNOWN { UNKNOWN } else { to.batch + 1 };
-        check_cu_seqlens("cu_seqlens_k_new", cu, q, Some(count), "(batch + 1,)")?;
+        check_lengths_vector("cu_seqlens_k_new", cu, q, Some(count), "(batch + 1,)")?;
         return Ok((ks.rows, Some(ks.rows))); // no argument tells the longest sequence: at most all rows
     }
     if packing.is_packed() {

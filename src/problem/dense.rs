@@ -32,7 +32,7 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     let lengths = lengths::check(q, o, packing, [&qs, &ks], backend)?;
     if let Some(d) = &o.seqused_k {
         // the rules of cu_seqlens: an int32 vector, here of this many numbers
-        lengths::check_cu_seqlens("seqused_k", d, q, Some(lengths.batch), "(batch,)")?;
+        lengths::check_lengths_vector("seqused_k", d, q, Some(lengths.batch), "(batch,)")?;
     }
     scores::check_tensors(o, q, [lengths.batch, qs.nheads, lengths.longest_q, lengths.longest_k])?;
     block_mask::check(o, q, [lengths.longest_q, lengths.longest_k])?;

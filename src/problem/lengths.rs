@@ -3,7 +3,7 @@
 
 use super::attention::{Attention, Queries};
 use super::checks::*; // check_... and reject_if!: errors for the user; unknown sizes pass
-use super::operands::{Packing, Sizes}; // Since(argument): packed, because it is given; Needs(argument): dense, without it
+use super::operands::{Packing, Sizes}; // Packing: whether tensors are packed, and the argument that decides it
 use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES}; // 2^31 - 1 and 2^25
@@ -18,8 +18,8 @@ pub struct Lengths {
     pub longest_k: i64,
 }
 
-/// Checks a (batch + 1,) or (batch,) int32 vector, as `what` says; `count`: its size, if another argument decides it.
-pub fn check_cu_seqlens(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>, what: &str) -> Result<()> {
+/// Checks an int32 vector, cu_seqlens or seqused_k. `what`: its shape. `count`: its size, if another argument decides it.
+pub fn check_lengths_vector(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>, what: &str) -> Result<()> {
     check_dtype(name, d, DType::Int32)?;
     let wrong = |found: i64| count.map_or(found != UNKNOWN && found < 1, |n| !same_size(found, n));
     if d.sizes.len() != 1 || wrong(d.sizes[0]) {
@@ -75,8 +75,8 @@ pub fn check(q: &TensorDesc, o: &Options, packing: Packing<'_>, [qs, ks]: [&Size
     let both = "a tensor, since the other of cu_seqlens_q and cu_seqlens_k is given";
     let cu_q = o.cu_seqlens_q.as_ref().ok_or_else(|| Error::value("cu_seqlens_q", "None", both))?;
     let cu_k = o.cu_seqlens_k.as_ref().ok_or_else(|| Error::value("cu_seqlens_k", "None", both))?;
-    check_cu_seqlens("cu_seqlens_q", cu_q, q, None, "(batch + 1,)")?;
-    check_cu_seqlens("cu_seqlens_k", cu_k, q, Some(cu_q.sizes[0]), "(batch + 1,), that of cu_seqlens_q")?;
+    check_lengths_vector("cu_seqlens_q", cu_q, q, None, "(batch + 1,)")?;
+    check_lengths_vector("cu_seqlens_k", cu_k, q, Some(cu_q.sizes[0]), "(batch + 1,), that of cu_seqlens_q")?;
     let batch = sequences("cu_seqlens_q", cu_q)?;
     check_rows_belong("cu_seqlens_q", cu_q, batch, qs.rows)?;
     check_rows_belong("cu_seqlens_k", cu_k, batch, ks.rows)?;
@@ -94,7 +94,7 @@ pub fn check_queries(q: &TensorDesc, o: &Options, qs: &Sizes, backend: Backend) 
         check_at_most("q", "batch", qs.batch, MAX_SEQUENCES)?;
         return Ok((qs.batch, qs.rows, Queries::Dense));
     };
-    check_cu_seqlens("cu_seqlens_q", cu, q, None, "(batch + 1,)")?;
+    check_lengths_vector("cu_seqlens_q", cu, q, None, "(batch + 1,)")?;
     let batch = sequences("cu_seqlens_q", cu)?;
     check_rows_belong("cu_seqlens_q", cu, batch, qs.rows)?;
     let longest = check_longest("max_seqlen_q", o.max_seqlen_q, qs.rows, "cu_seqlens_q", backend)?;

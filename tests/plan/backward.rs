@@ -12,7 +12,7 @@
 //! - attention(queries, keys, headdim, headdim_v): a problem with two batch entries, and eight query heads on two KV heads
 //! - on_packed_tensors(Some([queries, keys]), a): the problem on packed tensors, with these totals
 //! - tuned(failed, choices): a V100 with a tuning: kernels that failed, by name, and choices that come first; tuned_with(): another GPU
-//! - without_splits(): a V100 without stream-K kernels: grids have a block for each key block (its keys: 128, or 64 of small blocks)
+//! - without_backward_stream_k(): a V100 without stream-K kernels: each key block (128 keys, or 64) has a block of the grid
 //! - parts(plan): the three kernels; feature_requests(): features, totals of packed tensors, and the features that kernels need for both
 //! - DEFAULT, DETERMINISTIC: modes; in the latter gradients have the same bits in each run
 
@@ -91,7 +91,7 @@ fn deterministic_backward_takes_several_main_launches() {
         (2, 300, 64, 1, 5),
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
-        let (p, default) = (planned(&a, &V100), plan::backward(&a, DEFAULT, &without_splits()).unwrap());
+        let (p, default) = (planned(&a, &V100), plan::backward(&a, DEFAULT, &without_backward_stream_k()).unwrap());
         assert_eq!((p.main_launches, p.dq_accum_splits, p.deterministic), (launches, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
         assert!(launches * sums >= default.main.blocks[0] && (launches - 1) * sums < default.main.blocks[0], "each key block once");
@@ -122,7 +122,7 @@ fn deterministic_backward_takes_several_main_launches() {
 #[test]
 fn plans_small_blocks_for_last_keys() {
     let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
-    let planned = |a: &Attention| plan::backward(a, DEFAULT, &without_splits()).unwrap();
+    let planned = |a: &Attention| plan::backward(a, DEFAULT, &without_backward_stream_k()).unwrap();
     for (a, main, tail) in [
         (with(32, 2048, 64), 15, 2),  // 3.2 waves of 160 blocks
         (with(40, 1111, 64), 8, 2),   // 2.25

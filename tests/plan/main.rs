@@ -49,8 +49,8 @@ fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
     tuned_with(*COMPILED, failed, choices, V100)
 }
 
-/// Returns a V100 without stream-K kernels of the backward pass, whose grids have a block for each key block.
-fn without_splits() -> DeviceLimits {
+/// Returns a V100 whose backward pass uses no stream-K kernels: its grid has a block for each key block.
+fn without_backward_stream_k() -> DeviceLimits {
     tuned(&["volta_bwd_streamk_64", "volta_bwd_streamk_128"], &[])
 }
 
@@ -252,13 +252,14 @@ fn orders_long_blocks_first_under_causal_masks() {
     // without a causal mask, a second launch of smaller blocks (a tail) computes the last keys: 13 blocks instead of 16
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
-        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
+        let plan = plan::backward(&a, DEFAULT, &without_backward_stream_k()).unwrap();
         let [preprocess, main, postprocess] = parts(&plan);
         assert_eq!((preprocess.blocks[1], main.blocks, postprocess.blocks[1]), (6, expected, 6), "dq's kernels keep their order");
     }
 }
 
-/// Rows more than 512 positions before their keys have large biases, and kernels of ALiBi alone would start their sums with these.
+/// Kernels compiled for ALiBi alone start their sums with a row's bias, which takes bits from them where it is large: in rows more than 512
+/// positions before their keys. These get generic kernels.
 /// `requires`: whether the plan has such kernels (ALiBi is a required feature), not generic ones.
 #[test]
 fn plans_generic_kernels_for_far_rows_with_alibi() {
@@ -289,7 +290,7 @@ fn grids_cover_every_row() {
         assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
         assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
-        let b = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
+        let b = plan::backward(&a, DEFAULT, &without_backward_stream_k()).unwrap();
         assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the KV heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
         assert!(b.scratch_rows >= seqlen && b.scratch_rows % b.main.variant.step as i64 == 0);

@@ -1,9 +1,9 @@
 //! Tests of the sizes of blocks (`sized` in src/plan/choose.rs): where the planner takes smaller ones than the cheapest kernel's.
 //!
-//! attention(seqlen_q, seqlen_k, headdim, headdim_v) of main.rs is a problem without mask; without_splits() a V100 without stream-K kernels
-//! of the backward pass, DEFAULT its default mode. A plan's `Reason`: Cheapest is the usual kernel. Smaller blocks are taken because
-//! all are resident (Resident), the longest decides (ShorterLongest), a window or causal mask hides many keys (ShortWindow, ShortDiagonal),
-//! an SM gets fewer rows (FewerRows), or there are no more of them (NoMoreBlocks).
+//! attention(seqlen_q, seqlen_k, headdim, headdim_v) of main.rs is a problem without mask; without_backward_stream_k() is a V100
+//! whose backward grids are never stream-K. A plan's `Reason`: Cheapest is the usual kernel. Smaller blocks are taken as all are resident
+//! (Resident), the longest decides (ShorterLongest), a window or causal mask hides many keys (ShortWindow, ShortDiagonal), an SM gets fewer
+//! rows (FewerRows), or there are no more of them (NoMoreBlocks).
 //!
 //! A V100 has 80 SMs. Numbers below are resident blocks, those that it holds at once, by kernel and rows of a block:
 //!
@@ -117,7 +117,7 @@ fn plans_small_blocks_for_small_backward_grids() {
     let keys = |nheads, nheads_k, seqlen, headdim, right| {
         let window = Window { left: None, right };
         let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
-        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
+        let plan = plan::backward(&a, DEFAULT, &without_backward_stream_k()).unwrap();
         assert_eq!((plan.preprocess.unwrap().reason, plan.postprocess.unwrap().reason), (Reason::Cheapest, Reason::Cheapest));
         let blocks = (seqlen as u64).div_ceil(plan.main.variant.block_rows.into()) as i64 * nheads_k;
         assert_eq!(plan.main.blocks.iter().product::<u32>() as i64, blocks);

@@ -7,17 +7,22 @@ COMFYUI_FOLDER has ComfyUI's source; this Python has its requirements. The model
 ComfyUI's KSampler: on a GPU whole SDXL and Flux and a third of Qwen-Image's layers, small ones on the CPU. Each way to start ComfyUI
 (--starts) has a process of its own, a worker, which runs one or several paths: ways to compute attention. The workers and their paths:
 
-    pytorch     its scaled_dot_product_attention, then that with enable_sdpa(), then the node of integrations/comfyui
+    pytorch     its scaled_dot_product_attention, on a GPU also its memory-efficient kernel alone, then that with enable_sdpa(), then the
+                node of integrations/comfyui; on the CPU both also on a simulated V100
     flash       --use-flash-attention, with volta_fa's flash_attn package
     split, quad --use-split-cross-attention, --use-quad-cross-attention
     xformers    no flag, on a GPU and with xformers installed, which ComfyUI then prefers: xformers, then enable_xformers(), then the node
 
 Columns of the table:
-    error       the largest difference of a path's latents, or its VAE's image, from ComfyUI's own model in a wider dtype (EXACT)
-    ratio       this error divided by that of the first path, ComfyUI's SDPA; at most ALLOWED, unless the error is below ROUNDING
+    volta_fa, fell back  attention calls that ran on volta_fa, and on ComfyUI's own attention; reasons follow at the end of the line
+    error       the largest difference of a path's latents, or its VAE's image, from ComfyUI's own model in a wider dtype (EXACT); of CLIP,
+                from its output without volta_fa, at most CLIP_DIFFERENCE
+    ratio       this error divided by that of the first path, ComfyUI's SDPA; on volta_fa's paths at most ALLOWED, unless the error is
+                below ROUNDING
     attention   the worst ratio of errors of single attention calls, volta_fa's and ComfyUI's against fp64; at most ALLOWED. Calls of the
                 node, one of each shape; on the CPU, of the simulated V100
     ms/step     of a VAE, of its whole decode
+    MiB         on a GPU, peak memory beyond what was held before
 
 The exit status is 1 if a path breaks these rules, fails, or runs no call on volta_fa where it should."""
 
@@ -283,7 +288,7 @@ def clip(device):
     return [{"model": "CLIP-L text encoder", "path": "enable_sdpa", "calls": {"ran": stats["ran"], **stats["fell_back"]}, **row}]
 
 
-def vae(device, dtype, found):
+def vae(device, dtype, all_paths):
     """Decodes with SDXL's VAE, one head of 512, in each path but the node, whose override does not reach its attention."""
     import torch
     from comfy.ldm.models.autoencoder import AutoencoderKL
@@ -301,7 +306,7 @@ def vae(device, dtype, found):
     rows = []
     with torch.no_grad():
         reference, run = decoder(getattr(torch, EXACT[dtype]))(), decoder(getattr(torch, dtype))
-        for label, path in found.items():
+        for label, path in all_paths.items():
             if not label.startswith("node"):
                 _, context, counts = path(None)
                 with context:
@@ -361,18 +366,18 @@ def run_worker(worker, folder, device, dtype, models, shared, result):
             if worker == "pytorch":
                 with environment(**({"VOLTA_FA_SIMULATE": "1"} if device == "cpu" else {})):
                     attempt(name, "attention", lambda: errors.update(attention_errors(patcher, name, device)))
-            for label, path in found.items():
+            for label, path in all_paths.items():
                 if name == "flux-mask" and worker in ("split", "quad"):
                     continue
                 attempt(name, label, lambda: [{"model": name, "path": label, **measure(patcher, name, device, path, reference)}])
                 if label == ("node, simulated V100" if device == "cpu" else "node") and errors:
                     rows[-1]["attention"] = errors
 
-    found = paths(worker, device)
+    all_paths = paths(worker, device)
     others = {
         "dtypes": ("node", lambda: dtypes(device)),
         "clip": ("enable_sdpa", lambda: clip(device)),
-        "vae": ("enable_sdpa", lambda: vae(device, dtype, found)),
+        "vae": ("enable_sdpa", lambda: vae(device, dtype, all_paths)),
     }
     with torch.inference_mode():
         for kind in CONFIGS:

@@ -2,7 +2,7 @@
 // src/ops/kvcache/kernels.rs launches it before the attention over the cache.
 //
 // Grid: blocks of BLOCK_ROWS new tokens, KV heads, batch entries. A block has these tokens of K, of V and of the KV head's query
-// heads. Bound by memory, and in decoding by latency, so each token's work is spread over threads: a unit is a pair of columns (one
+// heads. Bound by memory, and in decoding by latency, so each token's work is spread over threads: a unit is two columns (one
 // 32-bit word) of a row, and a thread takes one unit per iteration. In a quantized cache a warp takes a whole row of K or V
 // instead, because int8 and int4 rows need a scale from all of their columns. `row` is a token's number among the new ones; its
 // `position` is its row in the sequence's pages (index: which of these pages; a dense cache has one, its entry).
@@ -22,12 +22,12 @@ constexpr bool kQuantizes = kKeyFormat != CacheFormat::Unquantized;
 constexpr bool kTokenScales = CacheFormatInfo<kKeyFormat>::kTokenScales;  // each row has a scale (int8, int4); fp8: the caller's
 static_assert(kTokenScales == CacheFormatInfo<kValueFormat>::kTokenScales, "a warp takes rows of K and V in the same way");
 
-constexpr int kColumns = 2;  // of a unit
+constexpr int kUnitColumns = 2;  // columns of a unit
 
 // is_word: whether the unit at p is an aligned word whose two columns exist. Else load and store access single columns. `left`:
 // columns that exist from p on, at least one.
 __device__ __forceinline__ bool is_word(const unsigned short* p, int left) {
-    return left >= kColumns && reinterpret_cast<size_t>(p) % sizeof(unsigned) == 0;
+    return left >= kUnitColumns && reinterpret_cast<size_t>(p) % sizeof(unsigned) == 0;
 }
 __device__ __forceinline__ unsigned load(const unsigned short* p, int left) {
     if (is_word(p, left)) return *reinterpret_cast<const unsigned*>(p);
@@ -43,8 +43,8 @@ __device__ __forceinline__ void store(unsigned short* p, unsigned x, int left) {
 }
 
 template <ElementType Element>
-__device__ __forceinline__ float2 to_floats(unsigned pair) {
-    return unpack2(pair, Element == ElementType::Bf16);
+__device__ __forceinline__ float2 to_floats(unsigned unit) {
+    return unpack2(unit, Element == ElementType::Bf16);
 }
 template <ElementType Element>
 __device__ __forceinline__ unsigned from_floats(float lo, float hi) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ unsigned from_floats(float lo, float hi) {
 }
 
 // Element i of a row of cos or sin, as fp32.
-__device__ __forceinline__ float factor(const void* row, ElementType element, int i) {
+__device__ __forceinline__ float table_value(const void* row, ElementType element, int i) {
     if (element == ElementType::Float) return static_cast<const float*>(row)[i];
     const unsigned x = static_cast<const unsigned short*>(row)[i];
     return unpack2(x, element == ElementType::Bf16).x;
@@ -80,18 +80,18 @@ public:
         const auto partner = [&](int c) { return c < half ? c + half : c - half; };
         const unsigned other = p_.rotary_interleaved ? __byte_perm(x, 0, 0x1032)
                                                      : row[partner(column)] | static_cast<unsigned>(row[partner(column + 1)]) << 16;
-        const float2 x_pair = to_floats<Element>(x), partner_pair = to_floats<Element>(other);
-        float rotated[kColumns];
+        const float2 own = to_floats<Element>(x), partners = to_floats<Element>(other);
+        float rotated[kUnitColumns];
 #pragma unroll
-        for (int i = 0; i < kColumns; i++) {
+        for (int i = 0; i < kUnitColumns; i++) {
             const int c = column + i;
             const bool first = p_.rotary_interleaved ? i == 0 : c < half;
             const int angle = p_.rotary_interleaved ? c / 2 : c < half ? c : c - half;  // column of the tables
-            const float cos = exists_ ? factor(cos_, p_.rotary_element, angle) : __int_as_float(0x7fc00000);
-            const float sin = exists_ ? factor(sin_, p_.rotary_element, angle) : __int_as_float(0x7fc00000);
+            const float cos = exists_ ? table_value(cos_, p_.rotary_element, angle) : __int_as_float(0x7fc00000);
+            const float sin = exists_ ? table_value(sin_, p_.rotary_element, angle) : __int_as_float(0x7fc00000);
             // Each product and their sum are rounded to fp32, as in PyTorch: no fma.
-            const float product = __fmul_rn(i == 0 ? partner_pair.x : partner_pair.y, sin);
-            rotated[i] = __fadd_rn(__fmul_rn(i == 0 ? x_pair.x : x_pair.y, cos), first ? -product : product);
+            const float product = __fmul_rn(i == 0 ? partners.x : partners.y, sin);
+            rotated[i] = __fadd_rn(__fmul_rn(i == 0 ? own.x : own.y, cos), first ? -product : product);
         }
         return from_floats<Element>(rotated[0], rotated[1]);
     }
@@ -119,12 +119,12 @@ __device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
 }
 
 // Units that a lane holds: a warp's 8 * 32 cover the 512 columns that may share a scale. Else a warp takes 256 columns at a time.
-constexpr int kPairs = kTokenScales ? 8 : 4;
-// Writes 64 * kPairs columns of row `row` of page `page`, from `first` of `columns` on, and the row's scale. x[i] has columns first
-// + 2 * (lane + 32 * i) and the next, packed, because fp32 would take too many registers. Called by a whole warp.
+constexpr int kUnitsPerLane = kTokenScales ? 8 : 4;
+// Writes 64 * kUnitsPerLane columns of row `row` of page `page`, from `first` of `columns` on, and the row's scale. x[i] has
+// columns first + 2 * (lane + 32 * i) and the next, packed, because fp32 would take too many registers. Called by a whole warp.
 template <CacheFormat Format, ElementType Element>
 __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheScale& zero_points, const Operand& to, int batch,
-                                          int head, int page, int row, int first, int columns, const unsigned (&x)[kPairs]) {
+                                          int head, int page, int row, int first, int columns, const unsigned (&x)[kUnitsPerLane]) {
     using Info = CacheFormatInfo<Format>;
     const int lane = threadIdx.x & 31;
     unsigned char* data = bytes_of_page(to, page, row, head);
@@ -132,15 +132,15 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
     if constexpr (Info::kTokenScales) {
         float low = __int_as_float(0x7f800000), high = __int_as_float(0xff800000);  // infinity, -infinity
 #pragma unroll
-        for (int i = 0; i < kPairs; i++) {
-            const int column = first + kColumns * (lane + 32 * i);
+        for (int i = 0; i < kUnitsPerLane; i++) {
+            const int column = first + kUnitColumns * (lane + 32 * i);
             const float2 numbers = to_floats<Element>(x[i]);
-            const float pair[kColumns] = {numbers.x, numbers.y};
+            const float values[kUnitColumns] = {numbers.x, numbers.y};
 #pragma unroll
-            for (int c = 0; c < kColumns; c++)
+            for (int c = 0; c < kUnitColumns; c++)
                 if (column + c < columns) {
-                    low = pair[c] != pair[c] || pair[c] < low ? pair[c] : low;
-                    high = pair[c] != pair[c] || pair[c] > high ? pair[c] : high;
+                    low = values[c] != values[c] || values[c] < low ? values[c] : low;
+                    high = values[c] != values[c] || values[c] > high ? values[c] : high;
                 }
         }
         bounds_of_warp(low, high);
@@ -154,11 +154,11 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
         quant.scale = scale_of_sequence(scales, batch, head);
     }
 #pragma unroll
-    for (int i = 0; i < kPairs; i++) {
-        const int column = first + kColumns * (lane + 32 * i);
+    for (int i = 0; i < kUnitsPerLane; i++) {
+        const int column = first + kUnitColumns * (lane + 32 * i);
         if (column >= columns) continue;
         const float2 numbers = to_floats<Element>(x[i]);
-        const int codes[kColumns] = {quant.code<Format>(numbers.x), quant.code<Format>(numbers.y)};
+        const int codes[kUnitColumns] = {quant.code<Format>(numbers.x), quant.code<Format>(numbers.y)};
         if constexpr (Info::kColumns == 2) {  // columns of a byte: int4
             data[column / 2] = static_cast<unsigned char>(codes[0] | codes[1] << 4);
         } else {
@@ -184,15 +184,15 @@ __device__ __forceinline__ void append_quantized(const AppendParams& p, const Ca
         const CacheScale &scale = is_v ? p.scales.v : p.scales.k, &zero = is_v ? p.scales.v_zero_point : p.scales.k_zero_point;
         const int page_row = position - index * p.cache.rows;
 #pragma unroll 1
-        for (int first_column = 0; first_column < (kTokenScales ? 1 : columns); first_column += 64 * kPairs) {
-            unsigned x[kPairs] = {};
+        for (int first_column = 0; first_column < (kTokenScales ? 1 : columns); first_column += 64 * kUnitsPerLane) {
+            unsigned x[kUnitsPerLane] = {};
 #pragma unroll
-            for (int pair = 0; pair < kPairs; pair++) {
-                const int column = first_column + kColumns * (lane + 32 * pair);
+            for (int unit = 0; unit < kUnitsPerLane; unit++) {
+                const int column = first_column + kUnitColumns * (lane + 32 * unit);
                 if (column >= columns) continue;
                 unsigned word = load(source + column, columns - column);
                 if (!is_v) word = Rotation(p, position).apply<Element>(word, source, column);
-                x[pair] = word;
+                x[unit] = word;
             }
             if (kKeyFormat == kValueFormat || !is_v)
                 write_row<kKeyFormat, Element>(scale, zero, to, batch, head_k, page, page_row, first_column, columns, x);
@@ -212,27 +212,28 @@ __device__ __forceinline__ void append(const AppendParams& p) {
     const int seqlen_knew = sequence.valid() ? sequence.seqlen_knew() : 0;
     const int rows = min(max(seqlen_knew, group > 0 ? sequence.seqlen_q() : 0) - first, BLOCK_ROWS);
     // Units of a token: those of K, then of V, then of each query head. Past seqlen_knew a row has only Q; past seqlen_q, K and V.
-    const int pairs = (problem.headdim + kColumns - 1) / kColumns, pairs_v = (problem.headdim_v + kColumns - 1) / kColumns;
-    const int units = pairs + pairs_v + group * pairs;
+    const int units_k = (problem.headdim + kUnitColumns - 1) / kUnitColumns,
+              units_v = (problem.headdim_v + kUnitColumns - 1) / kUnitColumns;
+    const int units = units_k + units_v + group * units_k;
     if constexpr (kQuantizes) append_quantized<Element>(p, sequence, head_k, batch, first, min(seqlen_knew - first, BLOCK_ROWS));
     for (int i = threadIdx.x; i < rows * units; i += THREADS) {
         const int row = first + i / units, unit = i % units;
         const int position = sequence.k_offset() + sequence.seqlen_k_cache() + row;
-        if (unit < pairs + pairs_v) {
+        if (unit < units_k + units_v) {
             if (kQuantizes || row >= seqlen_knew) continue;
             const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
             if (!has_page(p.cache, page)) continue;
-            const bool is_v = unit >= pairs;
+            const bool is_v = unit >= units_k;
             const Operand &from = is_v ? p.v : p.k, &to = is_v ? p.cache.v : p.cache.k;
-            const int column = (is_v ? unit - pairs : unit) * kColumns, columns = is_v ? problem.headdim_v : problem.headdim;
+            const int column = (is_v ? unit - units_k : unit) * kUnitColumns, columns = is_v ? problem.headdim_v : problem.headdim;
             const unsigned short* source = row_of(from, batch, head_k, sequence.knew_offset() + row);
             unsigned x = load(source + column, columns - column);
             if (!is_v) x = Rotation(p, position).apply<Element>(x, source, column);
             const unsigned short* place = row_of_page(to, page, position - index * p.cache.rows) + head_k * to.head_stride;
             store(const_cast<unsigned short*>(place) + column, x, columns - column);
         } else if (row < sequence.seqlen_q()) {
-            const int unit_of_q = unit - pairs - pairs_v, head = head_k * group + unit_of_q / pairs;
-            const int column = unit_of_q % pairs * kColumns;
+            const int unit_of_q = unit - units_k - units_v, head = head_k * group + unit_of_q / units_k;
+            const int column = unit_of_q % units_k * kUnitColumns;
             const unsigned short* source = row_of(p.q, batch, head, sequence.q_offset() + row);
             const int q_position = p.queries_have_positions ? position : position - row;
             // queries_have_positions: query i is at new token i's position, else all at the first's (without a mask, as in

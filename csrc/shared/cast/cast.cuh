@@ -1,6 +1,6 @@
 // Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices: attention kernels multiply fp16
-// only. src/ops/cast.rs launches it once for each Phase in this order: the second where a call may hide keys, the last one after a
-// forward pass. Grid: row blocks, heads of q, k and v, batch entries.
+// only. src/ops/cast.rs launches it once for each Phase in this order: the second where a call may hide keys, the fourth before a
+// backward pass with low parts, the last one after a forward pass. Grid: row blocks, heads of q, k and v, batch entries.
 //
 // A group is the rows of a KV head and its query heads, of one batch entry or of all packed sequences. It has an exponent each for
 // q, k and v: the fp16 numbers are the given ones times 2^exponent. The largest magnitudes of the group decide these exponents.

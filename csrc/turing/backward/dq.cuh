@@ -262,9 +262,9 @@ struct BackwardDq {
         }
 
         // Queries that see no key get 0. A negative softmax_scale flipped the signs of Q but not of K, so the factor has its sign.
-        const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
-        write_gradient(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_y(), end.q_offset()), p.signed_scale,
-                       remat_warp_row(first_row), end.seqlen_q(), p.problem.headdim, query_of_lane);
+        const BlockSeqlenInfo end_sequence(p.problem, p.lengths, remat_block_batch());
+        write_gradient(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_y(), end_sequence.q_offset()), p.signed_scale,
+                       remat_warp_row(first_row), end_sequence.seqlen_q(), p.problem.headdim, query_of_lane);
     }
 };
 

@@ -325,9 +325,9 @@ struct BackwardDqWarpSpecialized {
 
         // Queries that see no key get 0. A negative softmax_scale flipped the signs of Q but not of K, so the factor has its sign.
         // <2>: a warp has every second pair of column tiles, from pair 0 or 1 on.
-        const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
-        write_gradient<2>(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_y(), end.q_offset()), p.signed_scale,
-                          remat_warp_row(), end.seqlen_q(), p.problem.headdim, query_of_lane, is_first_role() ? 0 : 1);
+        const BlockSeqlenInfo end_sequence(p.problem, p.lengths, remat_block_batch());
+        write_gradient<2>(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_y(), end_sequence.q_offset()), p.signed_scale,
+                          remat_warp_row(), end_sequence.seqlen_q(), p.problem.headdim, query_of_lane, is_first_role() ? 0 : 1);
     }
 };
 

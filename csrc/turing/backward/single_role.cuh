@@ -250,14 +250,14 @@ struct BackwardSingleRole {
         }
 
         // Keys that no query sees get 0. A negative softmax_scale flipped the signs of K but not of Q, so the factor has its sign.
-        const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
+        const BlockSeqlenInfo end_sequence(p.problem, p.lengths, remat_block_batch());
         const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
-        write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,
-                       end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
+        write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end_sequence.k_offset()), p.signed_scale,
+                       key, end_sequence.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
         // P^T has the factor kProbabilityUnit
         const float dv_factor = (kHasDropout ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
-        write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end.k_offset()), dv_factor, key,
-                       end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
+        write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end_sequence.k_offset()), dv_factor, key,
+                       end_sequence.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

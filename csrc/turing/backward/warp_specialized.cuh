@@ -570,16 +570,16 @@ struct BackwardWarpSpecialized {
         }
 
         // Writes dK or dV. Keys that no query sees get 0.
-        const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
+        const BlockSeqlenInfo end_sequence(p.problem, p.lengths, remat_block_batch());
         const int end_warp = remat_thread() / 32;
         const bool is_dk = end_warp >= kPartners;
         const Output& to = is_dk ? p.dk : p.dv;
         // Q has its own signs (a negative softmax_scale flips those of K), so dK's factor has softmax_scale's. P^T is times 2^12.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
-        write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_y(), end.k_offset()),
+        write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_y(), end_sequence.k_offset()),
                        is_dk ? p.signed_scale : dv_factor, remat_block_x() * S::kRows + end_warp % kPartners * kKeys,
-                       end.seqlen_k_allocated(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
+                       end_sequence.seqlen_k_allocated(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

@@ -43,10 +43,10 @@ struct DecodeLayout {
     // XORs no two of eight lanes share a bank, neither storing one token's chunks nor reading operands.
     static constexpr bool kCooperative = true;
     // No count but an XOR, from the slot of a key's chunk 0 to 3 to that of the chunk 4 further: other half (32), other banks (4).
-    static constexpr int kKeySlots = 32 ^ 4;
+    static constexpr int kKeySlotXor = 32 ^ 4;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
-        return (4 * token + (chunk & 3)) ^ (chunk & 4 ? kKeySlots : 0);
+        return (4 * token + (chunk & 3)) ^ (chunk & 4 ? kKeySlotXor : 0);
     }
     __device__ __forceinline__ static int value_slot(const Lane& l) { return value_slot(2 * l.quad, l.group); }
     __device__ __forceinline__ static int value_slot(int token, int chunk) {

@@ -79,7 +79,8 @@ __device__ __forceinline__ int v_exponent(const float* v_max, int keys, int bloc
     float largest = 0.f;
     for (int i = threadIdx.x & 31; i * block_keys < keys; i += 32) largest = fmaxf(largest, v_max[i]);
     largest = warp_max(largest);
-    // V's factor is 2^-e. Its inverse 2^e has to be a normal number: of fp16, whose V it multiplies as fp16, or of fp32.
+    // V is multiplied by 2^-e: fp16 V in fp16 (forward.cuh), where that is at most 2^14; bf16 V in fp32 (prepare.cuh), at most
+    // 2^126. Forward's write_output() multiplies by 2^e.
     const int least = element == ElementType::Bf16 ? -126 : -14;
     return largest == 0.f ? 0 : max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, least);
 }

@@ -57,7 +57,8 @@ struct ColumnGroupsLayout {
     static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return ForwardLayout::leads_row(l); }
 };
-// With dropout the eight rows are not neighbors, as covers_tile() wants them.
+// With dropout a lane's two rows are four apart (ForwardLayout), so the eight rows of a quarter are 0 to 3 and 8 to 11, or four
+// further: not the eight neighbors that covers_tile() requires.
 static_assert((kHasDropout || covers_tile<ColumnGroupsLayout>()) && has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
 
 // The kernel; run() computes a block. BlockRows: 64 or 32 query rows: kRowGroups (two or one) groups of kGroupWarps warps.
@@ -120,7 +121,7 @@ struct ForwardColumnGroups {
               group(warp / kGroupWarps) {}
 
         // Address that the lane gives to ldmatrix for the warp's fragment 0 of K or, kOffsetV further, V (fragment_at()).
-        __device__ __forceinline__ u32 fragment() const {
+        __device__ __forceinline__ u32 fragment_address() const {
             return base + swizzled<kChunks>(lane.lane % 8, kWarpChunks * group_warp + lane.lane / 8);
         }
         // Where the thread's first chunk of K or, kOffsetV further, V goes.
@@ -172,7 +173,7 @@ struct ForwardColumnGroups {
     __device__ __forceinline__ static u32 fragment_at(u32 address, int n) {
         return after_fours(address, n / kKeyTiles) + n % kKeyTiles * ForwardLayout::kTileKeys * kPitch;
     }
-    // O += P V. `address`: fragment() + kOffsetV. Calls between(n), other work of the step, before the products of fragment n.
+    // O += P V. `address`: fragment_address() + kOffsetV. Calls between(n), other work of the step, before products of fragment n.
     template <class Between>
     __device__ __forceinline__ static void add_output(Output& o, const OperandA (&probabilities)[kRowTiles][kKeyTiles], u32 address,
                                                       Between between) {
@@ -329,7 +330,7 @@ struct ForwardColumnGroups {
             {
                 Tile s;
                 s.clear();
-                const u32 address = coord().fragment();
+                const u32 address = coord().fragment_address();
                 u32 k[2][4];
                 load_matrices(k[0], fragment_at(address, 0));
                 OperandA first[kRowTiles][kSharedChunks + 1];
@@ -428,7 +429,7 @@ struct ForwardColumnGroups {
                 store_probabilities(at, pack_probabilities(x[0], x[1]), pack_probabilities(x[2], x[3]));
                 if (Layout::leads_row(at.lane)) store_shared1(base + kOffsetFactors + at.own_row_float(), __float_as_uint(factor));
             };
-            add_output(o, probabilities, coord().fragment() + kOffsetV, [&](int n) {
+            add_output(o, probabilities, coord().fragment_address() + kOffsetV, [&](int n) {
                 if (n == 1) compute_probabilities();
                 if (n == 2) {
                     Stream::store_all(staging, coord().tile_store());
@@ -453,7 +454,7 @@ struct ForwardColumnGroups {
             }
         }
         __syncthreads();
-        add_output(o, probabilities, coord().fragment() + kOffsetV, [](int) {});
+        add_output(o, probabilities, coord().fragment_address() + kOffsetV, [](int) {});
         SoftmaxRows<ForwardLayout, kRowTiles> state;
 #pragma unroll
         for (int mt = 0; mt < kRowTiles; mt++) {

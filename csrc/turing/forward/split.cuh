@@ -30,13 +30,13 @@ struct Split {
     // Returns the lane's address for load_matrices() (ldmatrix) of four matrices, each 8 keys by a chunk: key tiles 0 and 1 of
     // chunk 0 of the high parts, then of the low parts. The next chunk is kChunkBytes further.
     template <int Headdim>
-    __device__ __forceinline__ static u32 fragment(u32 tile, int pitch) {
+    __device__ __forceinline__ static u32 fragment_address(u32 tile, int pitch) {
         const int lane = remat_lane();
         return tile + lane % 16 * pitch + lane / 16 * (Headdim / kChunk * kChunkBytes);
     }
 
     // The same in a tile of one part: key tiles 0 and 1 of chunk 0, then of chunk 1.
-    __device__ __forceinline__ static u32 fragment_of_part(u32 tile, int pitch) {
+    __device__ __forceinline__ static u32 part_fragment_address(u32 tile, int pitch) {
         const int lane = remat_lane();
         return tile + lane % 16 * pitch + lane / 16 * kChunkBytes;
     }
@@ -65,7 +65,7 @@ struct Split {
         // S = Q K^T. `small` sums products with a low part, at most 2^-11 of the others. Tensor cores truncate sums, so small
         // products would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[kTiles], u32 tile, int pitch) const {
-            const u32 from = fragment<Headdim>(tile, pitch);
+            const u32 from = fragment_address<Headdim>(tile, pitch);
             Accumulator small[kTiles] = {}, large[kTiles] = {};
 #pragma unroll
             for (int c = 0; c < kHalf; c++) {
@@ -95,7 +95,7 @@ struct Split {
         // Calls f(chunk, key tile, operand B) for each operand of K.
         template <class F>
         __device__ __forceinline__ static void each_fragment(u32 tile, int pitch, F f) {
-            const u32 from = fragment_of_part(tile, pitch);
+            const u32 from = part_fragment_address(tile, pitch);
 #pragma unroll
             for (int c = 0; c < kHalf; c += 2) {
                 __syncwarp();
@@ -125,7 +125,7 @@ struct Split {
     // O += P V.
     template <int Headdim>
     __device__ __forceinline__ static void add_output(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
-        const u32 from = fragment<Headdim>(tile, pitch);
+        const u32 from = fragment_address<Headdim>(tile, pitch);
 #pragma unroll
         for (int j = 0; j < Headdim / kChunk; j++) {
             if (j % 2 == 0) __syncwarp();
@@ -170,7 +170,7 @@ struct Split {
     // Calls add(accumulator of the output, operands B of the key tiles) for each chunk of V.
     template <int Headdim, class F>
     __device__ __forceinline__ static void add_part(Output<Headdim>& o, u32 tile, int pitch, F add) {
-        const u32 from = fragment_of_part(tile, pitch);
+        const u32 from = part_fragment_address(tile, pitch);
 #pragma unroll
         for (int j = 0; j < Headdim / kChunk; j += 2) {
             if (j % 4 == 0) __syncwarp();

@@ -26,8 +26,9 @@ namespace volta {
 //
 // Other products give quad-pair (qm, qn) eight rows and eight columns of a 16x16 tile. Here qn selects one half of every eight
 // keys, and qm half of the step's queries or, in steps of 16, half of the unit's columns. So a quad-pair has 16 queries, two tiles
-// of eight, and a lane's columns of K serve both. In the end two lanes add their halves of the keys by a shuffle, one tile each. A
-// lane keeps tile number qn: c[0]; the other tile is c[1].
+// of eight, and a lane's columns of K serve both. Tile n has queries 4n to 4n + 3 of each of the two chunks; lanes of half h load
+// chunk h. In the end two lanes add their halves of the keys by a shuffle, one tile each. A lane keeps tile number qn: c[0]; the
+// other tile is c[1].
 //
 // Compact: half of the code, for kernels that exceed the instruction cache, as those with score features (kHasScoreFeatures) do.
 template <class S, bool Compact = kHasScoreFeatures>

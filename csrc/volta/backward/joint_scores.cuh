@@ -141,7 +141,8 @@ struct JointScores {
     }
 
 private:
-    // Returns minus the head's ALiBi slope, in log2 units. run() flips the sign back, since Alibi::of() subtracts slope * distance.
+    // Returns minus the head's ALiBi slope, in log2 units: the factor of the distance. Alibi::of() expects the slope and negates
+    // it, so run() negates this first; both signs are part of one fma.
     static __device__ __forceinline__ float load_neg_slope(const ScoreOptions& o, int head) {
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
     }

@@ -23,8 +23,9 @@ namespace volta {
 // TermRows (operand A, 128 columns) and OtherTermRows (B, 128 or 64 columns) tiles (backward/staged_tiles.cuh).
 //
 // multiply_* add a step's products to c. add_*, for fp32 tensors, sum a step apart first: tensor cores truncate long sums, whose
-// last bits fp32 needs. add_keys and add_queries multiply these sums by `factor`, the power of two by which dS was divided, and
-// compute one of kLoadParts equal parts of c, number `part`: loads of the next step come between the parts.
+// last bits fp32 needs. The kernels load the parts, and call add_* once for each of their three products. add_keys and add_queries
+// multiply these sums by `factor`, the power of two by which dS was divided, and compute one of kLoadParts equal parts of c, number
+// `part`: loads of the next step come between the parts.
 struct StoredFamily {
     // ---- S^T = K Q^T and dP^T = V dO^T ------------------------------------------------------------
     using Layout = KeysLayout;  // of a tile a lane has four queries ("rows", kRows) of two keys (fragments.cuh)
@@ -41,6 +42,7 @@ struct StoredFamily {
     static __device__ __forceinline__ u32 other_operand(const Lane& lane, int row) {
         return step_operand<TermColumns>(0, lane, row);
     }
+    // low, high: columns 0 to 3 and 4 to 7 of a chunk, not the parts of fp32 numbers
     static __device__ __forceinline__ void multiply_scores(Accumulator (&c)[4][4], u32 a, u32 b) {
 #pragma unroll
         for (int chunk = 0; chunk < TermColumns::kChunks; chunk++) {
@@ -68,6 +70,7 @@ struct StoredFamily {
                 unrolled<4, 8>([&](int i, int v) { c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v]; });
             }
     }
+    // Stores dS of a tile as dbias if that is fp16; else returns false, and the kernel adds it by atomics.
     static __device__ __forceinline__ bool store_bias_gradient(const Accumulator& ds, const BwdParams& p, int head, int row,
                                                                int key) {
         if (!p.dbias_is_fp16) return false;

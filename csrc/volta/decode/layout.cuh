@@ -47,13 +47,13 @@ struct DecodeLayout {
     // chunk) where the loader stores a token's chunk. Eight slots fill the 32 banks. So higher bits of a slot's number are XORed
     // into the lower three: no two of eight lanes then share a bank, neither storing one token's chunks nor reading operands.
     static constexpr bool kCooperative = true;
-    // 64 slots hold 8 tokens by 8 chunks (64 columns). kKeySlots is no count but an XOR, from the slot of one of a key's chunks 0
+    // 64 slots hold 8 tokens by 8 chunks (64 columns). kKeySlotXor is no count but an XOR, from the slot of one of a key's chunks 0
     // to 3 to that of the chunk 4 (32 columns) further. For values, tokens 4 to 7 are in the second half.
-    static constexpr int kKeySlots = 32 ^ 2;  // 32: to the second half of the 64 slots; 2: to other banks
+    static constexpr int kKeySlotXor = 32 ^ 2;  // 32: to the second half of the 64 slots; 2: to other banks
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
         const int quad_pair = chunk & 3, t = token ^ ((quad_pair & 2) << 1);
-        return key_slot(Lane((t & 3) + 4 * quad_pair + ((t & 4) << 2))) ^ (chunk & 4 ? kKeySlots : 0);
+        return key_slot(Lane((t & 3) + 4 * quad_pair + ((t & 4) << 2))) ^ (chunk & 4 ? kKeySlotXor : 0);
     }
     __device__ __forceinline__ static int value_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1) ^ (2 * l.half); }
     __device__ __forceinline__ static int value_slot(int token, int chunk) {

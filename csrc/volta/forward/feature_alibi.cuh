@@ -14,17 +14,19 @@ namespace volta {
 //
 // AfterFunction: products begin with 0, because the function takes them alone; the number times log2(e) is added to its value.
 //
-// RowTiles, KeyTiles: the warp's tiles of 16 query rows (mt), and of 16 keys a step (nt). r is one of a lane's two rows of a tile.
-// Grid is the kernel's grid policy, which has a block's head and batch entry. mask.low and mask.high: row i sees keys i + low to i
-// + high; full_first(i, rows) to full_end(i) - 1: all of `rows` rows from i on see these. ForwardLayout (layout.cuh): of each 16x16
-// tile a lane has kRows (2) rows, first_query() + row_slot(0 or 1), and kKeys (4) consecutive keys from first_key() on. Its element
-// v (of kElements, 8) is in row row_of(v), at key first_key() + key_slot(v). SoftmaxState: row_max, subtracted from scores, is in
-// log2 units; `limit`, the score above which row_max moves, is in the scores' units. Tiles that begin at keys unmasked.first to
-// first + span (inclusive) need no mask. LaneScratch: shared memory, unused here.
+//   RowTiles, KeyTiles  the warp's tiles of 16 query rows (mt), and of 16 keys a step (nt)
+//   Grid              the kernel's grid policy, which has a block's head and batch entry
+//   ForwardLayout     of each tile a lane has kRows (2) rows r, first_query() + row_slot(r), and kKeys (4) consecutive keys from
+//                     first_key() on. Its element v (0 to 7) is in row row_of(v), at key first_key() + key_slot(v) (layout.cuh)
+//   mask              row i sees keys i + low to i + high; all of `rows` rows from i on see full_first(i, rows) to full_end(i) - 1
+//   unmasked          tiles that begin at keys `first` to first + span (inclusive) need no mask
+//   SoftmaxState      row_max, subtracted from scores, in log2 units; `limit`, the score above which row_max moves, in their units
+//   LaneScratch       shared memory, unused here
+//   remat_*()         reads a special register again at its use, so that it holds no register in between (ptx.cuh)
 template <int RowTiles, int KeyTiles, bool AfterFunction, class Grid>
 class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
-    static constexpr int kRows = 16 * RowTiles, kKeys = 16 * KeyTiles;
+    static constexpr int kWarpRows = 16 * RowTiles, kStepKeys = 16 * KeyTiles;  // query rows of the warp, keys of a step
 
     const Grid& grid_;
     float slope_;  // in the scores' units (unscaled products, AfterFunction log2 units); changes its sign after the diagonal
@@ -40,14 +42,14 @@ class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     // Sets `unmasked` to the first keys of tiles that need neither mask nor correction, up to the diagonal or after it.
     __device__ __forceinline__ static void set_interval(typename Base::Unmasked& unmasked, const Mask& mask, int row,
                                                         bool past_diagonal) {
-        int first = mask.full_first(row, kRows), end = mask.full_end(row);
+        int first = mask.full_first(row, kWarpRows), end = mask.full_end(row);
         if (past_diagonal)
-            first = max(first, row + kRows - 1 + offset(mask));
+            first = max(first, row + kWarpRows - 1 + offset(mask));
         else
             end = min(end, row + offset(mask) + 1);
-        const bool none = end - kKeys < first;
+        const bool none = end - kStepKeys < first;
         unmasked.first = none ? 0x7fffffff : first;  // no key is that large
-        unmasked.span = none ? 0 : end - kKeys - first;
+        unmasked.span = none ? 0 : end - kStepKeys - first;
     }
 
     // Computes the terms of a lane's four keys in key tile nt, plus `constant` if AfterFunction.
@@ -73,7 +75,7 @@ public:
     // row_max would reach it in several steps above kRescaleThreshold, and each rescales the output.
     __device__ __forceinline__ void init_row_max(SoftmaxState<RowTiles>& softmax, const FwdParams& p, const Mask& mask,
                                                  const unsigned short* q, const unsigned short* k, int row) const {
-        static_assert(kRows == 32, "each lane computes the score of one row");
+        static_assert(kWarpRows == 32, "each lane computes the score of one row");
         const Problem& problem = p.problem;
         const ForwardLane lane;
         const int i = row + lane.lane, first = max(i + mask.low, 0), last = min(i + mask.high, mask.seqlen_k - 1);
@@ -99,6 +101,7 @@ public:
             x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
         }
         __syncwarp();
+        // kAll: a row's maximum rises to this score from any lower one (softmax.cuh)
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -118,7 +121,7 @@ public:
             unrolled<RowTiles, ForwardLayout::kElements>(
                 [&](int mt, int v) { s.tile[mt][nt][v] = key_terms[ForwardLayout::key_slot(v)]; });
         }
-        distance_ += kKeys;
+        distance_ += kStepKeys;
     }
     __device__ __forceinline__ void add_to(const FwdParams& p, Tile& s) {
         if (!AfterFunction) return;
@@ -133,11 +136,12 @@ public:
                 x = function.of_product(x, key_terms[ForwardLayout::key_slot(v)]);
             });
         }
-        distance_ += kKeys;
+        distance_ += kStepKeys;
     }
 
+    // correct_masked_tile() may raise scores above row_max, so the main loop tests them again where correction_raises(): with a
+    // negative slope, terms past the diagonal grow.
     static constexpr bool kCorrectionRaises = true;
-    // With a negative slope, terms past the diagonal grow.
     __device__ __forceinline__ bool correction_raises(const FwdParams& p) const { return slope_of(p) < 0.f; }
     // Corrects a tile on the diagonal: turns terms past it from slope * distance to -slope * distance. The last of these tiles for
     // the warp also moves scores and row maxima to the constant term after the diagonal, and changes the sign of slope_.
@@ -148,7 +152,8 @@ public:
         const ForwardLane lane(remat_thread_index() & 31);
         const auto row_of = [&](int mt, int r) { return 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r); };
         const int from_diagonal = key + ForwardLayout::first_key(lane) - row - offset(mask);
-        const bool last_time = key + kKeys >= row + kRows - 1 + offset(mask);  // the next tile is after the diagonal of all rows
+        // the next tile is after the diagonal of all rows
+        const bool last_time = key + kStepKeys >= row + kWarpRows - 1 + offset(mask);
         // i counts from the warp's first row here: i - row above
         s.each([&](float& x, int mt, int nt, int v) {
             const int i = row_of(mt, ForwardLayout::row_of(v)),
@@ -164,12 +169,13 @@ public:
         slope_ = -slope_;
         set_interval(unmasked, mask, row, true);  // after the diagonal
     }
-    // Adds the term that scores left out, -slope_ * (i - row), to row maxima, and so to lse.
-    __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float scale_log2) const {
+    // Adds the term that scores left out, -slope_ * (i - row), to row maxima, and so to lse. `scale`: scale(p), from the scores'
+    // units to log2 units.
+    __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float scale) const {
         const ForwardLane lane(remat_thread_index() & 31);
         unrolled<RowTiles, ForwardLayout::kRows>([&](int mt, int r) {
             softmax.row[mt][r].row_max -=
-                slope_ * scale_log2 * static_cast<float>(16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
+                slope_ * scale * static_cast<float>(16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
         });
     }
 };

@@ -74,8 +74,8 @@ public:
     __device__ __forceinline__ void set_masked(bool, Tile&) {}
     // Returns what the softmax takes as the score. Score function: the state of x.
     __device__ __forceinline__ float score(float x) const { return x; }
-    // Dropout: draw() draws numbers for 16 keys. drop() clears packed probabilities: x and y are elements 4u to 4u + 3 of a tile; u
-    // (0 or 1) is the product O += P V that takes them.
+    // Dropout: draw() draws numbers for 16 keys. drop() clears packed probabilities: its words are elements 4u to 4u + 3 of a tile;
+    // u (0 or 1) is the product O += P V that takes them.
     __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int, int) const {}
     __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
     // Turns row maxima into those of the scores that the lse counts, after the last step. Score function: adds the constant, which

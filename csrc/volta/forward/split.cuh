@@ -108,8 +108,10 @@ struct Split {
         }
     };
 
-    // Probabilities times 2^8 as operand A, in two parts. pairs[0][w][u] of either are the lane's four numbers of one product. w is
-    // 0 for the eight keys of the lane's quad-pair column, 1 for the other eight; u is 0 for the even four of these, 1 for the odd.
+    // A step's probabilities as operand A, in high and low parts. split_probabilities() multiplies them by 2^8 (kPackedOne), to use
+    // the upper end of fp16's range; the factor of a finished row of output undoes that (softmax.cuh). pairs[0][w][u] of either are
+    // the lane's four numbers of one product. w is 0 for the eight keys of the lane's quad-pair column, 1 for the other eight; u is
+    // 0 for the even four of these, 1 for the odd.
     struct Probabilities {
         volta::Probabilities<1> high, low;
 

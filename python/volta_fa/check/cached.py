@@ -16,7 +16,8 @@ from ..inspection import cache_formats  # a row for each format of a cache: its 
 from ..kv_cache.formats import dequantize_kv, quantize_kv
 from ..operands import MAX_DECODE_ROWS  # the most rows (queries times query heads of a KV head) that decode kernels take
 
-# has_scales: whether each token and head has a scale. CacheCase: a problem. CacheInputs: its tensors. mapped() changes each tensor,
+# has_scales: whether each token and head has a scale. CacheCase: a problem; `ends`: tokens of each sequence after the call; columns_v:
+# headdim_v. CacheInputs: its tensors; `places`: for each sequence the entry (or page) and row of each token. mapped() changes each tensor,
 # numbers() reads tokens of a cache, dequantized; parts(b, k, v, ...) computes the exact results of sequence b by PyTorch.
 from .cache_cases import CacheCase, CacheInputs, has_scales
 from .cases import EVERY, CpuSource, asking  # EVERY: softcap, ALiBi and sinks; CpuSource draws tensors; asking: fields for features

@@ -103,7 +103,8 @@ def indexer_problems(variant: dict[str, Any], seed: int) -> Iterator[tuple[str, 
 
 
 def _draw_indexer(seed: int, queries: int, heads: int, dtype: torch.dtype) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Returns arguments over a paged cache, exact logits and their allowed errors. One page in the table does not exist."""
+    """Returns arguments over a paged cache, exact logits and their allowed errors. A logit is the key's scale times the sum over heads of
+    weight * max(q . k, 0). One page in the table does not exist."""
     generator = torch.Generator().manual_seed(seed)
     batch = 2
     q = torch.randn(batch, queries, heads, 128, generator=generator).to(dtype)

@@ -55,20 +55,20 @@ const INVARIANT_TILES: [DecodeTile; 8] = [
     (64, [64, 16], 128, 3),
     (128, [32, 8], 128, 4),
     (128, [64, 16], 128, 3),
-    TILES[10],
+    TILES[10], // (256, [32, 8], 128, 2)
     (256, [64, 16], 128, 2),
-    TILES[14],
-    TILES[15],
+    TILES[14], // (512, [32, 8], 256, 1)
+    TILES[15], // (512, [64, 16], 256, 1)
 ];
 
 /// Returns true if the table has this kernel. Quantized caches have no tile of 64 rows. Unquantized ones have one of 16 rows only in fp16
 /// at headdim 512: elsewhere the tile of 32 rows takes 16 in the same time. With a tree (the mask of draft tokens in speculative decoding),
 /// fp16's 64 rows of headdim 512 would spill.
 fn is_built(v: &Variant) -> bool {
-    let is_wide = v.headdim > 256 && !v.is_bf16;
-    let is_wide_tree = is_wide && v.required_features != FeatureSet::NONE;
+    let is_wide_fp16 = v.headdim > 256 && !v.is_bf16;
+    let is_wide_fp16_tree = is_wide_fp16 && v.required_features != FeatureSet::NONE;
     match v.cache {
-        CacheFormat::Unquantized => (v.block_rows != 16 || is_wide) && (v.block_rows < 64 || !is_wide_tree),
+        CacheFormat::Unquantized => (v.block_rows != 16 || is_wide_fp16) && (v.block_rows < 64 || !is_wide_fp16_tree),
         _ => v.block_rows < 64,
     }
 }

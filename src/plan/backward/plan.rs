@@ -30,7 +30,7 @@ pub struct BackwardPlan {
     pub scratch_rows: i64,
     /// Columns of dq's accumulators; 0 without accumulators.
     pub headdim_rounded: i64,
-    /// Memory between `main` and `postprocess` for large headdims, where each launch of `main` precedes one of `postprocess`.
+    /// Memory between `main` and `postprocess` for large headdims or fp32, where each launch of `main` precedes one of `postprocess`.
     pub stored: Option<StoredPlan>,
 }
 
@@ -118,7 +118,7 @@ pub struct StoredPlan {
     pub key_launches: i64,
     /// Query tiles of a head in an entry, or of all sequences if packed.
     pub query_tiles: i64,
-    /// Tiles of 128 columns of dq.
+    /// Columns of dq, in tiles of 128.
     pub columns: i64,
     /// Tensors are fp32, and their numbers sums of two fp16 numbers.
     pub split: bool,

@@ -2,15 +2,24 @@
 //! other cards' at their values. Times are cycles of the SM's clock. A CTA is a thread block. MIO is the path of memory instructions and
 //! shuffles: a queue in each sub-partition, then a data stage of the SM, which moves a wavefront of 128 bytes at once.
 //!
-//! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018); (WP)
-//! NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming
-//! guide, throughput table; (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019); (1Cat) measurements on
-//! GV100 cards that the repository 1CatAI/1Cat-vLLM publishes (docs/design, 2026-08), see docs/validation/real-cards.md; (HSG25) Huerta,
-//! Shoushtary, Cruz, Gonzalez, "Dissecting and Modeling the Architecture of Modern GPU Cores" (MICRO 2025), of Ampere. For Turing: (TWP)
-//! NVIDIA Turing GPU Architecture whitepaper and the cards' data sheets; (Jia19) Jia, Maggioni, Smith, Scarpazza, "Dissecting the NVIDIA
-//! Turing T4 GPU via Microbenchmarking" (2019); (Yan20) Yan, Wang, Chu, "Demystifying Tensor Cores to Optimize Half-Precision Matrix
-//! Multiply" (IPDPS 2020); (SJF) sjfeng1999/gpu-arch-microbenchmark, an RTX 2070; (CC) Chips and Cheese on Turing; (HHC) haohervchb's
-//! measured rates of an RTX 2080 Ti; (PTXAS) the distance at which ptxas 12.9 places such instructions. "assumed": no direct source.
+//! Sources; "assumed" at a field: no direct source.
+//! - (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018)
+//! - (WP) NVIDIA Tesla V100 GPU Architecture whitepaper
+//! - (GPGPU) the GPGPU-Sim / Accel-Sim SM7_QV100 configuration
+//! - (PG) CUDA C++ programming guide, throughput table
+//! - (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019)
+//! - (1Cat) measurements on GV100 cards that the repository 1CatAI/1Cat-vLLM publishes (docs/design, 2026-08), see
+//!   docs/validation/real-cards.md
+//! - (HSG25) Huerta, Shoushtary, Cruz, Gonzalez, "Dissecting and Modeling the Architecture of Modern GPU Cores" (MICRO 2025), of Ampere
+//!
+//! For Turing:
+//! - (TWP) NVIDIA Turing GPU Architecture whitepaper and the cards' data sheets
+//! - (Jia19) Jia, Maggioni, Smith, Scarpazza, "Dissecting the NVIDIA Turing T4 GPU via Microbenchmarking" (2019)
+//! - (Yan20) Yan, Wang, Chu, "Demystifying Tensor Cores to Optimize Half-Precision Matrix Multiply" (IPDPS 2020)
+//! - (SJF) sjfeng1999/gpu-arch-microbenchmark, an RTX 2070
+//! - (CC) Chips and Cheese on Turing
+//! - (HHC) haohervchb's measured rates of an RTX 2080 Ti
+//! - (PTXAS) the distance at which ptxas 12.9 places such instructions
 
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -78,7 +87,8 @@ machine! {
     hmma_f32_cycles: u64 = 2,
     /// HMMA.884 F16 step: 1024 FLOP (2 steps per mma)
     hmma_f16_cycles: u64 = 4,
-    /// HMMA.1688 of sm_75 with f32 accumulators: 2048 FLOP. sm_70 has neither it, IMMA, MOVM nor a uniform datapath: 0 here
+    /// HMMA.1688 of sm_75 with f32 accumulators: 2048 FLOP. sm_70 has neither it, IMMA, MOVM nor a uniform datapath: fields of
+    /// these are 0 here, but for movm_latency, which the other cards take too
     hmma_1688_f32_cycles: u64 = 0,
     /// and with f16 accumulators
     hmma_1688_f16_cycles: u64 = 0,

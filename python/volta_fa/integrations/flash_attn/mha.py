@@ -315,7 +315,8 @@ class MHA(nn.Module):
             mixer_subset: index of the positions of x that are queries, for cross_attn.
             inference_params: flash-attn's InferenceParams: the caches of all layers, and the number of tokens in them.
 
-        Raises ValueError for arguments that exclude each other.
+        Raises ValueError for arguments that exclude each other, NotImplementedError for inference_params with lengths_per_sample without
+        use_flash_attn or with xPos.
         """
         self._check(cu_seqlens, key_padding_mask, inference_params)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen} if self.use_flash_attn else {"key_padding_mask": key_padding_mask}
@@ -362,8 +363,8 @@ class MHA(nn.Module):
     def _attend_to_cache(self, q: Tensor, kv: Tensor, params: Any) -> Tensor:
         """Appends kv to this layer's cache and attends to it. params: flash-attn's InferenceParams; its seqlen_offset tokens are cached.
 
-        As in flash-attn, one call of `flash_attn_with_kvcache` rotates, appends and attends, except for the first tokens and with xPos: a
-        scale of rotary embeddings that depends on the position (arXiv 2212.10554)."""
+        As in flash-attn, one call of `flash_attn_with_kvcache` rotates, appends and attends, except for the first tokens, without
+        use_flash_attn, and with xPos: a scale of rotary embeddings that depends on the position (arXiv 2212.10554)."""
         caches = params.key_value_memory_dict
         if self.layer_idx not in caches:
             caches[self.layer_idx] = self.allocate_inference_cache(params.max_batch_size, params.max_seqlen, kv.dtype)

@@ -2,7 +2,7 @@
 //! `crate::ops` has a file for each class that decodes and executes it.
 //!
 //! Variants and fields have the names of nvdisasm's mnemonics and modifiers: `x` is .X (adds a carry), `ex` .EX (continues a comparison of
-//! the low words), `bf` .BF (1.0 for true), `hand` .H_AND (both halves), `pand` .PAND (joins by and, not or), `mrg` .MRG_H0 or .MRG_H1.
+//! the low words), `bf` .BF (1.0 for true), `h_and` .H_AND (both halves), `pand` .PAND (joins by and, not or), `mrg` .MRG_H0 or .MRG_H1.
 //! `wrap` is .W (shift amounts modulo the width, not clamped), `sh` .SH (a distance from bit 31), `sx32` .SX32 (extends the sign to 64
 //! bits), `hi` .HI (the high word). `signed` is false with .U32. `lut` is a truth table of three inputs. `bop` joins a comparison with a
 //! source predicate. fields.rs has the operands and the other modifiers.
@@ -68,7 +68,7 @@ enums! {
     /// Arithmetic and comparison on two halves a register.
     PackedHalf {
         Hadd2 { f32: bool, sat: bool, ftz: bool, mrg: Merge }, Hmul2 { sat: bool, ftz: bool, mrg: Merge },
-        Hfma2 { sat: bool, ftz: bool, mrg: Merge }, Hsetp2 { cmp: Cmp, bop: BoolOp, hand: bool },
+        Hfma2 { sat: bool, ftz: bool, mrg: Merge }, Hsetp2 { cmp: Cmp, bop: BoolOp, h_and: bool },
         Hset2 { cmp: Cmp, bop: BoolOp, bf: bool },
     }
 

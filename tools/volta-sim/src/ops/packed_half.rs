@@ -27,7 +27,7 @@ impl Class for PackedHalf {
             }
             "HSETP2" => {
                 d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
-                PackedHalf::Hsetp2 { cmp: d.cmp()?, bop: d.bop(), hand: d.has("H_AND") }
+                PackedHalf::Hsetp2 { cmp: d.cmp()?, bop: d.bop(), h_and: d.has("H_AND") }
             }
             "HSET2" => {
                 d.dst()?.srcs(2)?.opt_pred_srcs();
@@ -67,9 +67,9 @@ impl Class for PackedHalf {
                 };
                 write(s, lanes(|l| f(a0[l], b0[l], c0[l])), lanes(|l| f(a1[l], b1[l], c1[l])), mrg, ftz);
             }
-            PackedHalf::Hsetp2 { cmp, bop, hand } => {
+            PackedHalf::Hsetp2 { cmp, bop, h_and } => {
                 let (r0, r1) = (compare(cmp, &a0, &b0), compare(cmp, &a1, &b1));
-                if hand {
+                if h_and {
                     // .H_AND: one predicate of both halves
                     s.set_predicates(r0 & r1, bop);
                 } else {
