@@ -2,10 +2,10 @@
 
 cached.py has problems (`Cached`) and `check`, which compares results and the cache with fp64. A problem has (queries, cached
 tokens, appended tokens) of each sequence, and fields by name. page: tokens of a page (default 16); 0: a dense cache. layout: "nhd"
-(default) has tokens before heads, "hnd" heads first, "kv" pages of K, then V; "wide" is a slice of a larger tensor. leftpad: padding tokens. alibi: dimensions of the slopes (b, h).
-sinks: dtype ("own": q's). nheads is 2, nheads_k 1, is_causal True by default. batch_idx: cache_batch_idx is given. own_new:
-cu_seqlens_k_new is given. all_cached: cache_seqlens is not. rotary: the pairs of columns that are rotated. spread: standard deviation of q,
-k and v.
+(default) has tokens before heads, "hnd" heads first, "kv" pages of K, then V; "wide" is a slice of a larger tensor. leftpad: padding
+tokens. alibi: dimensions of the slopes (b, h). sinks: dtype ("own": q's). nheads is 2, nheads_k 1, is_causal True by default. batch_idx:
+cache_batch_idx is given. own_new: cu_seqlens_k_new is given. all_cached: cache_seqlens is not. rotary: the pairs of columns that are
+rotated. spread: standard deviation of q, k and v.
 
 `on(...)` lists a test's backends: the CPU, the simulator (`sim`) or a GPU (`cuda`), with a dtype. `backend.kernels`: it is not the CPU.
 `backend.simulate()`: the simulator, if it is the backend, runs later calls. `force` makes the planner avoid kernels. INFO describes the
