@@ -226,8 +226,8 @@ class PublishedResult:
 _PYTORCH = "PyTorch efficient (CUTLASS)"
 _ZHINIANQIN = "zhinianqin/flash-attention-v100"
 _AI_BOND = "ai-bond/flash-attention-v100"
-# PyTorch, D=64 to 128: what scaled_dot_product_attention runs on a V100. zhinianqin: 32 heads on 8, from the times in
-# milliseconds; published times include about 0.1 ms of host work.
+# PyTorch, D=64 to 128: what scaled_dot_product_attention runs on a V100. zhinianqin: 32 heads on 8, computed from its times
+# in milliseconds; published times include about 0.1 ms of host work.
 PUBLISHED_RESULTS = (
     PublishedResult(_PYTORCH, FORWARD, 64, 1024, False, 21.3, 25.9, 3),
     PublishedResult(_PYTORCH, FORWARD, 64, 2048, False, 26.5, 32.3, 3),

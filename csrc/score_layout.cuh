@@ -6,7 +6,7 @@
 //   using Lane                     made from a lane number; argument of the functions below
 //   using Tile                     float[kElements]: a lane's elements of one tile
 //   kTileQueries, kTileKeys        size of a tile: forward 16 x 16 for volta, 16 x 8 for turing
-//   kElements                      elements of a lane: kTileQueries * kTileKeys / 32
+//   kElements                      elements of a lane: kTileQueries * kTileKeys / 32 (ColumnGroupsLayout: some rows of a tile only)
 //   first_query(lane)              the lane's lowest query in a tile
 //   first_key(lane)                the lane's lowest key in a tile
 //   query_slot(v), key_slot(v)     element v is query first_query + query_slot(v) and key first_key + key_slot(v)

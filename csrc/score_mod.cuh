@@ -5,7 +5,7 @@
 // that the whole grid takes alike.
 //
 //   x = softmax_scale * q.k
-//   x = f(x)                             ScoreFunction (score_function.cuh), of fp32 tensors PreciseScoreFunction
+//   x = f(x), softcap                    ScoreFunction (score_function.cuh), of fp32 tensors PreciseScoreFunction
 //   x = x - slope * |i + o - j|          Alibi; query i, key j, o = seqlen_k - seqlen_q
 //   x = x + bias[i, j]                   Bias
 //

@@ -106,8 +106,8 @@ def simulate(monkeypatch):
 
 
 def assert_near(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], limit: float = 2e-3) -> None:
-    """Compares a kernel with the model. Both have the same codes. Probabilities round differently, and a score may differ by 0.75 units
-    of its int8 products, below 4e-4 for these inputs."""
+    """Compares a kernel with the model. Codes are the same, but for values of q halfway between two. Probabilities round differently. A
+    score may differ by 0.75 units of its int8 products (csrc/turing/fast/forward.cuh, kSumZero), below 4e-4 for these inputs."""
     (out, lse), (expected_out, expected_lse) = found, expected
     assert out.isfinite().all() and relative_l1(out, expected_out.double()) < limit
     infinite = expected_lse.isinf()

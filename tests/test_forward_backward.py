@@ -2,10 +2,10 @@
 
 The largest error of a result is at most twice (gradients: three times) that of PyTorch's eager attention in the same dtype, both against
 fp64, as in flash-attn's tests (`volta_fa.check.tolerance.Budget`). `check` (conftest.py) applies this rule, and compares two runs bitwise.
-`backend.forward` returns out and softmax_lse, `backend.backward` the gradients of each run. ALL are the CPU in four dtypes and KERNELS in
-fp16. A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name: batch and nheads (2),
-options of the op, and `spread`, the standard deviation of q, k and v. `force` makes the planner take kernels; `_plan` describes a call's
-kernels."""
+`backend.forward` returns out and softmax_lse, `backend.backward` the gradients of each run. ALL: the CPU in four dtypes, and KERNELS, the
+simulator and a GPU in fp16. A Case (volta_fa/check/cases.py) is a problem: seqlen_q, seqlen_k, headdim, headdim_v, and fields by name:
+batch and nheads (2), options of the op, and `spread`, the standard deviation of q, k and v. `force` makes the planner take kernels;
+`_plan` describes a call's kernels."""
 
 import json
 import math
@@ -218,8 +218,9 @@ def test_a_nan_key_behind_the_mask(backend):
 
 
 @on(*ALL)
-def test_scores_far_beyond_fp16(backend):
-    """Scores up to 1e6, of both signs: each row is its largest key's value, and gradients are finite. fp16's largest number is 65504."""
+def test_products_far_beyond_fp16(backend):
+    """Products q . k up to 3e5 (scores to 4e4), of both signs, where fp16's largest number is 65504: each row is its largest key's value,
+    and gradients are finite."""
     case = Case(40, 60, 64, spread=100.0, is_causal=True)
     q, k, v, dout = case.inputs(backend)
     out, lse = backend.forward(q, k, v, **case.options)

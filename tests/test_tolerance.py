@@ -28,7 +28,7 @@ SHORT_ROWS = Case(
 )  # fmt: skip
 #: With softcap and one key, backward gets an out that was rounded, while eager attention is exact.
 ONE_KEY = Case(seqlen_q=18, seqlen_k=17, headdim=8, batch=1, nheads=1, nheads_k=1, is_causal=True, window_left=0, softcap=1.5)
-#: With one query, dv is the probabilities times dout. Backward computes them from softmax_lse, whose rounding eager attention does not have.
+#: With one query, dv is probabilities times dout. Backward computes them from softmax_lse, whose rounding eager attention does not have.
 ONE_QUERY = Case(headdim=64, nheads=1, nheads_k=1, is_causal=True, bias="hqk:own", lengths=((1, 2), (29, 0), (1, 0)), used=(2, 0, 0))
 #: Seeds (VOLTA_FA_TEST_SEED) with which a problem exceeded the budget; seed 0 did on an H200.
 SEEDS = {

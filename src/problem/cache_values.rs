@@ -6,7 +6,7 @@ use super::lengths::check_cu_seqlens_values;
 use crate::error::{Error, Result};
 
 /// Values of a call's int32 tensors, as far as the caller has read them; None: not given. The cu_seqlens have batch + 1
-/// numbers, the others batch.
+/// numbers, the others batch, but for the block table.
 #[derive(Clone, Debug, Default)]
 pub struct CacheValues {
     pub cache_seqlens: Option<Vec<i32>>,

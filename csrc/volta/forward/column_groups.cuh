@@ -15,8 +15,8 @@
 // For sums, mask and softmax each warp has a part: eight of the group's rows with all 16 keys. So a row's state is one warp's.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, where quad is lane % 4 and half is lane / 16. A quad-pair is in
-// row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh). A group below is one of warps, where the
-// comment does not say: of keys, or of a page's tokens. A part is eight rows of a group (kParts).
+// row qm (bit 2 of the lane) and column qn (bit 3) of the warp's 2x2 (volta/mma.cuh). "Group" alone is a group of warps below. A
+// part is eight rows of a group (kParts), a chunk eight columns (16 bytes), a pitch the bytes of a row in shared memory.
 //
 //   mt, r, j          a row tile of 16; one of a lane's two rows in it; an output tile of 16 columns
 //   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the others; u is 0 for the even

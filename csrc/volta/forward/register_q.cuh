@@ -50,7 +50,7 @@ struct ForwardRegisterQ {
     static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && kSharedBytes == SHARED_BYTES,
                   "the row in src/kernels and the kernel disagree");
 
-    // Three blocks an SM leave varlen kernels no registers for the mask: masked tiles compute it again.
+    // Three blocks an SM leave varlen kernels of headdim 32 no registers for the mask: masked tiles compute it again.
     static constexpr bool kMaskKept = !(kVarlen && Headdim == 32);
 
     // Chunks of K or V that are loaded from shared memory ahead of the products that use them.

@@ -79,7 +79,8 @@ public:
     __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int, int) const {}
     __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
     // Turns row maxima into those of the scores that the lse counts, after the last step. Score function: adds the constant, which
-    // states leave out. ALiBi: subtracts the term that is constant in a row. The float is scale().
+    // states leave out. ALiBi: initial accumulators have slope * j alone; subtracts slope * (i + o), constant in a row. The float
+    // is scale().
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>&, float) const {}
 };
 

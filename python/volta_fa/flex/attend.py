@@ -46,7 +46,8 @@ def attend(
         scale: of the products; None: headdim ** -0.5.
     """
     options: dict[str, Any] = scores.options(query.shape[-1] ** -0.5 if scale is None else scale)
-    # a function that only hides elements becomes a block mask, one that adds a term becomes ALiBi's slopes or a bias
+    # a function that only hides elements becomes a block mask (beside another mask, or while tracing: a bias); one that adds a term, ALiBi's
+    # slopes or a bias
     if score_mod is not None and scores.bias is None and scores.hides is not None and mask is None and not tracing():
         mask = _hidden(query, key, score_mod, scores.hides)
     elif score_mod is not None and (scores.bias is not None or scores.hides is not None):
@@ -177,8 +178,9 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, 
     if block_mask is None or (not isinstance(block_mask, BlockMask) and is_empty(block_mask)):
         return
     lengths, given = (query.shape[2], key.shape[2]), tuple(block_mask.shape[-2:])
-    large = not isinstance(block_mask, BlockMask) and min(block_mask.BLOCK_SIZE) >= NO_BLOCKS
-    if given != lengths and not large:
+    # torch makes such blocks for "no mask": one block for any lengths
+    no_blocks = not isinstance(block_mask, BlockMask) and min(block_mask.BLOCK_SIZE) >= NO_BLOCKS
+    if given != lengths and not no_blocks:
         raise wrong("block_mask", f"lengths {given}", f"{lengths}: make a block mask of these lengths")
     device = block_mask.device if isinstance(block_mask, BlockMask) else block_mask.kv_num_blocks.device
     if device != query.device:
