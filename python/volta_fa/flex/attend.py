@@ -46,7 +46,7 @@ def attend(
         scale: of the products; None: headdim ** -0.5.
     """
     options: dict[str, Any] = scores.options(query.shape[-1] ** -0.5 if scale is None else scale)
-    # a function that only hides elements becomes a block mask (beside another mask, or while tracing: a bias); one that adds a term, ALiBi's
+    # a function that only hides elements becomes a block mask (beside another mask, or while tracing: a bias), one that adds a term ALiBi's
     # slopes or a bias
     if score_mod is not None and scores.bias is None and scores.hides is not None and mask is None and not tracing():
         mask = _hidden(query, key, score_mod, scores.hides)
