@@ -55,10 +55,11 @@ def outdate(page: str, hashes: dict[str, str]) -> str:
     for mark in read(page):
         if mark.changed(hashes):
             before, after = page.split(mark.text, 1)
-            before, header, facts = before.rpartition(f"- commit: {mark.commit}\n")
-            if header and "<!-- end " not in facts:
-                header = f"- commit: {mark.commit}, {CHANGED}\n"
-            page = f"{before}{header}{facts}<!-- figures of {mark.commit}: {CHANGED} -->{after}"
+            headers = [*re.finditer(rf"- commit: {mark.commit}(?: with changes)?(?=\n)", before)]
+            # a section's header comes first, and `<!-- end SECTION -->` last
+            if headers and "<!-- end " not in before[(end := headers[-1].end()) :]:
+                before = f"{before[:end]}, {CHANGED}{before[end:]}"
+            page = f"{before}{mark.text.partition(': ')[0]}: {CHANGED} -->{after}"
     return page
 
 

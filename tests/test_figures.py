@@ -93,6 +93,9 @@ def test_a_mark_is_read_back_and_outdated():
     outdated = marks.outdate(page, other)
     assert outdated.startswith(f"- commit: {found.commit}, kernels changed since\n") and marks.read(outdated)[0].kernels == {}
     assert outdated.endswith(f"-->\n{header}")  # another section's
+    of_changes = f"- commit: 01234567 with changes\n<!-- figures of 01234567 with changes: {first} 00000000 -->"
+    expected = "- commit: 01234567 with changes, kernels changed since\n<!-- figures of 01234567 with changes: kernels changed since -->"
+    assert marks.outdate(of_changes, marks.code()) == expected
     assert marks.outdate(f"{header}<!-- end first -->\n{mark}", other).startswith(f"{header}<!-- end first -->\n")  # not in a section
     assert marks.mark(()).endswith("kernels not recorded -->")
 
