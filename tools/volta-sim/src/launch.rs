@@ -37,6 +37,7 @@ pub struct Launch<'a> {
     pub grid: [u32; 3],
     /// threads of a CTA along x, y, z
     pub block: [u32; 3],
+    /// dynamic shared memory of a CTA, bytes
     pub dynamic_smem: u32,
     /// the parameter, as the bytes the kernel expects
     pub params: &'a [u8],
