@@ -2,7 +2,7 @@
 // faster, block-sparse masks with other features, or a tuning file that chooses it. The main kernel, whose blocks own keys, then
 // computes dK and dV only (DqMode::kSeparate). Here a thread block owns queries and visits keys that they see, a step at a time:
 //
-//   S = Q K^T     P = exp(scale * S - lse)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
+//   S = Q K^T     P = exp(scale * S - lse)     dP = dO V^T     dS = P * (dP - delta)     dQ += dS K
 //
 // with lse = softmax_lse and delta = rowsum(dO * O), which the preprocess kernel has computed. So S and dP are computed
 // twice, and dQ is a sum in a fixed order: deterministic. At the end it is multiplied by scale. The products are those of the main

@@ -68,7 +68,7 @@ pub enum Dispatch {
     /// a functional run measures the CTAs' work, and each goes to the first free place, as on the GPU
     #[default]
     Dynamic,
-    /// of 80 SMs, SM s gets CTAs s, s+80, ...
+    /// of n SMs, SM s gets CTAs s, s + n, ...
     Static,
 }
 
