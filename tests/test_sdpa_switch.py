@@ -244,6 +244,7 @@ def test_environment_variable(loaded, value, ran, tmp_path):
         print(torch.ops.volta_fa._sdpa_stats()["ran"], torch.cuda.is_initialized())
         if "package" in "{loaded}":
             from torch.compiler import config
+            # torch.compile's cache key: has a tag while the switch is on
             print(config.cache_key_tag.partition("sdpa.")[0])
             volta_fa.disable_sdpa()  # undoes the variable, as it undoes enable_sdpa
             print(config.cache_key_tag)

@@ -75,8 +75,8 @@ public:
     // Addresses of the lane's columns of its token.
     __device__ __forceinline__ const CacheUnit* keys() const { return k_; }
     __device__ __forceinline__ const CacheUnit* values() const { return v_; }
-    // Loads a step's keys to registers for `Loads` chunks of eight columns. Missing columns stay 0. Missing
-    // tokens keep old numbers: DecodeMainloop masks their scores and clears their values.
+    // Loads a step's keys to registers for `Loads` chunks of eight columns. A missing token's registers keep old numbers:
+    // DecodeMainloop masks its scores and clears its values. A token's missing columns stay 0.
     template <int Loads>
     __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kStepTiles]) const {
         const int columns = p.problem.headdim - Coords::key_column();

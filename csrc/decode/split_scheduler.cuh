@@ -73,7 +73,7 @@ public:
         const bool whole = takes_whole_tiles(p);
         const long long blocks = min(static_cast<long long>(gridDim.x), total);
         if (blockIdx.x >= blocks) return has_queries;
-        // The range of the line that this block takes. Ranges differ by one split. An SM's blocks, b, b + sms, ..., take
+        // The range of the line that this block takes. Ranges differ by at most one split. An SM's blocks, b, b + sms, ..., take
         // neighboring ones, so the sums of SMs differ by one split too. Not over latents: kernels of fp8 would spill.
         int range = blockIdx.x;
         if constexpr (!IS_LATENTS) {

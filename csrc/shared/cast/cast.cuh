@@ -5,9 +5,9 @@
 // A group is the rows of a KV head and its query heads, of one batch entry or of all packed sequences. It has an exponent each for
 // q, k and v: the fp16 numbers are the given ones times 2^exponent. The largest magnitudes of the group decide these exponents.
 //
-// Keys that no query sees (hidden keys) may hold any finite numbers: what memory held before. So they change no exponent of a
-// group, and those that are too large for fp16 become its largest number. A key is outlying if it is far larger than the group's
-// smallest one: only then is it worth the time to find out whether a query sees it.
+// Keys that no query sees (hidden keys) may hold any finite numbers: what memory held before. So outlying ones change no exponent
+// of a group, and those that are too large for fp16 become its largest number. A key is outlying if it is far larger than the
+// group's smallest one: only then is it worth the time to find out whether a query sees it.
 //
 // Scores are products of q and k. So the exponents of q and k cancel (their sum is 0), as far as fp16 holds both factors, and no
 // kernel needs to know them. Two cases are left:
@@ -313,7 +313,7 @@ template <class F>
 __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int batch,
                                          const Exponents& exponents, long long lse_row, F f) {
     const int group_exponent = tensor_exponent(p, head, exponents);
-    const int shift = -exponent_of(p.largest[head.group]);  // brings the largest |q| of the group to 1, so that sums stay finite
+    const int shift = -exponent_of(p.largest[head.group]);  // brings the group's largest |q| below 1, so that sums stay finite
     for (int first = blockIdx.x * kRowsAtOnce; first < head.rows; first += gridDim.x * kRowsAtOnce) {
         const int row = first + threadIdx.x / kLanes;
         const bool exists = row < head.rows;

@@ -5,7 +5,7 @@
 // transposed; lse is softmax_lse, delta is rowsum(dO * O)):
 //
 //   S^T  = K Q^T                 P = exp(scale * S - lse)     dV += P^T dO
-//   dP^T = V dO^T - delta        dS = P * dP                  dK += dS^T Q        dQ += dS K
+//   dP^T = V dO^T                dS = P * (dP - delta)        dK += dS^T Q        dQ += dS K
 //
 // dK and dQ are multiplied by scale at the end. K and V stay in shared memory, dK and dV in registers. P^T and dS^T come from
 // accumulators, and go to shared memory as fp16. They are read back as operand A: row-major for dV and dK, column-major for dQ.

@@ -77,6 +77,7 @@ impl Quantized {
         let (low, high) = (x.f_amin([-1_i64].as_slice(), false)?, x.f_amax([-1_i64].as_slice(), false)?);
         let finite = |t: &Tensor| -> Result<Tensor> { Ok(t.f_abs()?.f_le(f64::from(f32::MAX))?) };
         let wrong = finite(&low)?.f_logical_and(&finite(&high)?)?.f_logical_not()?;
+        // by a tensor: on GPUs ATen divides by a number as a product with its inverse, which rounds otherwise
         let divided = |t: Tensor| -> Result<Tensor> { Ok(t.f_div(&Tensor::f_full_like(&t, Scalar::float(largest))?)?) };
         let is_int4 = format.info().has_zero_point;
         let (scale, zero_point, quotients) = if is_int4 {

@@ -264,7 +264,8 @@ impl Planner<'_> {
 
 // ---- estimates, by which key blocks are divided among launches: a tail of smaller blocks, and those of a deterministic main kernel ----
 
-/// Time of a tail of one wave of small blocks, relative to a wave of large blocks: 0.4 to 0.66 (docs/design/volta-backward.md).
+/// Most time of a tail of one wave of small blocks, relative to a wave of large blocks. Measured: 0.4 to 0.66
+/// (docs/design/volta-backward.md).
 const TAIL_TIME: f64 = 0.67;
 
 /// Returns the key blocks of a head that fit one wave less than all blocks need, and a variant of smaller blocks for the rest.

@@ -37,6 +37,7 @@ pub struct Launch<'a> {
     pub grid: [u32; 3],
     /// threads of a CTA along x, y, z
     pub block: [u32; 3],
+    /// dynamic shared memory of a CTA, bytes
     pub dynamic_smem: u32,
     /// the parameter, as the bytes the kernel expects
     pub params: &'a [u8],
@@ -67,7 +68,7 @@ pub enum Dispatch {
     /// a functional run measures the CTAs' work, and each goes to the first free place, as on the GPU
     #[default]
     Dynamic,
-    /// of 80 SMs, SM s gets CTAs s, s+80, ...
+    /// of n SMs, SM s gets CTAs s, s + n, ...
     Static,
 }
 

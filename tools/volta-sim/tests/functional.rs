@@ -194,7 +194,8 @@ fn atomics_of_four_blocks_add_up() {
     let found = run("atomics", 4, 128, [&[], &[], &[]], 9);
     let sum = 128 * 127 / 2;
     let (max, min) = ((0..128).map(|t| t * 7 % 101).max(), (0..128).map(|t| -(t * 7 % 103)).min());
-    // sum, max, min, or, xor, 512 additions of 2, a counter modulo 10, the blocks' sums, reducing barriers: 64 odd threads + 1000 + 10000
+    // sum, max, min, or, xor, 512 additions of 2, a counter modulo 10, the blocks' sums,
+    // reducing barriers: count (64 odd threads) + 1000 * or + 10000 * and
     assert_eq!(found, [4 * sum, max.unwrap(), min.unwrap() as u32, u32::MAX, 0, 1024, 512 % 10, 4 * sum, 11064]);
 }
 

@@ -78,6 +78,7 @@ impl SmSim<'_, '_> {
         };
 
         let w = self.warps[k].as_mut().unwrap();
+        // a later HMMA.884 can take this one's result before others can
         let forwarded = if is_hmma884(inst) { now + self.machine.hmma_forward } else { wr };
         for (sb, at, for_hmma) in [(inst.ctrl.wr_sb, wr, forwarded), (inst.ctrl.rd_sb, rd, rd)] {
             // 7 is no scoreboard
