@@ -56,7 +56,7 @@ pub struct CastParams {
     /// Scratch: (7, groups), zeros before the first phase: fp32 bits of magnitudes (`cast::Magnitude`), the largest of q, k and v, the
     /// smallest of k and v, the largest of k and v without hidden outlying ones.
     pub largest: *mut u32,
-    /// Output (3, groups), of q, k and v: fp16 numbers are the given ones times 2^exponent. Rows of q, and of softmax_lse, may have smaller ones.
+    /// Output (3, groups), of q, k and v: fp16 numbers are those given times 2^exponent. Rows of q and softmax_lse may have smaller ones.
     pub exponents: *mut i32,
     /// Type of q, k and v: bf16 or fp32.
     pub element: ElementType,

@@ -1,4 +1,4 @@
-//! Volta's properties as a [`Family`]: instruction set, resources, and what its kernels can do. Each row of Volta's kernel tables refers to it.
+//! Volta's properties as a [`Family`]: instruction set, resources, and what its kernels can do. Each row of its kernel tables has it.
 
 use super::super::variants::{Family, Pass, Scratch};
 

@@ -4,7 +4,7 @@ from ...version import __version__
 
 try:
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils  # noqa: F401  registration.register checks the release
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"volta_fa {__version__} needs transformers 4.57 or 5.x ({error}): run `pip install 'transformers>=4.57,<6'`"
