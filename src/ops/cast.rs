@@ -205,7 +205,7 @@ impl<'a> Cast<'a> {
         Ok(this)
     }
 
-    /// Casts q and k, split, with exponents that bring their largest magnitudes below 1, whatever the scores: gradients of scores times q or
+    /// Casts q and k, split, with exponents that bring their largest magnitudes below 1 whatever the scores: gradients of scores times q or
     /// k need all their digits. [`Cast::gradient_exponents`] are then of these.
     pub fn for_gradients(&mut self) -> Result<[Tensor; 2]> {
         let Operands { low_column, .. } = self.operands;
