@@ -32,15 +32,15 @@ def require_tensors(**tensors: Tensor | None) -> None:
             raise bad_argument(name, "None" if tensor is None else f"an object of type {type(tensor).__name__}", "a tensor")
 
 
-def require_strided(**tensors: Tensor | None) -> None:
+def require_strided(**tensors: Tensor) -> None:
     """Raises ValueError for the first argument that is not a tensor, or is a nested, sparse or MKL-DNN tensor. torch's own errors for these
     name no argument."""
     require_tensors(**tensors)
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.is_nested:
+        if tensor.is_nested:
             expected = "a dense tensor: pass its values() and offsets().int() to flash_attn_varlen_func"
             raise bad_argument(name, "a nested tensor", expected)
-        if tensor is not None and tensor.layout != torch.strided:
+        if tensor.layout != torch.strided:
             raise bad_argument(name, f"layout {tensor.layout}", "a dense tensor: convert it with to_dense()")
 
 

@@ -44,7 +44,22 @@ def apply_rotary(
 
     Returns a tensor like x; with `inplace` x itself. Raises ValueError for wrong arguments.
     """
-    cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    _check_shapes(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    return _apply(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, inplace, conjugate)
+
+
+def _apply(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """Computes `apply_rotary` of arguments that `_check_shapes` has checked."""
+    cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens)
     rotated = _rotated(x, cos, -sin if conjugate else sin, interleaved)
     rotary_dim = rotated.shape[-1]
     if inplace:
@@ -83,11 +98,8 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
-def _rows(
-    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> tuple[Tensor, Tensor]:
+def _rows(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the rows of cos and sin for every token, broadcast over heads."""
-    _check_shapes(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if cu_seqlens is None:
         positions = torch.arange(x.shape[1], device=x.device)
         positions = positions + (seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
@@ -190,8 +202,10 @@ class _Rotate(torch.autograd.Function):
 def _rotate(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], inplace: bool, options: dict[str, Any]) -> Tensor:
     """Returns x with parts of it rotated, in place or in a copy. Differentiable in x. Raises ValueError before it writes anything.
     `parts`: as in `_Rotate`. `options`: other arguments of `apply_rotary`, by name."""
+    options = dict(options)
+    max_seqlen = options.pop("max_seqlen", None)  # the checks alone need it
     for index, cos, sin in parts:
-        _check_shapes(x[index], cos, sin, options["seqlen_offsets"], options.get("cu_seqlens"), options.get("max_seqlen"))
+        _check_shapes(x[index], cos, sin, options["seqlen_offsets"], options.get("cu_seqlens"), max_seqlen)
     if not torch.compiler.is_compiling():
         return _Rotate.apply(x, parts, inplace, options)
     # torch.compile traces no autograd function whose sizes are symbolic: neither slices of them as arguments, nor sizes that a check
@@ -204,9 +218,9 @@ def _rotate(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], inplace: bool, o
 
 
 def _rotate_parts(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], **options: Any) -> Tensor:
-    """Rotates parts of x in place, and returns x."""
+    """Rotates parts of x in place, and returns x. The arguments have been checked."""
     for index, cos, sin in parts:
-        apply_rotary(x[index], cos, sin, inplace=True, **options)
+        _apply(x[index], cos, sin, inplace=True, **options)
     return x
 
 

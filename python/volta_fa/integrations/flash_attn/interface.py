@@ -280,7 +280,9 @@ def flash_attn_with_kvcache(
         raise bad_argument("v", "None", "a value: k is given")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         # a Python number, unlike a tensor's values, can be checked without synchronizing
-        require_tensors(**{name: t for name, t in (("k", k), ("block_table", block_table)) if t is not None})
+        for name, t in (("k", k), ("block_table", block_table)):
+            if t is not None:
+                require_tensors(**{name: t})
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
         room = capacity - (0 if k is None or k.dim() != 4 else k.shape[1])
         if not 0 <= cache_seqlens <= room:
