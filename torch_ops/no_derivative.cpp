@@ -1,7 +1,7 @@
 // Autograd kernels of the operators without a derivative, all but fwd. A call with tensors that require grad:
 //   Refuse      fwd_fast, prepare_fast, merge_attention_states_   raises
 //   Inference   fwd_kvcache with its overload                     passes, if no cache that it writes does; its backward raises
-//   PyTorch's own fallback, the other operators                   likewise
+//   PyTorch's own fallback, the other operators                   the same
 // Beside them `Written`, at another key (ADInplaceOrView), marks arguments that operators write in place.
 
 // Operator: a row of src/operators.rs; Arguments: a call's arguments on the stack, by index or name; boxed: makes a kernel of an

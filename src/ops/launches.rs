@@ -111,7 +111,7 @@ pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Res
         }
         return Ok(());
     }
-    // Other kernels combine partial results in a tree, each level of which has two semaphores for each block, in the order of blocks. So
+    // Other kernels combine partial results in a tree. Each level has two semaphores for each block, in the order of blocks. So
     // the first blocks of all SMs have the first ones of a level (GlobalPartials in csrc/decode/partials.cuh).
     let of_level = 2 * blocks;
     for first in (0..semaphores).step_by(of_level as usize) {

@@ -53,7 +53,7 @@ struct Shape {
 template <class S, class Layout>
 __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
-    using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;  // load(n): a tile's rows, of which n exist, the rest is 0
+    using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;  // load(n): a tile's first n rows, and 0 for the rest
     // z: batch entry, y: KV head
     Loader k(threadIdx.x, head_base(p.k, blockIdx.z, blockIdx.y) + (origin + first_key) * p.k.row_stride, p.k.row_stride,
              p.problem.headdim);

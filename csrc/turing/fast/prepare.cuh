@@ -69,7 +69,7 @@ struct FastPrepare {
         }
     }
 
-    // Applies a Hadamard transform to a row, of which each of kChunks lanes has a chunk. The row's norm grows by sqrt(Headdim).
+    // Applies a Hadamard transform to a row. Each of kChunks lanes has a chunk of it. The row's norm grows by sqrt(Headdim).
     __device__ __forceinline__ static void rotate(Chunk& x) {
 #pragma unroll
         for (int step = 1; step < kChunk; step *= 2)

@@ -1,7 +1,7 @@
 // Queries of the fast forward kernel (`volta_fa::fwd_fast`: Q K^T of int8 codes; forward.cuh), which calls load_queries() once,
 // before its loop. Each warp quantizes its own rows, and keeps the codes in registers. A number is code * scale: codes are integers
 // up to 127 in magnitude, four in a word, and each row has a scale. butterfly(a, b) replaces a and b by a + b and a - b;
-// butterfly_lanes() does so with the lane whose number differs in one bit (codes.cuh). K's codes are made likewise (prepare.cuh).
+// butterfly_lanes() does so with the lane whose number differs in one bit (codes.cuh). K's codes are made so too (prepare.cuh).
 #pragma once
 
 #include "turing/fast/codes.cuh"

@@ -3,7 +3,7 @@
 //
 //   ALiBi, fp16 bias  initial accumulators of Q K^T, so that nothing comes between product and softmax. As products are not scaled
 //                     yet, they are divided by |softmax_scale|. (A negative softmax_scale has flipped the signs of Q.)
-//   fp32 bias         rare: added to the product, divided likewise
+//   fp32 bias         rare: added to the product, divided as the fp16 bias is
 //   dropout           masks packed probabilities of a step; also in generic kernels, whose problems may have any features. At the
 //                     end finish_row() scales the output by 1 / (1 - dropout_p)
 //

@@ -19,7 +19,7 @@
 #pragma once
 
 #include "batch_invariant.cuh"
-#include "forward/block.cuh"  // ForwardBlock, kBlockHeads: a block's rows and heads, of which only HeadGroupGrid has several
+#include "forward/block.cuh"  // ForwardBlock, kBlockHeads: a block's rows and heads; only HeadGroupGrid has several heads
 #include "dense_steps.cuh"  // DenseSteps: iterator over a range of keys; NoMaskBits: no single scores are hidden
 #include "forward/pages.cuh"  // for pipelined.cuh: K and V in a KV cache's pages (kPaged kernels)
 #include "turing/forward/layout.cuh"

@@ -158,7 +158,7 @@ private:
 #pragma unroll
         for (int first = 0; first < kRows; first += kAtOnce) {
             // Queries from row_end on read the bias of query row_end - 1: min(query, row_end - 1). load4() brings an aligned group
-            // of four keys, of which every_second() takes the lane's: 0 and 2, or 1 and 3.
+            // of four keys. every_second() takes the lane's from it: 0 and 2, or 1 and 3.
             uint4 loaded[kAtOnce];
 #pragma unroll
             for (int r = 0; r < kAtOnce; r++)

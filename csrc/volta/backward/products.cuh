@@ -62,7 +62,7 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
             uint2 a[M];
 #pragma unroll
             for (int m = 0; m < M; m++) a[m] = load_shared2(a0 + m * 16 * kScoreRowBytes);
-            // the swizzle repeats every eight rows, of which `row` is number 0 or 4
+            // the swizzle repeats every eight rows; `row` is number 0 or 4 of these
             const u32 b0 = chunk_after<S::kChunks>(b_address, row % 8 ? row_swizzle<S::kChunks>(4) : 0) + row * S::kRowBytes;
 #pragma unroll
             for (int j = 0; j < J; j++) {

@@ -50,8 +50,8 @@ class DropoutFeature {
         }
     };
 
-    // remat_* functions compute or load again what would otherwise hold a register. Heads count over all batch entries of the call,
-    // of which this launch begins with number first_batch.
+    // remat_* functions compute or load again what would otherwise hold a register. Heads count over all batch entries of the call.
+    // This launch begins with entry first_batch.
     __device__ __forceinline__ static u32 remat_head(const FwdParams& p) {
         return (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
                ::remat_head<ForwardLayout::kEitherOrder>(p.problem);

@@ -30,7 +30,7 @@ class Elements:
     @property
     def has_uniform_squares(self) -> bool:
         """Whether each aligned square of two by two cells is whole, and lies in one block. Its cells then have one state before evaluation.
-        So n UNKNOWN cells lie in n / 2 tiles, of two cells each. `packing` allocates the bits of so many partial tiles without a count."""
+        So n UNKNOWN cells lie in n / 2 tiles: each has two cells. `packing` allocates the bits of so many partial tiles without a count."""
         return all(size % (2 * CELL) == 0 and -(-n // CELL) % 2 == 0 for size, n in zip(self.block_size, (self.seqlen_q, self.seqlen_k)))
 
     def states(self, visible: Tensor, places: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ def _bwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _require_dtensors(**operands: Tensor) -> None:
-    """Raises ValueError for a plain tensor beside DTensors, as DTensor does for PyTorch's operators. It may be a rank's own shard, of which
-    each rank would take a part again; and its gradient would be a DTensor."""
+    """Raises ValueError for a plain tensor beside DTensors, as DTensor does for PyTorch's operators. It may be a rank's own shard: each
+    rank would take a part of that again. And its gradient would be a DTensor."""
     if getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False):
         return
     for name, t in operands.items():
