@@ -1,7 +1,8 @@
-// Loads keys of the lightning indexer (indexer.cuh): rows of 128 e4m3 codes in pages of a cache, each row with an fp32 scale. A
-// block's threads load a step (Step keys) into registers, and store it to shared memory one step later: codes as fp16 that are
-// KeyCodes::kScale times the numbers (queries.cuh), scales to an array of their own. A page has 2^p.page_shift keys, and a shared
-// row kPitch bytes. The kernel's row in src/kernels gives THREADS, of a block.
+// Loads keys for the kernel of indexer.cuh, DeepSeek V3.2's lightning indexer: it scores each key for a query (logits), from which
+// the caller chooses the tokens that sparse attention visits. Keys are rows of 128 e4m3 codes with an fp32 scale, in pages of a
+// cache (2^p.page_shift keys each). A block's threads load a step (Step keys) into registers, and store it to shared memory one
+// step later: codes as fp16 that are KeyCodes::kScale (144) times the numbers, in rows of kPitch bytes, scales to an array of their
+// own. THREADS, of a block, is from the kernel's row in src/kernels.
 #pragma once
 
 #include "indexer/queries.cuh"  // KeyCodes, kPitch, kColumns: 128; kChunkBytes: 16; IndexerParams (src/params)
