@@ -1,7 +1,7 @@
 // Copies K and V for the turing forward kernel (pipelined.cuh): from global memory to registers, and from there to a ring of slots
 // in shared memory, without branches or predicates on rows. (sm_75 has no cp.async.) A slot holds the rows of a step, 16 keys, an
 // iteration of the main loop; pipelined.cuh says when a step is loaded and stored, and has the barriers. Kernels with a paged cache
-// load by themselves, from addresses in pages, and use the rest. "Stream" has nothing to do with stream-K. Layout is ForwardLayout
+// do not call load(): they add a page's offset to `column` and load from there themselves. "Stream" does not mean stream-K. Layout is ForwardLayout
 // (layout.cuh), swizzled(row, chunk) a chunk's byte offset in a slot (tile.cuh).
 #pragma once
 
@@ -40,8 +40,9 @@ struct RowStream {
     __device__ __forceinline__ static unsigned offset(int thread) { return swizzled<Chunks>(thread / Chunks, thread % Chunks); }
 
     // Loads pass number `pass` of a step. `key`: the thread's key in the first pass, a row of the matrix; `last`: the last key.
-    // row_stride: elements. OnlyInside: does not load a chunk past the columns; registers keep their contents. Else the row's last
-    // chunk is loaded again. load_from() takes the address of the thread's chunk instead.
+    // row_stride: elements. OnlyInside, for K: does not load a chunk past the columns; `data` keeps the zeros with which the caller
+    // began. Else, for V, it loads the row's last chunk again: such columns of the output are not stored. load_from() is a part of
+    // load(): `from` is the address of the thread's chunk.
     template <bool OnlyInside>
     __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int key, int last) const {
         load_from<OnlyInside>(data, rows_after(column, min(key + pass * kKeysToNextPass, last), row_stride));
