@@ -58,6 +58,7 @@ struct Ones {
 //
 // In memory a lane's chunks are adjacent as far as a 16-byte load reaches (kChunksPerLoad). So a product's columns are a
 // permutation of the tensor's, the same for Q and K: of() maps a column of the product to one of the tensor.
+// Within a chunk Element::column(i) does: the column that unpack8() puts at place i (int4 permutes them, other formats do not).
 template <CacheFormat Format, int Chunks, int Spread>
 struct Columns {
     static constexpr int kWords = CacheFormatInfo<Format>::kBits / 4;  // 32-bit words of a chunk, eight columns
@@ -109,11 +110,12 @@ struct Columns {
     }
 };
 
-// A lane's part of one key: one chunk of every 32 columns. Loads: HEADDIM / 32.
+// A lane's part of one key: one chunk of every 32 columns. Loads counts chunks: HEADDIM / 32.
 template <int Loads>
 using Keys = Columns<kKeyFormat, Loads, 32>;
 
-// A lane's part of its two tokens' values: one chunk of every 64 columns. Loads: HEADDIM_V / 64. chunk(j, h): of token h.
+// A lane's part of its two tokens' values: one chunk of every 64 columns. Loads counts chunks: HEADDIM_V / 64.
+// chunk(j, h): chunk j of token h.
 template <int Loads>
 struct Values {
     Columns<kValueFormat, Loads, 64> token[2];
