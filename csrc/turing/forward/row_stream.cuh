@@ -1,8 +1,8 @@
 // Copies K and V for the turing forward kernel (pipelined.cuh): from global memory to registers, and from there to a ring of slots
 // in shared memory, without branches or predicates on rows. (sm_75 has no cp.async.) A slot holds the rows of a step, 16 keys, an
 // iteration of the main loop; pipelined.cuh says when a step is loaded and stored, and has the barriers. Kernels with a paged cache
-// do not call load(): they add a page's offset to `column` and load from there themselves. "Stream" does not mean stream-K. Layout is ForwardLayout
-// (layout.cuh), swizzled(row, chunk) a chunk's byte offset in a slot (tile.cuh).
+// do not call load(): they add a page's offset to `column` and load from there themselves. "Stream" does not mean stream-K. Layout
+// is ForwardLayout (layout.cuh), swizzled(row, chunk) a chunk's byte offset in a slot (tile.cuh).
 #pragma once
 
 #include "tile.cuh"
