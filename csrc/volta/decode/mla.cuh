@@ -275,7 +275,9 @@ public:
         const WarpCoord lane;
         Shared& shared = *reinterpret_cast<Shared*>(partials.output);
         const float scale_log2 = p.problem.scale_log2;
-        const float key_scale =  // of the sequence; 0: the one KV head
+        // The sequence's scale (fp8; 0: the one KV head), less kScale. Scales of tokens need no division: int8's kScale is 1, and
+        // SparseTokens include it.
+        const float key_scale =
             Tokens::kScales && !Tokens::kTokenScales ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::KeyElement::kScale : 1.f;
 
         // The thread's scores in the softmax: neighboring tokens, from own_token on, of own_row. In rows 8 to 15 of every 16,
