@@ -100,7 +100,8 @@ struct BackwardWarpSpecialized {
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];  // fp16, [n][m][h]: words of the lane's two queries
     using Bits = typename Blocks::template Bits<Layout, kKeys>;
     // Whether the accumulators of the scores start with ALiBi's term or an fp16 bias, instead of 0 (InitialScores,
-    // one_feature.cuh): in the kernels that require one of these features.
+    // one_feature.cuh). False in all kernels of src/kernels/turing/backward.rs: those that require one of the two have headdim 64,
+    // in single_role.cuh.
     static constexpr bool kInitial = kRequiresAlibi || kRequiresBias;
     static __device__ __forceinline__ bool has_bias_gradient(const BwdParams& p) { return kHasBias && p.dbias; }
 
