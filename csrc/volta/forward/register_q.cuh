@@ -30,7 +30,7 @@
 #include "conditional.cuh"  // Conditional<B, X, Y>::Type: X if B, else Y
 #include "forward/block.cuh"  // a block's rows, head and batch entry
 #include "forward/pages.cuh"  // KvTiles; has_pages(): whether the KV cache has all pages of the sequence
-#include "volta/forward/required_features.cuh"  // Features, LaneScratch; from layout.cuh Probabilities (of P V), grid policies
+#include "volta/forward/required_features.cuh"  // Features; LaneScratch: see `memory` in run(); Probabilities (of P V), grids
 
 namespace volta {
 
