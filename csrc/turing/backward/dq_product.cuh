@@ -27,7 +27,7 @@ struct DqProduct {
     static constexpr int kTileWarps = S::kWarps / (S::kStep / 16);  // warps that share 16 queries
     static constexpr int kKeyParts = kAllPairs % kTileWarps != 0 && 2 * kAllPairs % kTileWarps == 0 ? 2 : 1;
     static constexpr int kColumnWarps = kTileWarps / kKeyParts;  // of these, those that sum over the same keys
-    static constexpr int kPairs = (kAllPairs + kColumnWarps - 1) / kColumnWarps;  // of a warp
+    static constexpr int kPairs = (kAllPairs + kColumnWarps - 1) / kColumnWarps;  // that a warp takes, rounded up
     static constexpr int kKeys = S::kRows / kKeyParts;  // over which a warp sums, from first_key(warp) of the block on
 
     static __device__ __forceinline__ u32 query_tile(u32 warp) { return warp / kTileWarps; }
