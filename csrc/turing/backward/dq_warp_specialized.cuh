@@ -32,7 +32,7 @@
 #include "backward/modifiers.cuh"  // score features: add_position_terms(), draw_kept_tile(); mask_tile(): -inf where masked
 #include "backward/residual_signs.cuh"  // with_residual_signs(), from_residual_sign(): which way P was rounded, in its sign
 #include "backward/tiles.cuh"  // clear_shared(): zeros
-#include "turing/backward/products.cuh"  // products; pack_units(), score_gradient(): P to fp16; dS from P and dP
+#include "turing/backward/products.cuh"  // products; pack_units(): P to fp16; score_gradient(): dS from P and dP
 #include "turing/backward/shape.cuh"  // Shape; KeyRange; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
 #include "turing/backward/step_loads.cuh"  // StepTileLoader: a step's K and V, load() to registers, store() to shared memory
 
