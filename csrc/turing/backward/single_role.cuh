@@ -45,7 +45,7 @@
 #include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
 #include "backward/tiles.cuh"  // clear_shared(): zeros
 #include "turing/backward/one_feature.cuh"
-#include "turing/backward/products.cuh"  // products; pack_units(), score_gradient(): P to fp16; dS from P and dP
+#include "turing/backward/products.cuh"  // products; pack_units(): P to fp16; score_gradient(): dS from P and dP
 #include "turing/backward/shape.cuh"  // Shape, HeadRows, load_own_keys(); DqMode: what becomes of dQ
 #include "turing/backward/step_loads.cuh"  // StepStats; StepTileLoader: load() of a step's Q and dO, store() to shared memory
 
