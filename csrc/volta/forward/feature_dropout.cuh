@@ -32,7 +32,7 @@ class DropoutFeature {
     static constexpr bool kInMemory = Keeps == DropoutKeeps::kAll;
 
     PhiloxTerms terms_;  // of the lane's first row; read with kSeed alone
-    LaneScratch memory_;
+    LaneScratch memory_;  // 16-byte chunks of shared memory that only this lane uses (score_feature.cuh)
 
     // What all calls of a lane share, as it lies in the lane's scratch: two 16-byte chunks.
     struct KeptTerms {
