@@ -50,7 +50,7 @@ public:
     // met a sequence whose rows of q are unknown (invalid cu_seqlens_q).
     __device__ __forceinline__ bool begin(const DecodeParams& p) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        const int each = (p.problem.batch + THREADS - 1) / THREADS;
+        const int each = (p.problem.batch + THREADS - 1) / THREADS;  // sequences of a thread
         const int first = min(threadIdx.x * each, p.problem.batch), last = min(first + each, p.problem.batch);
         bool has_queries = true;
         long long own_splits = 0;  // places on the line of this thread's sequences
@@ -74,7 +74,7 @@ public:
         const long long blocks = min(static_cast<long long>(gridDim.x), total);
         if (blockIdx.x >= blocks) return has_queries;
         // The range of the line that this block takes. Ranges differ by at most one split. An SM's blocks, b, b + sms, ..., take
-        // neighboring ones, so the sums of SMs differ by one split too. Not over latents: kernels of fp8 would spill.
+        // neighboring ones, so the sums of SMs differ by at most one too. Not over latents: kernels of fp8 would spill.
         int range = blockIdx.x;
         if constexpr (!IS_LATENTS) {
             const int sms = gridDim.x / BLOCKS_PER_SM;
