@@ -275,8 +275,8 @@ public:
         const WarpCoord lane;
         Shared& shared = *reinterpret_cast<Shared*>(partials.output);
         const float scale_log2 = p.problem.scale_log2;
-        // The sequence's scale (fp8; 0: the one KV head), less kScale. Scales of tokens need no division: int8's kScale is 1, and
-        // SparseTokens include it.
+        // The sequence's scale (fp8; 0: the one KV head), divided by kScale. Tokens' scales are not: int8's kScale is 1, and
+        // SparseTokens have divided theirs.
         const float key_scale =
             Tokens::kScales && !Tokens::kTokenScales ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::KeyElement::kScale : 1.f;
 
