@@ -43,7 +43,7 @@ pub struct CastParams {
     pub k: Operand,
     /// (batch, seqlen_k, nheads_k, headdim_v) of type `element`; not read if the grid's second axis has the heads of q and k alone
     pub v: Operand,
-    /// q as fp16: phase 0 writes it, and phase 2 again where groups need a scale; phase 3 writes to other memory.
+    /// q as fp16: phase 0 writes it, and phase 2 for groups with a scale; with low parts phase 2 alone. In phase 3 other memory.
     pub q_fp16: Output,
     /// The same of k.
     pub k_fp16: Output,
