@@ -6,7 +6,7 @@ use super::attention::{Attention, Cache, CacheLayout, Window};
 use super::lengths::check_cu_seqlens_values;
 use crate::error::{Error, Result};
 
-/// Values of a call's int32 tensors, as far as read; None: not given. Numbers: cu_seqlens batch + 1, others without a shape below batch.
+/// Values of a call's int32 tensors, as far as read; None: not given. cu_seqlens have batch + 1 numbers, fields without a comment batch.
 #[derive(Clone, Debug, Default)]
 pub struct CacheValues {
     pub cache_seqlens: Option<Vec<i32>>,
