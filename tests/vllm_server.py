@@ -42,7 +42,8 @@ LATER = pytest.mark.skipif(REAL and OLD, reason="vLLM up to 0.26 has no room for
 BACKENDS = on("cpu-fp32", "cpu-fp64", "sim", "cuda")
 #: Tokens of a block.
 PAGE = 16
-#: Memory layouts of a layer's cache of (blocks, block_size, nheads_k, headdim): K and V apart, or side by side in a row (packed).
+#: Memory layouts of a layer's cache, by the order of tokens (n), heads (h) and columns (d) in a block. Shapes: (blocks, 2, block_size,
+#: nheads_k, headdim), K and V apart; packed: (blocks, nheads_k, block_size, 2 * headdim), K and V side by side in a row.
 LAYOUTS = ["nhd", "hnd", "packed-nhd", "packed-hnd", "packed-layers"]
 
 

@@ -84,7 +84,7 @@ pub trait Launcher {
         true
     }
 
-    /// Returns the device's tuning: kernels that plans take or avoid there, from a file of the user. An unusable file is no error.
+    /// Returns the device's tuning: kernels to take or avoid, from a file of the user. Fails if the driver does, not for an unusable file.
     fn tuning(&self) -> Result<&'static tuning::DeviceTuning>;
 
     /// Prepares for the launches of one operator, before the first, with all their memory. The simulator fills writable ranges with NaN.

@@ -43,11 +43,11 @@ pub struct CastParams {
     pub k: Operand,
     /// (batch, seqlen_k, nheads_k, headdim_v) of type `element`; not read if the grid's second axis has the heads of q and k alone
     pub v: Operand,
-    /// q as fp16.
+    /// q as fp16: phase 0 writes it, and phase 2 for groups with a scale; with low parts phase 2 alone. In phase 3 other memory.
     pub q_fp16: Output,
-    /// k as fp16.
+    /// The same of k.
     pub k_fp16: Output,
-    /// v as fp16.
+    /// v as fp16, of phase 2.
     pub v_fp16: Output,
     /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. A row of q whose exponent is smaller by n has
     /// scores times 2^-n. Kernels use the lse of these: phase 2 multiplies by 2^-n before a backward pass,

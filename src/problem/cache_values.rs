@@ -1,12 +1,12 @@
 //! Validates the values of a KV-cache call's int32 tensors (lengths, entries, pages), where src/ops/kvcache/mod.rs has copied them to the
-//! host: on the CPU backend always, else if the call or the environment asks for it. Otherwise kernels skip sequences with invalid values.
+//! host: on the CPU backend always, else if the call or the environment asks for it. Otherwise kernels write NaN as the output of sequences
+//! with invalid values, and access nothing outside the tensors.
 
 use super::attention::{Attention, Cache, CacheLayout, Window};
 use super::lengths::check_cu_seqlens_values;
 use crate::error::{Error, Result};
 
-/// Values of a call's int32 tensors, as far as the caller has read them; None: not given. The cu_seqlens have batch + 1
-/// numbers, the others batch, but for the block table.
+/// Values of a call's int32 tensors, as far as read; None: not given. cu_seqlens have batch + 1 numbers, fields without a comment batch.
 #[derive(Clone, Debug, Default)]
 pub struct CacheValues {
     pub cache_seqlens: Option<Vec<i32>>,

@@ -59,7 +59,7 @@ class FastInputs:
     k: Tensor
     v: Tensor
     options: dict[str, Any]
-    scratch_bytes: int = 0  # `correctness.poison` fills free memory with NaN before a call; 0: as much as the tensors' sizes ask for
+    scratch_bytes: int = 0  # `correctness.poison` fills free memory with NaN before a call; this: bytes besides the tensors'
 
     @classmethod
     def draw(cls, p: FastCase, seed: int) -> FastInputs:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..block_mask import BlockMask, kept  # kept: a cache of packed masks
+from ..block_mask import BlockMask, kept  # kept: makes packed masks, and keeps them for later calls
 from ..block_mask.recording import recorded  # a mask function as a list of operations, if possible
 from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of  # Source: a mask before it is packed, also of torch's BlockMask
 from ..errors import bad_argument
@@ -178,7 +178,7 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, 
     if block_mask is None or (not isinstance(block_mask, BlockMask) and is_empty(block_mask)):
         return
     lengths, given = (query.shape[2], key.shape[2]), tuple(block_mask.shape[-2:])
-    # torch makes such blocks for "no mask": one block for any lengths
+    # torch makes such blocks for "no mask": one block of NO_BLOCKS (2^30) or more tokens, for any lengths
     no_blocks = not isinstance(block_mask, BlockMask) and min(block_mask.BLOCK_SIZE) >= NO_BLOCKS
     if given != lengths and not no_blocks:
         raise wrong("block_mask", f"lengths {given}", f"{lengths}: make a block mask of these lengths")

@@ -178,7 +178,7 @@ def pack_mask(block_mask: tuple[Any, ...], buffers: tuple[Any, ...], query: Tens
     fields, mask_mod = block_mask[2:6], block_mask[-1]
     block_size = (int(block_mask[-3]), int(block_mask[-2]))
     program = _program(mask_mod, buffers)
-    large = min(block_size) >= NO_BLOCKS
+    large = min(block_size) >= NO_BLOCKS  # one block for all lengths, as torch makes for calls without a mask
     if large and program == "":
         return None
     lengths = (query.shape[2], key.shape[2])

@@ -8,7 +8,7 @@ use tch::{Kind, Scalar, Tensor};
 
 /// Quantized keys or values of some tokens: (..., nheads_k, elements of a head).
 pub struct Quantized {
-    /// Format of these keys or values; one of a pair of formats, not the pair.
+    /// Format of these keys or values: never unquantized, and of a pair of formats one of the two.
     pub format: CacheFormat,
     /// Bytes, in every format.
     pub data: Tensor,
@@ -18,7 +18,7 @@ pub struct Quantized {
     pub zero_point: Option<Tensor>,
 }
 
-/// Returns the ATen type of the elements; of a pair, that of keys.
+/// Returns the ATen type of the elements; of a pair, that of keys. Callers have no unquantized cache: its arm only completes the match.
 fn element(format: CacheFormat) -> Kind {
     match format {
         CacheFormat::Int8 | CacheFormat::Int8Int4 => Kind::Int8,

@@ -23,7 +23,7 @@ use std::cell::Cell;
 enum Dq {
     /// All key blocks add to one accumulator, in any order.
     Atomics,
-    /// Launches of this many key blocks per head, each with its own accumulator, so that the order of sums is fixed.
+    /// Launches of this many key blocks per head, in order. Each block of a launch adds to its own accumulator: sums have a fixed order.
     Launches(u32),
     /// A separate kernel computes dq, in a fixed order.
     Separate,
@@ -264,8 +264,7 @@ impl Planner<'_> {
 
 // ---- estimates, by which key blocks are divided among launches: a tail of smaller blocks, and those of a deterministic main kernel ----
 
-/// Most time of a tail of one wave of small blocks, relative to a wave of large blocks. Measured: 0.4 to 0.66
-/// (docs/design/volta-backward.md).
+/// Time of a tail, a wave of small blocks, relative to a wave of large blocks: just above the measured 0.4 to 0.66.
 const TAIL_TIME: f64 = 0.67;
 
 /// Returns the key blocks of a head that fit one wave less than all blocks need, and a variant of smaller blocks for the rest.

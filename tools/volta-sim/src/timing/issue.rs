@@ -58,7 +58,8 @@ impl SmSim<'_, '_> {
             *stalls.of(if is_barrier { WaitReason::Barrier } else { WaitReason::StallCount }) += w.next.min(now).saturating_sub(first);
             *stalls.of(w.ready_reason) += w.ready.min(now).saturating_sub(w.next.max(first));
             let rest = now.saturating_sub(w.ready.max(first));
-            // idle cycles are skipped, so the scan counters only give proportions
+            // scans: the scheduler's looks at the warp since its last issue, the last of them for this issue; fetch_wait, pipe_wait: looks
+            // that found its instruction absent, its unit busy. Cycles are skipped, so counts only give shares of `rest`
             let scans = (w.scans - 1).max(1);
             let no_instruction = (rest * w.fetch_wait / scans).min(rest);
             let pipe_busy = (rest * w.pipe_wait / scans).min(rest - no_instruction);
@@ -78,7 +79,7 @@ impl SmSim<'_, '_> {
         };
 
         let w = self.warps[k].as_mut().unwrap();
-        // a later HMMA.884 can take this one's result before others can
+        // at `forwarded` a later HMMA.884 can take this HMMA.884's result, before the registers have it (wr)
         let forwarded = if is_hmma884(inst) { now + self.machine.hmma_forward } else { wr };
         for (sb, at, for_hmma) in [(inst.ctrl.wr_sb, wr, forwarded), (inst.ctrl.rd_sb, rd, rd)] {
             // 7 is no scoreboard
