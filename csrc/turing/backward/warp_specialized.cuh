@@ -52,7 +52,7 @@
 #include "backward/residual_signs.cuh"  // signs that say which way P was rounded
 #include "backward/scratch.cuh"  // RowStats; BlockSeqlenInfo: lengths of a sequence, and its first rows in the tensors
 #include "backward/tiles.cuh"  // clear_shared(): zeros
-#include "turing/backward/one_feature.cuh"  // InitialScores, TileDropoutMask: kernels that require one feature
+#include "turing/backward/one_feature.cuh"  // TileDropoutMask: kernels that require dropout
 #include "turing/backward/products.cuh"  // products; score_gradient(): dS from P and dP
 #include "turing/backward/shape.cuh"  // Shape, HeadRows, load_own_keys(); DqMode: what becomes of dQ
 #include "turing/backward/step_loads.cuh"  // StepStats; StepTileLoader: load() of a step's Q and dO, store() to shared memory
@@ -99,10 +99,7 @@ struct BackwardWarpSpecialized {
     using Scores = Accumulator[kColumnTiles][kKeyTiles];  // fp32, [n][m]
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];  // fp16, [n][m][h]: words of the lane's two queries
     using Bits = typename Blocks::template Bits<Layout, kKeys>;
-    // Whether the accumulators of the scores start with ALiBi's term or an fp16 bias, instead of 0 (InitialScores,
-    // one_feature.cuh). False in all kernels of src/kernels/turing/backward.rs: those that require one of the two have headdim 64,
-    // in single_role.cuh.
-    static constexpr bool kInitial = kRequiresAlibi || kRequiresBias;
+    static_assert(!kRequiresAlibi && !kRequiresBias, "kernels that require one of these have headdim 64: single_role.cuh");
     static __device__ __forceinline__ bool has_bias_gradient(const BwdParams& p) { return kHasBias && p.dbias; }
 
     // Waits at the named barrier of two partners, 64 threads, until P is stored. (Barrier 0 is __syncthreads().)
@@ -182,8 +179,7 @@ struct BackwardWarpSpecialized {
                 });
             }
             send(slopes, derivatives);
-        } else if (kHasScoreFeatures && !kInitial) {
-            // Scales first: ALiBi and the bias below are in log2 units. With kInitial they have K Q^T's unit: scaling is last.
+        } else if (kHasScoreFeatures) {  // scales first: ALiBi and the bias below are in log2 units
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 neg_lse = stats.neg_lse_of(n, lane);
@@ -192,24 +188,23 @@ struct BackwardWarpSpecialized {
                     tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? neg_lse.y : neg_lse.x);
             }
         }
-        if (!kInitial && uses_alibi(options)) {
+        if (uses_alibi(options)) {
             const Alibi alibi = alibi_of(p, remat_block_batch(), head);
             add_alibi<Layout, kColumnTiles>(alibi, ScoreCoord<Layout>(lane, row, key),
                                             [&](int n) -> Tile& { return tile_of(s, n); });
         }
-        if (!kInitial && uses_bias(options)) {
+        if (uses_bias(options)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
                 add_bias(tile_of(s, n), p, remat_block_batch(), head, row_end, ScoreCoord<Layout>(lane, row + 8 * n, key));
         }
-        if (kInitial && uses_fp32_bias(options)) InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
         if (masked) {
             if constexpr (Blocks::kListed)
                 bits.template hide<kColumnTiles>(0, 0, [&](int n) -> Tile& { return tile_of(s, n); });
             else
                 apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
         }
-        if (!kHasScoreFeatures || kInitial) {
+        if (!kHasScoreFeatures) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 neg_lse = stats.neg_lse_of(n, lane);
@@ -394,8 +389,6 @@ struct BackwardWarpSpecialized {
             Bits bits;
             if constexpr (Blocks::kListed)
                 if (is_first_role()) bits.load(blocks, queries, first_key + remat_warp_row(), 0);
-            InitialScores<Layout, kColumnTiles> initial;
-            if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, remat_warp_key());
             __syncthreads();  // the previous head's tiles are free
             tiles.store(shared + S::kStepTiles + (Blocks::kListed ? 0 : S::slot(first)) * S::kSlotBytes);
             // Begins to load the tiles of the step that comes `steps` after that at `row` (if queries are listed, the iterator's).
@@ -432,14 +425,7 @@ struct BackwardWarpSpecialized {
                 };
                 if (!kStaggered || __any_sync(~0u, !is_first_role())) compute_previous_dq();
                 Scores s;  // S^T, then P^T; or dP^T, then dS^T
-                if (kInitial && __any_sync(~0u, is_first_role())) {
-                    if constexpr (kHasAlibi)
-                        initial.alibi(s, p, head, row, remat_warp_key());
-                    else if constexpr (kHasBias)
-                        initial.bias(s, p);
-                } else {
-                    clear_tiles(s);
-                }
+                clear_tiles(s);
                 {
                     const u32 tile = (is_first_role() ? 0 : S::kStepTile) + slot * S::kSlotBytes;
                     const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
@@ -522,8 +508,6 @@ struct BackwardWarpSpecialized {
                 } else {
                     stats.load(p, rows, range.next_step(p, row));
                 }
-                if (kInitial && kHasBias && is_first_role())
-                    initial.load_bias(p, head, range.next_step(p, row), range.end, remat_warp_key());
                 load_ahead_if(kHasScoreFeatures);
                 if (kOneSlotStaggered) load_step(row, 1);  // while dV and dK are computed
                 {
