@@ -1,6 +1,6 @@
 """Helpers of test_sdpa*.py, which test that volta_fa runs PyTorch's scaled_dot_product_attention while `enable_sdpa` is on.
 
-"ours" means the ops volta_fa::fwd and volta_fa::bwd, "theirs" PyTorch's fused attention ops. The profiler shows which of them ran. A
+"ours" means the ops volta_fa::fwd and volta_fa::bwd, "theirs" PyTorch's attention ops (fused, or math). The profiler shows which of them ran. A
 `backend` (conftest.py) is the CPU, the simulator or a GPU with a dtype, in which it draws tensors."""
 
 import functools
@@ -49,8 +49,8 @@ def ops_of(f) -> set[str]:
 OURS = {"volta_fa::fwd", "volta_fa::bwd"}
 
 
-def is_fused(op: str) -> bool:
-    """Returns whether an op is "theirs"."""
+def is_theirs(op: str) -> bool:
+    """Returns whether an op is one of PyTorch's, fused or math, its fallback."""
     return op.startswith("aten::_scaled_dot_product")
 
 
@@ -58,14 +58,14 @@ def assert_ours(f, backward: bool = True):
     """Checks that f() runs our ops and none of theirs. `backward`: f also computes gradients."""
     ops = ops_of(f)
     assert (OURS if backward else {"volta_fa::fwd"}) <= ops, sorted(ops)
-    assert not [op for op in ops if is_fused(op)]
+    assert not [op for op in ops if is_theirs(op)]
 
 
 def assert_theirs(f):
-    """Checks that f() runs PyTorch's fused ops and none of ours."""
+    """Checks that f() runs PyTorch's ops of attention and none of ours."""
     ops = ops_of(f)
     assert not OURS & ops
-    assert [op for op in ops if is_fused(op)], sorted(ops)
+    assert [op for op in ops if is_theirs(op)], sorted(ops)
 
 
 def leaves(*tensors):

@@ -1,6 +1,6 @@
 """The CPU backend takes at most 1.05 times (1.5 where PyTorch needs a mask) the time of PyTorch's attention (SDPA), and memory is linear.
 
-`make test` runs the timings alone (mark `alone`), in a fresh process with one or two threads. The GPU's memory is tested here too."""
+`make test-all` runs the timings alone (mark `alone`), in a fresh process with one or two threads. The GPU's memory is tested here too."""
 
 import statistics
 import time

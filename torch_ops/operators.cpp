@@ -139,9 +139,10 @@ Caller::Caller(const char* name)
 
 bool is_subclass(const Tensor& t) { return t.defined() && t.key_set().has(c10::DispatchKey::Python); }
 
+// Whether a subclass is a DTensor, for which the Python package registers the operators' sharding rules.
 bool has_rules(const Tensor& t) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::_has_rules", "").typed<bool(const Tensor&)>();
-    // without the Python package, which has no DTensor either
+    // The Python package implements _has_rules. Where it is not loaded there are no rules.
     if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
     // With these keys the call of _has_rules itself would go to the subclass.
     const c10::impl::ExcludeDispatchKeyGuard guard(

@@ -198,7 +198,8 @@ impl Variant {
         }
     }
 
-    /// Returns the kernel's name, from the data of its row: `family_pass[_format][_invariant][_features][_stage][_headdim][_size]`.
+    /// Returns the kernel's name, from its row: `family_pass[_format[_format]][_invariant][_features][_stage][_tile][_size]`. A tile is
+    /// `HEADDIM`, `HEADDIMxHEADDIM_V`, `HEADDIMxROWS` or `ROWS`.
     fn derived_name(&self) -> String {
         use Pass::*;
         let (pass, stage) = self.pass.info().words;

@@ -1,8 +1,8 @@
 //! Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two, so that kernels for fp16 can compute with them. scaled.rs and
 //! kvcache/latents.rs use it. One kernel (csrc/shared/cast/cast.cuh) chooses the exponents and casts; the exponents stay on the device.
 //!
-//! Exponents of q and k cancel in their product, as far as fp16 holds both, so kernels need not know them. Rows of q with very large scores
-//! get smaller ones, and softmax_lse has to be scaled back. A group is the elements that share an exponent: those of a KV head and its
+//! The exponents of q and k have a sum of 0, as far as fp16 holds both: they cancel in the product, so kernels need not know them. A row of
+//! q with very large scores gets a smaller exponent of its own, and its softmax_lse has to be scaled back. A group is the elements that share an exponent: those of a KV head and its
 //! query heads, in a batch entry (of all sequences if packed). A number may also be split into a sum of two fp16 numbers, its parts.
 
 use super::block_mask::{self, NO_BLOCKS};

@@ -73,7 +73,7 @@ def build(name, dtype, device):
 
 
 def randomize(module, device):
-    """Gives all weights random values that fp16 can represent, so that attention scores spread over a few units.
+    """Gives matrices random values that fp16 can represent, so that attention scores spread over a few units; norms 1, biases 0.
 
     Each residual branch of a UNet adds little (a gain of 0.25). Otherwise a deep random UNet is chaotic: any two computations in fp16
     differ completely."""

@@ -76,7 +76,8 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
     const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
     const int seqlen_q = sequence.seqlen_q(), end = min(sequence.seqlen_k(), problem.seqlen_k);
-    // `seen`: first token that some query sees. STEP tokens before it become zeros: forward kernels may load and mask them.
+    // `seen`: first token that some query sees (without a window window_left is the sum of the lengths, see src/params/shared.rs).
+    // STEP tokens before it become zeros: forward kernels may load and mask them.
     const int seen = seqlen_q > 0 ? min(max(end - seqlen_q - problem.window_left, 0), end) : end;
     // The cast kernel scans bf16 output for its largest magnitude (cast.cuh), so all of it is written.
     const int begin = max(first, Element == ElementType::Bf16 ? 0 : seen - STEP);

@@ -1,5 +1,5 @@
 // ALiBi, bias and dropout in the main kernels of the turing backward pass (blocks own keys, and compute dK and dV) that are
-// compiled for exactly one score feature: single_role.cuh and warp_specialized.cuh. (The fourth, softcap, needs nothing here.)
+// compiled for exactly one score feature: single_role.cuh, and for dropout warp_specialized.cuh. (Softcap needs nothing here.)
 // ALiBi and an fp16 bias are the initial accumulators of S^T = K Q^T, so no instruction adds them later. That product is not scaled
 // yet, so they are divided by |softmax_scale| (Problem::scale). The forward kernels (turing/forward/one_feature.cuh) do the same,
 // so scores round alike. -lse must not be there: scores would round at the size of lse (backward/probabilities.cuh). An fp32 bias,

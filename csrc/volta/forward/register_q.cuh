@@ -168,8 +168,8 @@ struct ForwardRegisterQ {
                 if (kPaged && inside) q[mt][c] = flipped(load_global(q_row + c * kChunk), problem.sign_flip);
             }
         }
-        // The block's first key. Batch-invariant kernels round it down to a multiple of kStep. Kernels with pages, bias or dropout
-        // (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias and random numbers in groups of 4.
+        // The block's first key. Batch-invariant kernels, and those with pages (groups of 16 keys), bias or dropout (groups of 4:
+        // kRoundedKeys) round it down to a multiple of 16. Others begin at any key.
         int key = first_step<kStep>(block.template key_first<kStep>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
@@ -259,6 +259,7 @@ struct ForwardRegisterQ {
             loader.load(tile, keys.after(3));
             const bool masked = Bits::kHidesAll ? listed_masked : !unmasked.contains(key);
             if (masked) {
+                // ALiBi's terms were added as before the diagonal: past it their sign changes, which may raise scores.
                 features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key);
                 if constexpr (Bits::kHidesAll) {
                     bits.combine(keys, mask, row, !unmasked.contains(key));

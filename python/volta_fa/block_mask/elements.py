@@ -1,6 +1,6 @@
 """Evaluates which elements of cells (64 queries by 64 keys) are visible. `packing` calls it for the cells whose state is UNKNOWN. An
-element is visible if the mask function says so, its query and key lie inside the lengths, and the mask's list of blocks has its block.
-These blocks are the user's, of any size."""
+element is visible if its query and key lie inside the lengths, and its block is FULL, or is UNKNOWN and the mask function says so.
+Blocks are those of the user's list, of any size; without a list the mask function alone decides."""
 
 import contextlib
 from collections.abc import Callable
@@ -30,7 +30,8 @@ class Elements:
     @property
     def has_uniform_squares(self) -> bool:
         """Whether each aligned square of two by two cells is whole, and lies in one block. Its cells then have one state before evaluation.
-        So n UNKNOWN cells lie in n / 2 tiles: each has two cells. `packing` allocates the bits of so many partial tiles without a count."""
+        A tile is two cells, one above the other, whose bits are stored together. So n UNKNOWN cells lie in n / 2 tiles, and `packing`
+        allocates bits of that many tiles without counting them on the device."""
         return all(size % (2 * CELL) == 0 and -(-n // CELL) % 2 == 0 for size, n in zip(self.block_size, (self.seqlen_q, self.seqlen_k)))
 
     def states(self, visible: Tensor, places: Tensor) -> Tensor:
