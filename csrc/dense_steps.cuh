@@ -28,8 +28,8 @@ public:
 // iterator over steps.
 struct NoMaskBits {
     static constexpr bool kHidesAll = false;  // whether the bits also hide what lengths, causal masks and windows hide
-    // The int: how many steps later the bits are used. (forward/split.cuh loads a step's bits late, and passes the warp's first
-    // row.)
+    // The int: how many steps later the bits are used. (forward/split.cuh loads a step's bits late: it passes the warp's
+    // first row.)
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid&, const Keys&, int) {}
     // The int: the warp's first row.

@@ -1,7 +1,7 @@
 """Helpers of test_sdpa*.py, which test that volta_fa runs PyTorch's scaled_dot_product_attention while `enable_sdpa` is on.
 
-"ours" means the ops volta_fa::fwd and volta_fa::bwd, "theirs" PyTorch's attention ops (fused, or math). The profiler shows which of them ran. A
-`backend` (conftest.py) is the CPU, the simulator or a GPU with a dtype, in which it draws tensors."""
+"ours" means the ops volta_fa::fwd and volta_fa::bwd, "theirs" PyTorch's attention ops (fused, or math). The profiler shows which of them
+ran. A `backend` (conftest.py) is the CPU, the simulator or a GPU with a dtype, in which it draws tensors."""
 
 import functools
 import warnings
