@@ -2,8 +2,9 @@
 //! kvcache/latents.rs use it. One kernel (csrc/shared/cast/cast.cuh) chooses the exponents and casts; the exponents stay on the device.
 //!
 //! The exponents of q and k have a sum of 0, as far as fp16 holds both: they cancel in the product, so kernels need not know them. A row of
-//! q with very large scores gets a smaller exponent of its own, and its softmax_lse has to be scaled back. A group is the elements that share an exponent: those of a KV head and its
-//! query heads, in a batch entry (of all sequences if packed). A number may also be split into a sum of two fp16 numbers, its parts.
+//! q with very large scores gets a smaller exponent of its own, and its softmax_lse has to be scaled back. A group is the elements that
+//! share an exponent: those of a KV head and its query heads, in a batch entry (of all sequences if packed). A number may also be split
+//! into a sum of two fp16 numbers, its parts.
 
 use super::block_mask::{self, NO_BLOCKS};
 use super::blocks::{self, lse_at, Blocks}; // Blocks: parts of parameter blocks, from a call's tensors
