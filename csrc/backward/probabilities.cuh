@@ -24,8 +24,8 @@ constexpr float kExponentShift = kProbabilityBits - 112.f;
 constexpr float kExponentUnit = 1.2676506e30f;  // 2^-kExponentShift: restores P from 2^(score - lse + kExponentShift)
 
 // What is added to scores in the exponent: -lse in log2 units plus a shift, of a lane's queries in T tiles of queries. The shift is
-// kExponentShift for pack_shifted, which then packs P * 2^12, or 0 for kernels that pack by conversions. of_row is loaded as the
-// row statistic -lse / scale (row_statistics.cuh), with lse natural.
+// kExponentShift for pack_shifted, which then packs P * 2^12, or 0: store_scores.cuh multiplies P later where it is two fp16
+// numbers, and dq.cuh packs dS alone. of_row is loaded as the row statistic -lse / scale (row_statistics.cuh), with lse natural.
 template <class Layout, int T>
 struct ExponentAddends {
     float of_row[T][Layout::kRows];

@@ -9,7 +9,8 @@
 
 namespace indexer {
 
-// A thread's part of a step: pieces of eight codes, and the scale of each of its keys (two pieces each).
+// A thread's part of a step: pieces of eight codes, two of each of its keys, and in the thread with piece 0 the keys' scales (in
+// others -inf).
 template <int Pieces>
 struct KeyPieces {
     uint2 codes[Pieces];

@@ -310,7 +310,8 @@ def child(model: str, attention: str, device: str, steps: int, folder: Path) -> 
     os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "UNSLOTH_DISABLE_STATISTICS"), "1")
     os.environ["UNSLOTH_COMPILE_LOCATION"] = str(folder / f"compiled-{model}-{attention}")
     if attention == "reference" or (attention != "volta_fa" if model == "gpt-oss" else device == "cpu"):
-        # gpt-oss: eager attention with sinks. Others have no FlexAttention on these GPUs, and it has no gradient on the CPU
+        # no FlexAttention: in references; in gpt-oss's own attention (eager, with sinks); in others on the CPU, where it has no gradient.
+        # On these GPUs unsloth takes none for others.
         os.environ["UNSLOTH_ENABLE_FLEX_ATTENTION"] = "0"
     if attention != "xformers":
         sys.modules["xformers"] = None  # type: ignore[assignment]  # unsloth prefers it

@@ -87,6 +87,7 @@ impl Class for Predicate {
             Predicate::P2r { shift, first } => {
                 let (a, mk) = (s.int(0)?, s.int(1)?);
                 let preds = s.warp.pred;
+                // B1 to B3: predicates go to that byte. Bits that the mask leaves out are those of `a`.
                 s.write(&lanes(|l| {
                     let bits = (0..7).fold(0, |r, i| r | (preds[first as usize + i] >> l & 1) << i);
                     let mask = mk[l] << shift;
@@ -95,6 +96,7 @@ impl Class for Predicate {
             }
             Predicate::R2p { first } => {
                 let (a, mk) = (s.int(0)?, s.int(1)?);
+                // the byte of `a` from which predicates come; bit i of mk: whether predicate i is written
                 let sh = match s.inst.src[0].sel {
                     Sel::B(n) => 8 * n as u32,
                     _ => 0,

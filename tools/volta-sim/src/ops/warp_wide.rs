@@ -44,7 +44,7 @@ impl Class for WarpWide {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
-        // VOTEU writes for all lanes, but only the threads that execute it vote
+        // s.active: lanes that the instruction writes; group_mask: those that execute it together. VOTEU writes all, but only these vote
         let m = s.active & s.group_mask;
         match self {
             WarpWide::Shfl(mode) => {
@@ -78,6 +78,7 @@ impl Class for WarpWide {
                 s.write(&[ballot; 32]);
                 s.set_predicate(0, if p { !0 } else { 0 });
             }
+            // transposes an 8x8 matrix of 16-bit elements: a lane has elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4
             WarpWide::Movm => {
                 if !s.has_whole_warp("MOVM")? {
                     return Ok(());
