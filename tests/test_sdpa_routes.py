@@ -3,8 +3,8 @@
 Of sdpa_helpers.py: `enabled(backend)` switches volta_fa on, `assert_ours(f)` and `assert_theirs(f)` check whose ops f() runs, `qkv` draws
 q, k and v, `train` returns out and their gradients of sum(out^2). `leaves` copies tensors that then require a gradient, `causal` is
 attention of q * 2, k and v, `selective` runs a function under selective checkpointing, SelfAttention is a layer of torch.nn. `gradients`
-returns those of a module's parameters. `sdpa_stats` counts calls that `ran` eagerly or were `traced` by torch.compile, not
-the runs of a compiled program. A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`); `backend.kernels`: not the CPU."""
+returns those of a module's parameters. `sdpa_stats` counts calls that `ran` eagerly or were `traced` by torch.compile, not the runs of a
+compiled program. A backend is the CPU, the simulator (`sim`) or a GPU (`cuda`); `backend.kernels`: not the CPU."""
 
 from contextlib import nullcontext
 

@@ -32,8 +32,7 @@ from volta_fa.integrations.vllm import paged
 from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
 from volta_fa.integrations.vllm.mla import VoltaMLAImpl
 
-#: vLLM up to 0.26 asks the backend for the cache's shape, and its cache has no room for the scales of int8. The stub
-#: counts as old.
+#: vLLM up to 0.26 asks the backend for the cache's shape, and its cache has no room for the scales of int8. The stub counts as old.
 OLD = not REAL or hasattr(importlib.import_module("vllm.v1.attention.backend").AttentionBackend, "get_kv_cache_shape")
 #: From 0.26 on, vLLM's layer builds another attention for the prompts of models with latents.
 PREFILL = REAL and importlib.util.find_spec("vllm.v1.attention.backends.mla.prefill") is not None

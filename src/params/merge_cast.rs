@@ -49,9 +49,8 @@ pub struct CastParams {
     pub k_fp16: Output,
     /// v as fp16, of phase 2.
     pub v_fp16: Output,
-    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. A row of q whose exponent is smaller by n has
-    /// scores times 2^-n. Kernels use the lse of these: phase 2 multiplies by 2^-n before a backward pass,
-    /// phase 4 by 2^n after a forward pass.
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. A row of q whose exponent is smaller by n has scores
+    /// times 2^-n. Kernels use the lse of these: phase 2 multiplies by 2^-n before a backward pass, phase 4 by 2^n after a forward pass.
     pub softmax_lse: *mut f32,
     /// Scratch: (7, groups), zeros before the first phase: fp32 bits of magnitudes (`cast::Magnitude`), the largest of q, k and v, the
     /// smallest of k and v, the largest of k and v without hidden outlying ones.

@@ -154,6 +154,18 @@ struct BackwardWarpSpecialized {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
+    // Turns products into exponents: multiplies by the scale in log2 units, and adds neg_lse_of().
+    static __device__ __forceinline__ void scale_and_add_lse(Scores& s, const StepStats<S>& stats, const Lane& lane,
+                                                             const BwdParams& p) {
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++) {
+            const float2 neg_lse = stats.neg_lse_of(n, lane);
+#pragma unroll
+            for (int v = 0; v < Layout::kElements; v++)
+                tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? neg_lse.y : neg_lse.x);
+        }
+    }
+
     // Turns K Q^T into the base-2 exponents of P * 2^kExponentShift, as pack_shifted takes it (softmax.cuh). kExponentShift is 12 -
     // 112: P is kept times 2^12, and packing shifts numbers scaled by 2^-112. Exponents are scores in log2 units plus neg_lse_of(),
     // which is -lse + kExponentShift (StepStats::scale). The score function's derivative goes to the partner at `slopes`, where the
@@ -179,14 +191,8 @@ struct BackwardWarpSpecialized {
                 });
             }
             send(slopes, derivatives);
-        } else if (kHasScoreFeatures) {  // scales first: ALiBi and the bias below are in log2 units
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n++) {
-                const float2 neg_lse = stats.neg_lse_of(n, lane);
-#pragma unroll
-                for (int v = 0; v < Layout::kElements; v++)
-                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? neg_lse.y : neg_lse.x);
-            }
+        } else if (kHasScoreFeatures) {
+            scale_and_add_lse(s, stats, lane, p);  // first: ALiBi and the bias below are in log2 units
         }
         if (uses_alibi(options)) {
             const Alibi alibi = alibi_of(p, remat_block_batch(), head);
@@ -204,15 +210,7 @@ struct BackwardWarpSpecialized {
             else
                 apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
         }
-        if (!kHasScoreFeatures) {
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n++) {
-                const float2 neg_lse = stats.neg_lse_of(n, lane);
-#pragma unroll
-                for (int v = 0; v < Layout::kElements; v++)
-                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? neg_lse.y : neg_lse.x);
-            }
-        }
+        if (!kHasScoreFeatures) scale_and_add_lse(s, stats, lane, p);
     }
 
     // Applies dropout to P^T: x, for dV, is 0 where it drops; `sent`, for the partner, has all of P, signs on what it drops.

@@ -25,8 +25,8 @@ struct SpanMask {
     // `key`: the span's first, a multiple of kSpan. So a span lies in one word of p.mask_bits, or begins with one (key % 32 is then
     // 0). Row i sees keys i + window.low to i + window.high, inclusive. remat_*() read special registers again, to hold none
     // (ptx.cuh); remat_head<true> also serves grids whose first axis is heads. p.mask_bits: a boolean mask packed by prepare.cuh,
-    // [batch][head][keys / 32][mask_rows rows]. If all queries share one row, mask_rows
-    // is 32: copies of it. Later rows of queries read the last copy, hence the min().
+    // [batch][head][keys / 32][mask_rows rows]. If all queries share one row, mask_rows is 32: copies of it. Later rows of
+    // queries read the last copy, hence the min().
     __device__ __forceinline__ SpanMask(const FastParams& p, int key) {
         const int lane = remat_thread_index() & 31, row = Kernel::remat_warp_row(p) + lane / 4 + 8 * (lane % kRows);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());

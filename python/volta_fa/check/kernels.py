@@ -198,8 +198,8 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         dtype = torch.float32 if is_split(variant) else torch.float16
     if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
         d = dv = 64  # these kernels take any headdim
-    # BackwardFused: a thread block holds all keys of a head, at most block_rows. - 3: so that rows of the block have no key
-    most_keys = variant["block_rows"] - 3 if variant["pass"] == "BackwardFused" else None
+    # BackwardFused: a thread block holds all keys of a head, at most block_rows
+    most_keys = variant["block_rows"] if variant["pass"] == "BackwardFused" else None
     if variant.get("batch_invariant"):
         features.discard("dropout")  # batch-invariant calls reject it
     required = set(variant.get("required_features", ()))
@@ -215,7 +215,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
             packed: adds a sequence without queries and a short one.
             used: each batch entry uses fewer keys than it has (seqused_k).
         """
-        keys = seqlen_k if most_keys is None else min(seqlen_k - 3, most_keys)  # min(seqlen_k, block_rows) - 3
+        keys = seqlen_k if most_keys is None else min(seqlen_k, most_keys) - 3  # so rows of the block have no key
         if "dropout" not in features:
             options.pop("dropout_p", None)
         return Case(

@@ -296,13 +296,14 @@ def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
     scale = options.get("softmax_scale")
     scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
     factor = 1 / kept_share(options.get("dropout_p", 0.0))
-    eps = score_error(ref, q)
     if q.dtype == torch.float32:
         # The pass computes exp(score - softmax_lse) with a score that it sums again, perhaps in another order: two sums, and half a unit of
         # softmax_lse. Partial sums of random directions are as large as this, even where the score is small.
         partial = scale * largest_row(q) * largest_row(k) / math.sqrt(q.shape[3])
         lse = largest(ref.softmax_lse[ref.softmax_lse.isfinite()])
         eps = torch.finfo(torch.float32).eps * (2 * (1 + max(ref.largest_score, partial)) + lse / 2)
+    else:
+        eps = score_error(ref, q)
     # |dP| and |delta| by Cauchy-Schwarz; dk and dv add up independent roundings of every query row that sees a key.
     dp = largest_row(dout) * largest_row(v) * factor
     rows = math.sqrt(q.shape[1] * q.shape[2] / max(k.shape[2], 1))
