@@ -5,7 +5,7 @@
 // own. THREADS, of a block, is from the kernel's row in src/kernels.
 #pragma once
 
-#include "indexer/queries.cuh"  // KeyCodes, kPitch, kColumns: 128; kChunkBytes: 16; IndexerParams (src/params)
+#include "indexer/queries.cuh"  // KeyCodes, kPitch; kColumns is 128, kChunkBytes 16; IndexerParams (src/params)
 
 namespace indexer {
 

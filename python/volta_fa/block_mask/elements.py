@@ -1,6 +1,6 @@
 """Evaluates which elements of cells (64 queries by 64 keys) are visible. `packing` calls it for the cells whose state is UNKNOWN. An
 element is visible if its query and key lie inside the lengths, and its block is FULL, or is UNKNOWN and the mask function says so.
-Blocks are those of the user's list, of any size; without a list the mask function alone decides."""
+Blocks are those of the user's list, of any size. Without one, and where each cell lies in one block, that of an UNKNOWN cell is UNKNOWN."""
 
 import contextlib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .recording import MaskMod, Recording  # a mask function; one as a list of t
 class Elements:
     """What decides which elements are visible."""
 
-    mask_mod: MaskMod | None  # the mask function; None: every element is visible
+    mask_mod: MaskMod | None  # the mask function; None: true everywhere
     seqlen_q: int
     seqlen_k: int
     #: states of blocks, int8 (batch, heads, block rows, block columns), only if a cell can overlap several blocks. All elements of a FULL
@@ -29,9 +29,9 @@ class Elements:
 
     @property
     def has_uniform_squares(self) -> bool:
-        """Whether each aligned square of two by two cells is whole, and lies in one block. Its cells then have one state before evaluation.
-        A tile is two cells, one above the other, whose bits are stored together. So n UNKNOWN cells lie in n / 2 tiles, and `packing`
-        allocates bits of that many tiles without counting them on the device."""
+        """Whether cells are in squares of two by two that each lie in one block. A square's cells then have one state before evaluation. A
+        tile is two cells whose bits are stored together: one above the other, for the backward pass side by side. So n UNKNOWN cells lie
+        in n / 2 tiles, and `packing` allocates bits of that many without counting them on the device."""
         return all(size % (2 * CELL) == 0 and -(-n // CELL) % 2 == 0 for size, n in zip(self.block_size, (self.seqlen_q, self.seqlen_k)))
 
     def states(self, visible: Tensor, places: Tensor) -> Tensor:
