@@ -21,7 +21,7 @@ FLASH, EFFICIENT, MATH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT
 
 @pytest.fixture(autouse=True)
 def switched_off():
-    """Disables the switch before and after each test, and starts with counters (`sdpa_stats`) of 0."""
+    """Disables the switch before and after each test, and starts with counters (`sdpa_stats`) of 0. In modules that import it alone."""
     volta_fa.disable_sdpa()
     volta_fa.sdpa_stats(reset=True)
     yield
@@ -29,7 +29,8 @@ def switched_off():
 
 
 def enabled(backend=None):
-    """Returns a context manager that enables the switch for the backend's device, by default for the CPU. `sim` simulates later calls."""
+    """Returns a context manager that enables the switch for the backend's device, by default for the CPU. With `sim`, calls are
+    simulated until the test ends."""
     if backend is not None and backend.name == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     if backend is not None and backend.device == "cuda":

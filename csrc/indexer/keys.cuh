@@ -18,7 +18,8 @@ struct KeyPieces {
 };
 
 // Loads a thread's part of each step. For each step the caller calls find_pages(), one step later load(), and one step later
-// store() and store_scales(): codes are in flight for a step, page numbers for one more.
+// store() and store_scales(): codes are in flight for a step, page numbers for one more. As `page` has one step's, load() of a step
+// comes before find_pages() of the next.
 template <int Step>
 struct KeyLoader {
     // Eight threads have a key, each two pieces: columns 8 * piece to 8 * piece + 7, and those 64 further. So eight neighboring
@@ -27,7 +28,7 @@ struct KeyLoader {
     using Pieces = KeyPieces<2 * kPasses>;
 
     const IndexerParams& p;
-    const int* table;  // of the sequence; null: all keys are in one page
+    const int* table;  // of the sequence; null: a dense tensor of keys, one page
     int end;  // keys from here on are not loaded
     int row, piece;  // the thread's first key of a step, and its number among that key's threads
     int page[kPasses];  // of each of its keys
@@ -47,8 +48,8 @@ struct KeyLoader {
             if (table && own_key < end) page[i] = __ldg(table + (own_key >> p.page_shift));
         }
     }
-    // Loads the codes and scales of that step. A key without a page keeps old codes. Its scale is -inf (0xff800000): indexer.cuh
-    // compares for that, and writes -inf as its logit.
+    // Loads the codes and scales of that step. A key without a page keeps old codes, whatever they are. Its scale is -inf
+    // (0xff800000): indexer.cuh compares for that, and writes -inf as its logit.
     __device__ __forceinline__ void load(int key) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++) {
@@ -70,7 +71,7 @@ struct KeyLoader {
         store_shared(to + number / 2 * (kKeysAtOnce * kPitch) + number % 2 * (kThreadsPerKey * kChunkBytes),
                      KeyCodes::unpack8(words));
     }
-    // Stores the scales of x, a copy of what load() loaded, as fp32 in the order of keys.
+    // Stores the scales of x, `arriving` or a copy made before the next load(), as fp32 in the order of keys.
     __device__ __forceinline__ void store_scales(unsigned scales, const Pieces& x) const {
 #pragma unroll
         for (int i = 0; i < kPasses; i++)
