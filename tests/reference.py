@@ -24,11 +24,13 @@ block_masks, cases, problems, tolerance = (
 # an Exact, of any call. delta_noise: allowed error of a row's sum(dout * out). kept_share: 1 - dropout_p, rounded to random numbers of 15
 # bits: dropped_numbers of them drop. eager: attention by PyTorch's operations in the dtype of the inputs. gradient_names: of bwd's results
 # for these options (dq, dk, dv, ...). max_error, rms_error: of a result against the exact one.
+# score_gradients: dS.
 Budget, Exact, groups, unused_keys = tolerance.Budget, problems.Exact, problems.groups, problems.unused_keys
 forward, backward = tolerance.exact, tolerance.exact_gradients
 delta_noise, dropped_numbers, kept_share = tolerance.delta_noise, tolerance.dropped_numbers, tolerance.kept_share
 eager, eager_gradients, gradient_names = tolerance.eager, tolerance.eager_gradients, tolerance.gradient_names
 forward_budget, max_error, rms_error = tolerance.forward_budget, tolerance.max_error, tolerance.rms_error
+score_gradients = tolerance.score_gradients
 
 
 def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ the simulator and a GPU; `gpu` simulates a V100 and a T4 in turn. A Case (volta_
 seqlen_k) of packed sequences. spare: by how much max_seqlen exceeds the longest. bias: its dimensions that are not 1, and its dtype ("own":
 q's). alibi: dimensions of the slopes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -32,6 +34,13 @@ ONE_KEY = Case(seqlen_q=18, seqlen_k=17, headdim=8, batch=1, nheads=1, nheads_k=
 #: rounds. Eager attention does neither; with one key its error is 0.
 ONE_QUERY = Case(headdim=64, nheads=1, nheads_k=1, is_causal=True, bias="hqk:own", lengths=((1, 2), (29, 0), (1, 0)), used=(2, 0, 0))
 ONE_OF_EACH = Case(softmax_scale=0.5, headdim=64, nheads=1, nheads_k=1, is_causal=True, bias="bhqk:own", lengths=((0, 0), (0, 1), (1, 1)))
+#: Few gradients, of which PyTorch's eager attention happened to have exact ones; kernels round the gradients of scores (dq here) or
+#: probabilities (dv) to fp16.
+FEW_DQ = Case(seqlen_q=5, seqlen_k=9, headdim=1, nheads_k=2)
+FEW_DV = Case(
+    headdim=91, headdim_v=8, nheads_k=2, is_causal=True, window_left=0, softmax_scale=-0.1, dropout_p=0.17, alibi="bh", sinks="fp32",
+    lengths=((4, 9), (2, 4), (16, 16)),
+)  # fmt: skip
 #: Seeds (VOLTA_FA_TEST_SEED) with which a problem exceeded the budget; seed 0 did on an H200.
 SEEDS = {
     ONE_COLUMN: (0, 51, 72, 82, 222),
@@ -40,12 +49,14 @@ SEEDS = {
     ONE_KEY: (0,),
     ONE_QUERY: (0,),
     ONE_OF_EACH: (0,),
+    FEW_DQ: (0,),
+    FEW_DV: (0,),
     SHORT_ROWS: (0,),
 }
 
 
 @on_cases(
-    (["sim", "cuda"], [ONE_COLUMN, ONE_BY_ONE, TWO_KEYS, ONE_KEY]), (["cuda"], [SHORT_ROWS]), (["cpu-fp32"], [ONE_QUERY, ONE_OF_EACH])
+    (["sim", "cuda"], [ONE_COLUMN, ONE_BY_ONE, TWO_KEYS, ONE_KEY, FEW_DQ, FEW_DV]), (["cuda"], [SHORT_ROWS]), (["cpu-fp32"], [ONE_QUERY, ONE_OF_EACH])
 )
 def test_problems_that_once_exceeded_their_budget(backend, case, monkeypatch):
     for seed in SEEDS[case]:
@@ -53,47 +64,88 @@ def test_problems_that_once_exceeded_their_budget(backend, case, monkeypatch):
         repeat(backend.name, case)
 
 
-def shares_of_budget(case: Case, seed: int, bits: int) -> tuple[float, float]:
-    """Returns the largest and the rms error, over the allowed ones, of rounding only probabilities, to `bits` bits, and out, to fp16."""
+def random_inputs(case: Case, seed: int) -> list[torch.Tensor]:
+    """Returns fp16 q, k, v and dout of one batch entry."""
     generator = torch.Generator().manual_seed(seed_of(f"{case}:{seed}"))
+    headdim_v = case.headdim_v or case.headdim
+    shapes = [(case.seqlen_q, case.headdim), (case.seqlen_k, case.headdim), (case.seqlen_k, headdim_v), (case.seqlen_q, headdim_v)]
+    return [torch.randn(1, seqlen, case.nheads, headdim, generator=generator).half() for seqlen, headdim in shapes]
 
-    def randn(seqlen, headdim):
-        return torch.randn(1, seqlen, case.nheads, headdim, generator=generator).half()
 
-    q, k, v = randn(case.seqlen_q, case.headdim), randn(case.seqlen_k, case.headdim), randn(case.seqlen_k, case.headdim_v or case.headdim)
+def rounded_to(bits: int, t: torch.Tensor) -> torch.Tensor:
+    """Returns t with a mantissa of `bits` bits, the leading one included."""
+    mantissas, exponents = torch.frexp(t)
+    return torch.ldexp((mantissas * 2**bits).round() / 2**bits, exponents)
+
+
+def largest_share(found: torch.Tensor, exact: torch.Tensor, budget: reference.Budget) -> float:
+    """Returns the largest error over the allowed one, or the same of the rms error, if that is larger."""
+    return max(reference.max_error(found, exact) / budget.allowed, reference.rms_error(found, exact) / budget.allowed_rms)
+
+
+def share_of_out(case: Case, seed: int, bits: int) -> float:
+    """Returns `largest_share` of an out whose only errors are those of rounding probabilities, to `bits` bits, and out, to fp16."""
+    q, k, v, _ = random_inputs(case, seed)
     exact = reference.forward(q, k, v, **case.options)
-    peaks = exact.probabilities.amax(-1, keepdim=True)
-    mantissas, exponents = torch.frexp(exact.probabilities / peaks)
-    rounded = torch.ldexp((mantissas * 2**bits).round() / 2**bits, exponents) * peaks
+    peaks = exact.probabilities.amax(-1, keepdim=True)  # kernels round probabilities relative to their row's largest
+    rounded = rounded_to(bits, exact.probabilities / peaks) * peaks
     out = (rounded @ v.double().transpose(1, 2)).transpose(1, 2).half()
-    budget = reference.forward_budget(exact, q, k, v, **case.options)
-    return reference.max_error(out, exact.out) / budget.allowed, reference.rms_error(out, exact.out) / budget.allowed_rms
+    return largest_share(out, exact.out, reference.forward_budget(exact, q, k, v, **case.options))
 
 
-def draws(case: Case, count: int, bits: int) -> torch.Tensor:
-    """Returns (count, 2): the shares of the budget of random inputs."""
-    return torch.tensor([shares_of_budget(case, seed, bits) for seed in range(count)])
+def share_of_gradients(case: Case, seed: int, bits: int) -> float:
+    """Returns the largest `largest_share` of dq, dk and dv that are exact but for rounding probabilities and, computed from these, the
+    gradients of scores to `bits` bits, and themselves to fp16."""
+    q, k, v, dout = random_inputs(case, seed)
+    exact = reference.Exact(q, k, v, **case.options)
+    (ref,) = exact.refs
+    rounded = rounded_to(bits, ref.weights)
+    of_scores = reference.score_gradients(ref, dout, v) * (rounded / ref.weights).nan_to_num()  # 0 / 0: a hidden key
+    of_scores = rounded_to(bits, of_scores) * case.headdim**-0.5
+    heads_q, heads_k, heads_dout = (t.double().transpose(1, 2) for t in (q, k, dout))
+    products = of_scores @ heads_k, of_scores.mT @ heads_q, rounded.mT @ heads_dout
+    found = {name: t.transpose(1, 2).half() for name, t in zip(("dq", "dk", "dv"), products)}
+    budgets = [part for part in exact.backward(dout, ref.out.half()) if isinstance(part.allowed, reference.Budget)]
+    return max(largest_share(found[part.result], part.exact, part.allowed) for part in budgets)
+
+
+def draws(share: Callable[[Case, int, int], float], case: Case, count: int, bits: int) -> torch.Tensor:
+    """Returns `share` of the budget of each of `count` random inputs."""
+    return torch.tensor([share(case, seed, bits) for seed in range(count)])
 
 
 #: Bits of an fp16 mantissa, with the implicit leading one.
 FP16_BITS = 11
 FEW_RESULTS = [(ONE_COLUMN, 1000), (ONE_BY_ONE, 1000), (Case(1, 58, 64, nheads=2), 300), (Case(65, 65, 64, is_causal=True), 30)]
+FEW_GRADIENTS = [(Case(1, 58, 1, nheads=1), 1000), (Case(5, 9, 1), 1000), (Case(65, 65, 64, is_causal=True), 30)]
+#: Fewer bits, with which results exceed the budget. Gradients may have 3 times eager attention's errors, out twice.
+TOO_FEW_BITS = {share_of_out: FP16_BITS - 3, share_of_gradients: FP16_BITS - 4}
+MANY_RESULTS = [Case(65, 65, 64, is_causal=True), Case(17, 33, 32), Case(256, 256, 64)]
+
+
+def name_of(value: object) -> str:
+    """Returns a test's id: a function's name, or another value as text."""
+    return getattr(value, "__name__", str(value))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case,count", FEW_RESULTS, ids=str)
-def test_rounding_to_fp16_is_within_the_budget(case, count):
-    assert draws(case, count, FP16_BITS).max() <= 1
+@pytest.mark.parametrize(
+    "share,case,count", [(share_of_out, *few) for few in FEW_RESULTS] + [(share_of_gradients, *few) for few in FEW_GRADIENTS], ids=name_of
+)
+def test_rounding_to_fp16_is_within_the_budget(share, case, count):
+    assert draws(share, case, count, FP16_BITS).max() <= 1
 
 
-@pytest.mark.parametrize("case", [Case(65, 65, 64, is_causal=True), Case(17, 33, 32), Case(256, 256, 64)], ids=str)
-def test_rounding_to_eight_bits_is_not(case):
-    assert (draws(case, 20, FP16_BITS - 3).amax(-1) > 1).all()
+@pytest.mark.parametrize("case", MANY_RESULTS, ids=str)
+@pytest.mark.parametrize("share", TOO_FEW_BITS, ids=name_of)
+def test_rounding_to_fewer_bits_is_not(share, case):
+    assert (draws(share, case, 20, TOO_FEW_BITS[share]) > 1).all()
 
 
-def test_rounding_to_eight_bits_shows_in_one_result_too():
+@pytest.mark.parametrize("share,case", [(share_of_out, ONE_COLUMN), (share_of_gradients, Case(1, 58, 1, nheads=1))], ids=name_of)
+def test_rounding_to_fewer_bits_shows_in_one_result_too(share, case):
     """One error may be small by chance: more than half of the draws exceed the budget."""
-    assert (draws(ONE_COLUMN, 300, FP16_BITS - 3).amax(-1) > 1).float().mean() > 0.5
+    assert (draws(share, case, 300, TOO_FEW_BITS[share]) > 1).float().mean() > 0.5
 
 
 # ---- mean errors of dq and dk, beside those of torch's eager flex_attention ----------------------------------------------

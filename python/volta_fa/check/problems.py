@@ -316,8 +316,9 @@ class Exact:
             exact = dict(zip(names, tolerance.exact_gradients(*inputs, **options)))
             eager = dict(zip(names, tolerance.eager_gradients(*inputs, **options)))
             sums = dict(zip(names, tolerance.gradient_sums(ref, group.queries(out), *inputs, **group.options)))
-            for name, rows in (("dq", group.queries), ("dk", group.keys), ("dv", group.keys)):
-                budget = tolerance.Budget.of(eager[name], exact[name], tolerance.GRADIENT_FACTOR, sums[name])
+            rounded = tolerance.rounded_gradients(ref, *inputs, **options)
+            for name, rows, of_products in zip(names, (group.queries, group.keys, group.keys), rounded):
+                budget = tolerance.Budget.of(eager[name], exact[name], tolerance.GRADIENT_FACTOR, sums[name], of_products)
                 parts.append(Part(name, rows, exact[name], budget))
             parts.append(zeros("dq", _heads_first(group.queries), ref.masked, _KEYLESS))
             for name, total in totals.items():

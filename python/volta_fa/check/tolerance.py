@@ -205,8 +205,9 @@ def rms_error(found: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A bound on the error of a result from rounding its probabilities to the dtype of the inputs, in which tensor cores (and eager
-    attention) multiply them: the largest error, and the root mean square. It is statistical: `_DEVIATIONS` standard deviations."""
+    """A bound on the error of a result from rounding its probabilities (for dq and dk: the gradients of scores) to the dtype of the inputs,
+    in which tensor cores (and eager attention) multiply them: the largest error, and the root mean square. It is statistical:
+    `_DEVIATIONS` standard deviations."""
 
     largest: float = 0.0
     rms: float = 0.0
@@ -219,7 +220,7 @@ class Budget:
     Both the largest error and the root mean square must be inside. (One key of a thousand left out changes less than the largest rounding
     error of the first rows, but more than the mean.) Eager's error may be nearly zero: with one key, every probability is exactly 1. So at
     least the unavoidable error is allowed, which a perfect implementation has too. It has three parts: the result is rounded by half a unit
-    in the last place; `sums`, from rounding scores and other sums on the way; and `rounded`, from rounding probabilities."""
+    in the last place; `sums`, from rounding scores and other sums on the way; and `rounded`, as `Rounded` says."""
 
     eager_error: float  # the largest
     eager_rms: float
@@ -265,17 +266,18 @@ def score_error(ref: Eager, q: Tensor) -> float:
     return torch.finfo(torch.float32).eps * (1 + ref.largest_score)  # all others sum in fp32
 
 
-def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Rounded:
-    """Returns the bound for weights @ values, (batch, nheads, rows, n) and (batch, nheads, n, columns) in fp64, if weights are rounded.
+def rounded_product(weights: Tensor, values: Tensor, dtype: torch.dtype, roundings: int = 1) -> Rounded:
+    """Returns the bound for weights @ values, (batch, nheads, rows, n) and (batch, nheads, n, columns) in fp64, if weights are rounded
+    `roundings` times.
 
     A rounded number's error is uniformly distributed over a unit in its last place. Relative to the number it is at most eps / 2, with a
     variance of (eps / 2)^2 / 3 / m^2 for mantissa m. m is between 1 and 2, for which 1 / m^2 is 3 / (8 ln 2) on average."""
     if weights.numel() == 0 or values.numel() == 0:
         return Rounded()
     half = torch.finfo(dtype).eps / 2
-    variance = half**2 / 3 * 3 / (8 * math.log(2)) * (weights**2 @ values**2)
+    variance = roundings * half**2 / 3 * 3 / (8 * math.log(2)) * (weights**2 @ values**2)
     # no more than if all roundings had the same sign
-    error = torch.minimum(_DEVIATIONS * variance.sqrt(), half * (weights.abs() @ values.abs()))
+    error = torch.minimum(_DEVIATIONS * variance.sqrt(), roundings * half * (weights.abs() @ values.abs()))
     # The mean square of few numbers varies, by sqrt(2 / n) of itself. One rounding serves all columns, so rows are counted, by weight.
     rows = variance.sum(-1)
     count = (rows.sum() ** 2 / (rows**2).sum()).nan_to_num(nan=1.0).item()
@@ -284,7 +286,7 @@ def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -
 
 def forward_budget(ref: Eager, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Budget:
     """Returns how far out may be from `exact`'s."""
-    rounded = rounded_probabilities(ref.weights, heads_first(v.double(), q.shape[2]), q.dtype)
+    rounded = rounded_product(ref.weights, heads_first(v.double(), q.shape[2]), q.dtype)
     sums = score_error(ref, q) * largest(v) / kept_share(options.get("dropout_p", 0.0))  # the error that rounded sums alone may cause
     return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, sums, rounded)
 
@@ -328,6 +330,40 @@ def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
         of_delta = (of_sinks * noise).square().sum((0, 2, 3)).sqrt()
         sums.append(eps * dp * math.sqrt(q.shape[0] * q.shape[1]) + largest(of_delta))
     return sums
+
+
+def score_gradients(ref: Eager, dout: Tensor, v: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """Returns the gradients dS of products softmax_scale * q.k, (batch, nheads, seqlen_q, seqlen_k) in fp64; arguments as in
+    `eager_gradients`."""
+    nheads = ref.weights.shape[1]
+    of_weights = ref.weights * (dout.double().transpose(1, 2) @ heads_first(v.double(), nheads).transpose(-1, -2))
+    delta = of_weights.sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.double()[..., None]
+    of_scores = of_weights - ref.probabilities * delta
+    return of_scores if ref.tanh is None else of_scores * (1 - ref.tanh**2)
+
+
+def rounded_gradients(
+    ref: Eager, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None, softmax_scale: float | None = None, **_: Any
+) -> list[Rounded]:
+    """Returns the bounds for dq, dk and dv: dS @ k, dS^T @ q and P^T @ dout, with P as dropout left it.
+
+    P is rounded once for dv. dS, which is P * (dP - delta), is rounded twice: P may be (kernels with two roles pass it from one role to the
+    other; eager attention keeps it in memory), and dS itself."""
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    of_scores = scale * score_gradients(ref, dout, v, dlse)
+
+    def by_kv_head(t: Tensor) -> Tensor:
+        """Returns (batch, nheads_k, rows of all query heads of a KV head, columns) of (batch, nheads, rows, columns)."""
+        return t.unflatten(1, (k.shape[2], -1)).flatten(2, 3)
+
+    queries, of_out = (by_kv_head(t.double().transpose(1, 2)) for t in (q, dout))
+    return [
+        rounded_product(of_scores, heads_first(k.double(), q.shape[2]), q.dtype, roundings=2),
+        rounded_product(by_kv_head(of_scores).mT, queries, q.dtype, roundings=2),
+        rounded_product(by_kv_head(ref.weights).mT, of_out, q.dtype),
+    ]
 
 
 def delta_noise(ref: Eager, out: Tensor, dout: Tensor) -> Tensor:
