@@ -23,6 +23,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from volta_fa.demo.model import Attention, RoundedAttention, torch_attention, volta_attention
+
+# make_runs(): for each attention a Run, a model in training with its losses, all from the same weights; train(): a step of each in turn;
+# batches(): windows of tokens and their targets; encode(): a token per character of read_corpus(), the library's source
 from volta_fa.demo.train import Run, Settings, batches, encode, make_runs, read_corpus, train
 from volta_fa.errors import CommandError
 

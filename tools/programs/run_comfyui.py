@@ -315,7 +315,8 @@ def vae(device, dtype, all_paths):
 
 
 def run_worker(worker, folder, device, dtype, models, shared, result):
-    """Runs the paths of one worker and writes their rows to the file `result`. The folder `shared` has the exact latents."""
+    """Runs the paths of one worker and writes their rows to the file `result`. The folder `shared` has the exact latents, which the first
+    worker, `pytorch`, saves."""
     sys.path[0] = folder  # not the folder of this script, whose files are named like packages
     sys.argv = ["main.py", *FLAGS[worker], *([] if worker == "xformers" else ["--disable-xformers"])]
     sys.argv += ["--cpu"] if device == "cpu" else ["--highvram"]  # which keeps a model whole on the GPU, however large

@@ -214,9 +214,11 @@ class Molmo2Reference:
             y = F.gelu(self._linear(f"{block}.feed_forward.w1", norm("ffn_norm", x)), approximate="tanh")
             x = x + self._linear(f"{block}.feed_forward.w2", y)
             hidden.append(x)
+        # two layers' outputs beside each other, then both crops of an image in a row: (images, 2 * patches, 2 * hidden)
         of_images = torch.cat([hidden[i] for i in _ADAPTER["vit_layers"]], -1).unflatten(0, (-1, 2)).flatten(1, 2)
         pooling = pooling.view(len(of_images), -1, _POOL**2)
         patches = torch.cat([image[index] for image, index in zip(of_images, pooling)])
+        # a token's query is the mean of its four patches, which are the keys
         pooled = self._attend("image_pooling_2d", patches.mean(1, keepdim=True), patches)[:, 0]
         gated = F.silu(self._linear("image_projector.w1", pooled)) * self._linear("image_projector.w3", pooled)
         return self._linear("image_projector.w2", gated)

@@ -142,7 +142,7 @@ def main() -> None:
         tokens, spans, embeddings = random.Random(5).choices(range(3, VOCABULARY), k=700), [], None
         if prompt is not None:
             tokens, spans, embeddings = embed(config, model, prompt)
-        count, ends = len(tokens), [0]
+        count, ends = len(tokens), [0]  # chunks end at ENDS, or after the image there; the last six tokens come one by one
         for end in ENDS:
             end = next(e for e in range(end, count) if not any(first < e <= last for first, last in spans))
             ends += [end] if ends[-1] < end < count - 8 else []
