@@ -79,8 +79,6 @@ def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None
 
 
 def both(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Callable[[], None]:
-    """Returns a function that runs forward and backward."""
-
     def forward_and_backward() -> None:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         torch.autograd.grad(attend(*leaves), leaves, dout)

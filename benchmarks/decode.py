@@ -380,7 +380,6 @@ def sweep_grids(results: Sequence[Result], options: argparse.Namespace) -> list[
 
 
 def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[str, str], path: Path) -> None:
-    """Draws the sweeps."""
     if options.kind != "sweep":
         raise CommandError("--plot: draws --sweep alone")
     title = report.label(f"Decode on {header['device']}, {header['date']}", 110)

@@ -163,7 +163,6 @@ impl Progress {
         Some(Mutex::new(progress))
     }
 
-    /// Counts one kernel.
     fn advance(&mut self) {
         self.done += 1;
         if self.done == self.total || self.last_line.elapsed() >= Duration::from_secs(10) {

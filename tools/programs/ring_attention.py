@@ -34,7 +34,7 @@ import torch.distributed as dist
 #: Lengths of packed sequences, in multiples of twice the number of processes: `zigzag` cuts a sequence into that many pieces.
 PACKED = (3, 11, 18)
 NHEADS, NHEADS_K, HEADDIM = 4, 2, 32
-#: Allowed error, as a multiple of eager attention's.
+#: Allowed error, as a multiple of eager attention's. flash-attn's tests have the same limits.
 ALLOWED = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 #: Error that is allowed in any case, relative to the largest value: fp16's unit roundoff, half of bf16's.
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9}

@@ -294,7 +294,6 @@ def write_lora(folder: Path) -> None:
 
 
 def main() -> None:
-    """Writes the named models, or all."""
     folder, *names = sys.argv[1:]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in names or [*CONFIGS, "molmo2"]:

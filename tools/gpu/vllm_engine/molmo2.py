@@ -1,6 +1,6 @@
-"""A small Molmo 2, which transformers 5.17 lacks: configuration, processor, weights, and a model in float32 as the reference.
+"""A small Molmo 2, a vision-language model, for the vLLM jobs of run.py: configuration, processor, weights, and a float32 reference.
 
-The import registers it with transformers, in place of a later release's own (models.py, engine.py, reference.py). vLLM runs its own model.
+transformers 5.17 lacks it. The import registers it there, in place of a later release's own. vLLM runs its own model.
 An image becomes two crops of one size, the whole image each time, where the real processor cuts large images into more. Its tokens, the
 rows' ends included, see each other. Tokens of images follow the vocabulary, so no model generates one."""
 

@@ -79,6 +79,7 @@ class Cache:
         self.tables, first = [], 1  # layers of several groups share the memory, so each group has blocks of its own
         for group, page in zip(self.plan.kv_cache_groups, self.page_sizes):
             block = group.kv_cache_spec.block_size
+            # the planner's blocks may be larger than the pages of the backend's block table: block // page pages each
             blocks = torch.arange(first, first := first - (-tokens // block))  # enough for all tokens, rounded up
             self.tables.append((blocks[:, None] * (block // page) + torch.arange(block // page)).flatten()[None].int())
             print(f"pages of {page} tokens: {', '.join(group.layer_names)}")
