@@ -4,8 +4,8 @@ A job is one vLLM engine that decodes greedily (jobs.py). jobs.COMPARISONS pairs
 repeat the tokens of "theirs". Theirs is mostly the same job with vLLM's own backend (-triton, -flash). For servers, speculation and
 preemption it is a plain job with volta_fa. Tokens may part only where the best two of a step tie within rounding. reference.py measures
 the largest error of each job's log-probabilities (nats) against float32, and their root mean square. Ours must be at most twice theirs.
-Each of two tokens moves by at most the sum of both jobs' errors. So a gap of more than twice this sum, where tokens first differ, is wrong.
-
+Between two jobs, a token's log-probability differs by at most the sum of both errors. So where tokens first differ, a gap of more than
+twice this sum is wrong.
 Without reference.json, the gap and the differences before it must be within twice those between vLLM's own backends (jobs.CONTROLS).
 jobs.ALONE: ours without a counterpart. Its error may be twice that of a job with full attention."""
 
