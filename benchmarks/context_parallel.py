@@ -69,7 +69,7 @@ def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None
         for t in range(1, size):
             source, reader = (rank - t) % size, (rank + t) % size
             # plan(queries, keys).key_ranges: rows of keys that the queries need: of this rank for the reader, of the source for this rank.
-            # room()[1]: views of a new tensor, which receive the rows
+            # messages(): tensors of such rows; room()[1]: views of a new tensor, which receive them
             to_reader, from_source = plan(ranges[reader], ranges[rank], mask), plan(ranges[rank], ranges[source], mask)
             send = [message for x in (k, v) for message in messages(x, to_reader.key_ranges)]
             receive = [part for x in (k, v) for part in room(x, from_source.key_ranges)[1]]
@@ -79,8 +79,6 @@ def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None
 
 
 def both(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Callable[[], None]:
-    """Returns a function that runs forward and backward."""
-
     def forward_and_backward() -> None:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         torch.autograd.grad(attend(*leaves), leaves, dout)

@@ -135,6 +135,7 @@ class Case(driver.Case):
         options: dict = {}
         if self.kv_dtype:
             parts = dict(zip(names, parts_of(self.kv_dtype)))
+            # a quantized row of each format tells its columns and its dtype
             like = [volta_fa.quantize_kv(torch.full((1, self.headdim), 0.01), kv_dtype).data for kv_dtype in parts.values()]
             tensors = [aligned((*shape[:-1], t.shape[-1]), t.dtype, device) for t in like]
             for t in tensors:
@@ -181,6 +182,7 @@ def cases(everything: bool) -> Iterator[Target]:
             base = Case(headdim, (seqlen,) * (65536 // seqlen))
             groups = (1, 4, 6, 8) if everything or seqlen == 16384 else (8,)
             pages = (16, 64, 256) if everything or seqlen == 16384 else (16,)
+            # other pages than 16 tokens with eight query heads per KV head alone, unless --all
             several = (replace(base, group=g, page=p) for g in groups for p in pages if everything or p == 16 or g == 8)
             yield from (Target(case, shares) for case in several)
         yield from (Target(Case(headdim, (16384,) * 4, group=g, seqlen_q=n)) for g in (4, 8) for n in (2, 4, 8))
@@ -378,7 +380,6 @@ def sweep_grids(results: Sequence[Result], options: argparse.Namespace) -> list[
 
 
 def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[str, str], path: Path) -> None:
-    """Draws the sweeps."""
     if options.kind != "sweep":
         raise CommandError("--plot: draws --sweep alone")
     title = report.label(f"Decode on {header['device']}, {header['date']}", 110)

@@ -43,7 +43,6 @@ def _seconds(work: Work, device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the GPU; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

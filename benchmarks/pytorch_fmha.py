@@ -1,4 +1,4 @@
-"""Simulates PyTorch's memory-efficient kernels, from the machine code in a torch wheel: 2.7.1 for sm_70, 2.11.0+cu130 for sm_75.
+"""Simulates PyTorch's memory-efficient kernels, to compare ours: machine code of a torch wheel, 2.7.1 for sm_70, 2.11.0+cu130 for sm_75.
 
     unzip torch-*.whl torch/lib/libtorch_cuda.so
     cargo build --release -p volta-sim
@@ -215,7 +215,6 @@ def _decompressed(content: bytes, flags: int, size: int) -> bytes:
 
 
 def kernels(sm: int) -> tuple[Kernel, ...]:
-    """Returns the kernels of an architecture."""
     return tuple(kernel for kernel in KERNELS if kernel.sm == sm)
 
 

@@ -24,9 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 import volta_fa
-from volta_fa.cli import check
+from volta_fa.cli import check  # check.choose_device(): the device that --device names
 from volta_fa.errors import CommandError
-from volta_fa.progress import Progress
+from volta_fa.progress import Progress  # rich's bar; in a pipe, lines
 
 from . import marks
 

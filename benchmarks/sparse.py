@@ -103,7 +103,9 @@ class SparseCase(Case):
     heads: int = 128  # query heads
     topk: int = 2048  # chosen tokens of each query
     dtype: torch.dtype = torch.float16
-    fp8: bool = True  # rows of the cache are fp8 with scales in 656 bytes (headdim 576) or 584 (512), else of dtype
+    # Rows of the cache are fp8, else of dtype. A row has 656 bytes (headdim 576: 512 codes, 4 fp32 scales, 64 columns of 16 bits), or 584
+    # (headdim 512, DeepSeek V4).
+    fp8: bool = True
     headdim: int = 576
     extra: int = 0  # chosen tokens of a second cache (DeepSeek V4)
 

@@ -36,7 +36,7 @@ from .attention import Shape
 # PIPES: parts of an SM by name; SPEEDS: columns of TFLOP/s by both models; Row: a case on a GPU, with targets; Result: its times
 from .driver import GPUS, PIPES, SPEEDS, Benchmark, Case, Result, Row, run
 from .long_sequences import LONG_SEQUENCES
-from .measure import Work, aligned
+from .measure import Work, aligned  # aligned(): an empty tensor, aligned as by CUDA's allocator
 from .report import Grid
 from .volta import BACKWARD, BIAS_GRADIENT, FORWARD
 

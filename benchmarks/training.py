@@ -23,6 +23,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from volta_fa.demo.model import Attention, RoundedAttention, torch_attention, volta_attention
+
+# make_runs(): for each attention a Run, a model in training with its losses, all from the same weights; train(): a step of each in turn;
+# batches(): windows of tokens and their targets; encode(): a token per byte of text; read_corpus(): the text, and the number of its files
 from volta_fa.demo.train import Run, Settings, batches, encode, make_runs, read_corpus, train
 from volta_fa.errors import CommandError
 
@@ -37,7 +40,7 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIEN
 BAND_FACTOR = 2.0
 #: Losses are averaged over this many steps before they are compared: a single batch's loss is noise.
 SMOOTH = 10
-#: Maximum error of volta_fa's gradients relative to PyTorch's.
+#: Maximum error of volta_fa's gradients relative to PyTorch's, as in flash-attn's tests.
 GRADIENT_FACTOR = 3.0
 
 

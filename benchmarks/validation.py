@@ -67,8 +67,6 @@ class Row:
 
 
 def rows(path: Path = ROWS) -> list[Row]:
-    """Returns the rows of a file."""
-
     def number(text: str) -> float | None:
         return float(text) if text else None
 
@@ -115,7 +113,6 @@ def simulate(row: Row, simulator: Path) -> Row:
 
 
 def grid(found: Sequence[Row]) -> Grid:
-    """Returns the table."""
     columns = ["case", "card", "measured", "simulated", "perfect i-cache", "time ratio", "band", "code here", "model", "source", "why"]
     table = Grid("volta-sim beside real cards", columns)
     for row in found:

@@ -45,7 +45,6 @@ class Model(torch.nn.Module):
 
 
 def train(attention, device: str, steps: int = 20) -> list[float]:
-    """Returns the loss of each step."""
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

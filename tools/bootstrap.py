@@ -1,8 +1,8 @@
-"""Makes the environment of `make run` and of the other targets: a virtual environment with the pinned requirements.
+"""Makes the virtual environment, with pinned requirements, in which the Makefile's targets build and run volta_fa. The Makefile calls it.
 
     python tools/bootstrap.py .venv nvrtc     # the environment with NVRTC, which compiles the kernels: cargo can begin
-    python tools/bootstrap.py .venv torch     # torch and what `make run` needs beside it, while cargo compiles
-    python tools/bootstrap.py .venv test      # adds the requirements of `make test`; likewise for the other EXTRAS
+    python tools/bootstrap.py .venv torch     # torch and what `make run`, the demo, needs beside it, while cargo compiles
+    python tools/bootstrap.py .venv test      # adds the requirements of `make test`; `lint`, `docs` and so on: see EXTRAS
 
 The first two take `torch==2.10.0` too: then the environment gets this release, whatever else is installed.
 

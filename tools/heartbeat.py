@@ -31,7 +31,8 @@ def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> 
         with subprocess.Popen(command, env={**env, PROGRESS: f"/proc/{os.getpid()}/fd/2"}) as process, _signals_to(process):
             return _status(process.wait())
     (out, into_out), (err, into_err) = os.pipe(), os.pipe()
-    # /proc/PID/fd/N of the end to read: who opens it to write gets an end to write. This process holds none, or the pipe would not end.
+    # Programs open this path of the pipe's read end for writing, which makes a new write end. This process keeps none open: a pipe ends
+    # only when all its write ends are closed.
     env = {**env, PROGRESS: f"/proc/{os.getpid()}/fd/{err}"}
     try:
         with subprocess.Popen(command, env=env, stdout=into_out, stderr=into_err) as process, _signals_to(process):

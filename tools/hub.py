@@ -58,7 +58,6 @@ In transformers: `attn_implementation="<org>/volta-fa"`.
 
 
 def refusal(why: str) -> SystemExit:
-    """Returns the error of a wheel that cannot become a repository."""
     return SystemExit(f"{Path(__file__).name}: {why}")
 
 

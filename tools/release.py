@@ -36,7 +36,6 @@ _WHEEL_LINE, _SHA256_LINE, _SOURCE_LINE, _ISSUES_LINE = (rf"{name} = {_EMPTY}\n"
 
 
 def refusal(why: str) -> SystemExit:
-    """Returns the error of a release that cannot be made."""
     return SystemExit(f"volta_fa: no release: {why}")
 
 

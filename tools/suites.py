@@ -316,7 +316,7 @@ class Signals:
             if self.running:
                 cases()
             self.running = False
-        except BaseException:  # pytest fails where a frame has no line number, as at the beginning of `with` in Python 3.11
+        except BaseException:  # pytest itself fails if it is interrupted where a frame has no line number, as at `with` in Python 3.11
             if self.running:
                 raise
 

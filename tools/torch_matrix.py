@@ -212,7 +212,6 @@ class Matrix:
             print(f"volta_fa: nothing is loaded with older libraries: {reason}", file=sys.stderr)
 
     def python_for(self, release: str) -> str:
-        """Returns the Python for the environment of a release."""
         if self.options.python:
             return self.options.python
         find = [self.uv, "python", "find", "--no-python-downloads", "--no-project", PYTHONS[release]]

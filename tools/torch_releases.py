@@ -1,6 +1,6 @@
 """The releases of torch that volta_fa is built for: the one list, for builds, tests and messages, and where a build finds their headers.
 
-    python tools/torch_releases.py FOLDER [RELEASE ...]     # headers and libraries to link of these releases, of all unless named
+    python tools/torch_releases.py FOLDER [RELEASE ...]     # downloads what a build needs of these releases (default: of all)
 
 A shim, volta_fa's library for one torch (tools/build_shims.py), is compiled against one release and loads into every patch release of that
 minor one. Needs the standard library, and pip to download."""

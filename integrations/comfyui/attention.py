@@ -3,8 +3,8 @@ sets the override. ComfyUI calls it as it calls its own attention functions, wit
 
     func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs
 
-q is (batch, seqlen, heads * headdim), with skip_reshape (batch, heads, seqlen, headdim); k and v likewise, with fewer heads under
-`enable_gqa`. The result is (batch, seqlen, heads * headdim), with skip_output_reshape (batch, heads, seqlen, headdim).
+q is (batch, seqlen, heads * headdim), with skip_reshape (batch, heads, seqlen, headdim). So are k and v, with fewer heads
+under `enable_gqa`. The result is (batch, seqlen, heads * headdim), with skip_output_reshape (batch, heads, seqlen, headdim).
 A mask is bool (False hides a key) or is added to the scores: (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k), or of rank 4.
 """
 

@@ -19,7 +19,8 @@ use std::time::{Duration, Instant};
 /// Compression level of zstd, from 1 (fast) to 22 (small): a build compresses once, a process decompresses each kernel once.
 const ZSTD_LEVEL: i32 = 19;
 
-/// Compiles the variants that `cache` lacks, and writes `embedded.rs` into `out`. After a full build `cache/complete` exists (Makefile).
+/// Compiles the variants that `cache` lacks, and writes `embedded.rs` into `out`. A build with all kernels also writes `cache/complete`.
+/// Until it exists, the Makefile's `make run` on a machine without a GPU compiles the demo's kernels alone.
 pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path) -> Result<()> {
     println!("cargo:rerun-if-env-changed={ONLY}");
     let only = std::env::var(ONLY).ok();
@@ -162,7 +163,6 @@ impl Progress {
         Some(Mutex::new(progress))
     }
 
-    /// Counts one kernel.
     fn advance(&mut self) {
         self.done += 1;
         if self.done == self.total || self.last_line.elapsed() >= Duration::from_secs(10) {

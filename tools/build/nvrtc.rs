@@ -230,6 +230,8 @@ impl Compiler {
         options.extend(variant.source.headers.iter().map(|header| format!("--pre-include={header}")));
         // what a main kernel of the backward pass does with dq: adds it up, stores it, or leaves it to another kernel
         options.extend(variant.pass.dq_mode().map(|mode| format!("-DDQ_MODE={mode}")));
+        // HEADDIM, HEADDIM_V: the largest that the kernel takes. BLOCK_ROWS: rows of a block (queries, keys or tokens). STEP: rows of the
+        // other kind that an iteration of the main loop takes (decoding: rows of a warp). REQUIRED_FEATURES: every problem must use them
         for (name, value) in [
             ("HEADDIM", variant.headdim),
             ("HEADDIM_V", variant.headdim_v),
@@ -257,8 +259,9 @@ impl Compiler {
         if variant.is_batch_invariant {
             options.push("-DBATCH_INVARIANT".into());
         }
-        // Layout of the row statistics that backward kernels keep in scratch memory: -LSE and -delta (the row sum of out * dout). The
-        // family (volta, turing) has it, because Rust and kernels need the same.
+        // Layout of the row statistics that backward kernels keep in scratch memory: -lse/scale and -delta (delta: the row sum of
+        // out * dout). GROUP_ROWS queries have theirs in GROUP_FLOATS floats, at these offsets. Sequences are padded to a multiple of
+        // ROW_ROUNDING rows. The layout is the family's (volta, turing), because Rust and kernels need the same.
         if let (ParamBlock::Backward | ParamBlock::BackwardStreamK | ParamBlock::BackwardStored, Some(scratch)) =
             (variant.pass.info().params, variant.family.scratch)
         {

@@ -34,7 +34,6 @@ LIMIT = 0.05
 
 
 def models(device: str) -> list[Model]:
-    """Returns the models for a device."""
     if device == "cuda":
         return [model for model in LARGE if "vae" not in model.name]
     # heads of the released models' width, one or two of them

@@ -7,7 +7,7 @@ Needs kernels 0.17.2 and a transformers that accepts it (5.18 to 5.22 do), but n
 
 Compares logits and gradients of a padded Llama and of gpt-oss, whose sinks and windows reach the kernel as `s_aux` and `window_size`,
 and generates with both. Exits with 1 if an error is more than twice that of eager attention in the same dtype (gradients: three times),
-or if get_kernel gives another module."""
+limits of flash-attn's tests, or if get_kernel gives another module."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 Both are packages for context parallelism: each rank holds a part ("shard") of every sequence, and ranks exchange keys and values. Needs one
 of them from PyPI: ring_flash_attn 0.1.8 (with transformers 4: its adapters do not import on 5) or yunchang 0.6.4 (with einops). A package
 that does not import is skipped. FOLDER is `test/` of either repository. The packages need half precision, whose gradients they convert
-to float32 for their sums. Of float32 that makes no copy, and the next call overwrites the buffers.
+to float32 for their sums. Converting float32 would make no copy, so the next call would overwrite the sums.
 
 Each row compares out and the gradients of q, k and v with dense attention in float64: the maximum error relative to the largest
 value, and in parentheses that of PyTorch's eager attention in the same dtype. Exits with 1 if an error is too large."""
@@ -34,7 +34,7 @@ import torch.distributed as dist
 #: Lengths of packed sequences, in multiples of twice the number of processes: `zigzag` cuts a sequence into that many pieces.
 PACKED = (3, 11, 18)
 NHEADS, NHEADS_K, HEADDIM = 4, 2, 32
-#: Allowed error, as a multiple of eager attention's.
+#: Allowed error, as a multiple of eager attention's. flash-attn's tests have the same limits.
 ALLOWED = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 #: Error that is allowed in any case, relative to the largest value: fp16's unit roundoff, half of bf16's.
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9}

@@ -63,7 +63,7 @@ FLAGS = {
 }
 #: The dtype of the model that gives the exact result, by the dtype of the model compared.
 EXACT = {"float16": "float32", "float32": "float64"}
-#: Allowed ratio of errors.
+#: Allowed ratio of errors: flash-attn's tests allow this one for outputs.
 ALLOWED = 2.0
 #: Errors below this, relative to the largest latent, are rounding in any case: KSampler keeps latents in fp32.
 ROUNDING = 2.0**-22
@@ -315,7 +315,7 @@ def vae(device, dtype, all_paths):
 
 
 def run_worker(worker, folder, device, dtype, models, shared, result):
-    """Runs the paths of one worker and writes their rows to the file `result`. The folder `shared` has the exact latents."""
+    """Runs the paths of one worker and writes their rows to the file `result`. `pytorch`, the first, saves exact latents in `shared`."""
     sys.path[0] = folder  # not the folder of this script, whose files are named like packages
     sys.argv = ["main.py", *FLAGS[worker], *([] if worker == "xformers" else ["--disable-xformers"])]
     sys.argv += ["--cpu"] if device == "cpu" else ["--highvram"]  # which keeps a model whole on the GPU, however large
@@ -439,7 +439,6 @@ def judge(rows):
 
 
 def table(rows):
-    """Returns the rows as text."""
     lines = [
         f"{'model':22} {'path':27} {'volta_fa':>8} {'fell back':>9} {'error':>9} {'ratio':>6} {'attention':>9} {'ms/step':>9} {'MiB':>7}"
     ]

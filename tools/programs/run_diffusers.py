@@ -44,7 +44,7 @@ from diffusers.models import attention_dispatch
 # build(): a float32 module and its inputs; forward(): its output; forward_backward(): the output, and the gradient of the first input
 from diffusers_models import LARGE, SMALL, Model, build, cast, forward, forward_backward
 
-#: Multiples of PyTorch's errors that volta_fa's may reach, for outputs and gradients.
+#: Multiples of PyTorch's errors that volta_fa's may reach, for outputs and gradients: those of flash-attn's tests.
 FORWARD, BACKWARD = 2.0, 3.0
 #: Relative errors below this are allowed in any case: float32 sums in another order.
 FLOOR = 1e-6

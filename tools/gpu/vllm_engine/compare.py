@@ -1,13 +1,13 @@
 """Compares the results of run.py: python compare.py OUTPUT. Exits with 1 if anything is wrong or failed. run.py calls report() too.
 
-jobs.COMPARISONS has pairs of jobs: "ours" runs volta_fa (names in -custom); "theirs" has the tokens that ours must repeat. Theirs is mostly
-the same job with vLLM's own backend (-triton, -flash). For servers, speculation and preemption it is a plain job with volta_fa. Greedy
-tokens of two jobs part where the best two tokens of a step tie within rounding. reference.py measures the largest error of each job's
-log-probabilities (nats) against float32, and their root mean square. Ours must be at most twice theirs. Two jobs can rank two tokens
-differently only if the gap between them is at most twice the sum of both errors, so a larger gap at the first difference is wrong.
-
+A job is one vLLM engine that decodes greedily (jobs.py). jobs.COMPARISONS pairs jobs: "ours" runs volta_fa (names in -custom) and must
+repeat the tokens of "theirs". Theirs is mostly the same job with vLLM's own backend (-triton, -flash). For servers, speculation and
+preemption it is a plain job with volta_fa. Tokens may part only where the best two of a step tie within rounding. reference.py measures
+the largest error of each job's log-probabilities (nats) against float32, and their root mean square. Ours must be at most twice theirs.
+Between two jobs, a token's log-probability differs by at most the sum of both errors. So where tokens first differ, a gap of more than
+twice this sum is wrong.
 Without reference.json, the gap and the differences before it must be within twice those between vLLM's own backends (jobs.CONTROLS).
-jobs.ALONE: ours without a counterpart (anchored windows), whose error may be twice that of a job with full attention."""
+jobs.ALONE: ours without a counterpart. Its error may be twice that of a job with full attention."""
 
 import json
 import math

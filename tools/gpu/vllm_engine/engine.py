@@ -1,7 +1,7 @@
 """Runs one job (jobs.py) in one vLLM engine: python engine.py JOB.json RESULT.json MODELS. run.py starts it.
 
 Writes the tokens of all prompts, twice (the second time vLLM's prefix cache has them), with log-probabilities of the best two tokens
-of each step. For an encoder, writes the errors of its embeddings against transformers in float32.
+of each step. For an encoder, writes the errors of its embeddings against transformers in float32. Models are small and random (models.py).
 
 A job is a dictionary: name; kind, tokens or encoder; model, a folder in MODELS; backend, vLLM's attention backend. It may have engine
 (arguments of vllm.LLM), prompts (see `prompts`, or images), logprobs (False: none), lora (True: every other prompt uses the adapter
@@ -83,6 +83,7 @@ def start(job: dict, models: Path, **options):
     from vllm import LLM
 
     limits._FLOAT16_NOT_SUPPORTED_MODELS.clear()  # vLLM refuses float16 for Gemma 2 and 3, whose real weights overflow
+    # vLLM starts only if the share gpu_memory_utilization of the GPU is free. It is small here, because engines share the GPU.
     defaults = {"dtype": "float16", "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}
     defaults |= {"seed": 0, "disable_log_stats": True, "attention_backend": job["backend"]}
     return LLM(model=str(models / job["model"]), **defaults | options | job.get("engine", {}))

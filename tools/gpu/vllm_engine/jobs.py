@@ -132,7 +132,7 @@ CONTROLS = [
 
 
 def job(name: str, model: str, backend: str, **options: Any) -> dict:
-    """Returns a job of kind tokens, with defaults for missing options."""
+    """Returns a job of kind tokens. `options`: further keys."""
     return {"name": name, "kind": "tokens", "model": model, "backend": backend, **options}
 
 
@@ -203,7 +203,7 @@ def image_jobs() -> list[dict]:
 
 
 def sinks_jobs() -> list[dict]:
-    """Returns the jobs of sinks with decode context parallelism. It has no windows, so no layer may fall back to the model's."""
+    """Returns the jobs of sinks with decode context parallelism, which has no windows: `plain` takes the window from the configuration."""
     plain = _EAGER | {"hf_overrides": {"sliding_window": None}}
     two = plain | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "worker_cls": "one_gpu.Worker"}
     shared = two | _DCP

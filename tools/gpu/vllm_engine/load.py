@@ -263,7 +263,6 @@ async def measure(options, job: dict, url: str, server: subprocess.Popen | None)
 
 
 def main() -> None:
-    """Starts a server unless there is one, measures, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("job", "result", "models"):
         parser.add_argument(name, type=Path)
@@ -277,6 +276,7 @@ def main() -> None:
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.models / job["model"]), "--port", port]
         command += ["--attention-backend", job["backend"], "--dtype", "half", "--max-model-len", "4096", "--max-num-seqs", "64"]
+        # 0.05: the share of the GPU that must be free at the start; small, because engines share the GPU
         command += ["--kv-cache-memory-bytes", str(job["cache_bytes"]), "--gpu-memory-utilization", "0.05"]
         command += ["--enable-prompt-tokens-details", "--chat-template", "{{ messages[0]['content'] }}", *job.get("serve", [])]
         server = subprocess.Popen(command)

@@ -166,7 +166,7 @@ _PLUS_ONE = ("gemma2", "gemma3", "paligemma2", "qwen3.5", "qwen3-next")
 #: Models whose embeddings are also their output projection, and the weight of the last norm. Small embeddings and a large weight keep these
 #: models from repeating a token.
 _LAST_NORM = {"gemma3": 6.0, "gemma4": 14.0, "gemma4-text": 14.0, "paligemma2": 21.0}
-#: Sizes of embeddings, of models whose embeddings are not near 1.
+#: Standard deviation of the embeddings, of models where it is not 1.
 _EMBEDDINGS = {
     "gemma2": 0.01, "gemma3": 0.005, "gemma4": 0.0025, "gemma4-text": 0.0025, "paligemma2": 0.0015, "bloom": 0.05, "qwen3.5": 9.0,
     "qwen3-next": 9.0,
@@ -193,7 +193,7 @@ def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generato
         return noise * (0.1 if "per_layer" in parameter else _EMBEDDINGS.get(name, 1.0))
     # Molmo 2's images get embeddings of the size of the text's
     gain = {"bloom": 3.0}.get(name, 0.1 if "image_pooling_2d.wo" in parameter else 1.6)
-    return noise * gain * shape[1] ** -0.5
+    return noise * gain * shape[1] ** -0.5  # shape[1]: inputs. With inputs near 1, outputs have the deviation `gain`
 
 
 def drafter(state: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -294,7 +294,6 @@ def write_lora(folder: Path) -> None:
 
 
 def main() -> None:
-    """Writes the named models, or all."""
     folder, *names = sys.argv[1:]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in names or [*CONFIGS, "molmo2"]:

@@ -1,6 +1,6 @@
-"""A small Molmo 2, which transformers 5.17 lacks: configuration, processor, weights, and a model in float32 as the reference.
+"""A small Molmo 2, a vision-language model, for the vLLM jobs of run.py: configuration, processor, weights, and a float32 reference.
 
-The import registers it with transformers, in place of a later release's own (models.py, engine.py, reference.py). vLLM runs its own model.
+transformers 5.17 lacks it. The import registers it there, in place of a later release's own. vLLM runs its own model.
 An image becomes two crops of one size, the whole image each time, where the real processor cuts large images into more. Its tokens, the
 rows' ends included, see each other. Tokens of images follow the vocabulary, so no model generates one."""
 
@@ -214,9 +214,11 @@ class Molmo2Reference:
             y = F.gelu(self._linear(f"{block}.feed_forward.w1", norm("ffn_norm", x)), approximate="tanh")
             x = x + self._linear(f"{block}.feed_forward.w2", y)
             hidden.append(x)
+        # two layers' outputs beside each other, then both crops of an image in a row: (images, 2 * patches, 2 * hidden)
         of_images = torch.cat([hidden[i] for i in _ADAPTER["vit_layers"]], -1).unflatten(0, (-1, 2)).flatten(1, 2)
         pooling = pooling.view(len(of_images), -1, _POOL**2)
         patches = torch.cat([image[index] for image, index in zip(of_images, pooling)])
+        # a token's query is the mean of its four patches, which are the keys
         pooled = self._attend("image_pooling_2d", patches.mean(1, keepdim=True), patches)[:, 0]
         gated = F.silu(self._linear("image_projector.w1", pooled)) * self._linear("image_projector.w3", pooled)
         return self._linear("image_projector.w2", gated)

@@ -79,6 +79,7 @@ class Cache:
         self.tables, first = [], 1  # layers of several groups share the memory, so each group has blocks of its own
         for group, page in zip(self.plan.kv_cache_groups, self.page_sizes):
             block = group.kv_cache_spec.block_size
+            # the planner's blocks may be larger than the pages of the backend's block table: block // page pages each
             blocks = torch.arange(first, first := first - (-tokens // block))  # enough for all tokens, rounded up
             self.tables.append((blocks[:, None] * (block // page) + torch.arange(block // page)).flatten()[None].int())
             print(f"pages of {page} tokens: {', '.join(group.layer_names)}")
@@ -142,7 +143,7 @@ def main() -> None:
         tokens, spans, embeddings = random.Random(5).choices(range(3, VOCABULARY), k=700), [], None
         if prompt is not None:
             tokens, spans, embeddings = embed(config, model, prompt)
-        count, ends = len(tokens), [0]
+        count, ends = len(tokens), [0]  # chunks end at ENDS, or after the image there; the last six tokens come one by one
         for end in ENDS:
             end = next(e for e in range(end, count) if not any(first < e <= last for first, last in spans))
             ends += [end] if ends[-1] < end < count - 8 else []
