@@ -344,6 +344,8 @@ def prefill_share(result: Result, results: Sequence[Result]) -> str:
 def grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
     if options.kind == "sweep":
         return sweep_grids(results, options)
+    if not results:
+        return []
     tflops: Callable[[Result], str] = lambda r: f"{r.tflops():.1f}{r.missed() if r.row.target else ''}"  # noqa: E731
     if options.kind == "prefill":
         columns = {"us": lambda r: f"{r.us():.1f}", "TFLOP/s": tflops, "of dense": lambda r: prefill_share(r, results)}
