@@ -58,9 +58,9 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
 // the lse if the row exists, and returns the factor for its output. All lanes of the warp call it together, because row_sum
 // shuffles. SoftmaxResult: the row's lse, and output_scale, which divides its output by the sum.
 //
-// Packed: P V took probabilities rounded to fp16, while the sum has them unrounded. From |row_max| = kInexactRowMax (8192) on,
-// row_max is so coarse in fp32 that the probability of a row's only visible key may not be 1. The sum that divides `out` is then
-// rounded to fp16's digits too: else out of that row would differ from the key's V (docs/design/numerics.md).
+// Packed: P V took probabilities rounded to fp16, while the sum has them unrounded. From |row_max| = kInexactRowMax (8192) on, fp32
+// rounds row_max to multiples of 2^-10, but not the score in the exponent: the probability of a row's only visible key may not be
+// 1. So the sum that divides `out` is rounded to fp16's digits too: else out of that row would differ from the key's V.
 template <bool Packed = true, class Layout, int RowTiles>
 __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,
