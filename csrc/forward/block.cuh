@@ -50,7 +50,6 @@ struct HeadGroupBlock {
         return (gridDim.x - 1 - remat_block_x()) * (BlockRows / Heads);
     }
 };
-
 // The Block of grid policies without a block mask: a thread block's coordinates, from Base (ForwardBlock or HeadGroupBlock), and
 // its range of keys. Rows: the block's rows of a head. Other policies' Block reads its Grid; here that argument is unused.
 template <class Base, int Rows>

@@ -4,7 +4,7 @@
 // argument of their kernels, is made of these; the kernels of fp32 tensors use MaskBits (split_block_mask.cuh).
 #pragma once
 
-#include "block_lists.cuh"  // BlockLists, in memory; FwdBlockParams (src/params) has it as `blocks`
+#include "block_lists.cuh"  // BlockLists (`blocks` of FwdBlockParams); HeadLists: a head's; bits_of(): address of a word of bits
 #include "forward/scores.cuh"  // Scores: a warp's tiles of scores
 
 // The list that a thread block takes, and its first row, heads and batch entry (ForwardBlock, block.cuh). Lists carry a launch

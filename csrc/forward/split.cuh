@@ -25,7 +25,9 @@
 //   key_of_row()                   the key in a row of the shared tile
 //
 // The kernel's row in src/kernels/shared.rs names Forward or WideForward. It gives HEADDIM and HEADDIM_V (of v; equal here),
-// BLOCK_ROWS (query rows of a block), STEP (keys of a step: kStep), THREADS and SHARED_BYTES (of a block).
+// BLOCK_ROWS (query rows of a block), STEP (keys of a step: kStep), THREADS and SHARED_BYTES (of a block). It also says for which
+// features the kernel is compiled (kVarlen, kPaged, kGeneric, kHas...; features.cuh). BlockSeqlenInfo has a sequence's lengths, and
+// its first rows in the tensors (q_offset(), k_offset()).
 #pragma once
 
 #include "dense_steps.cuh"  // DenseSteps, NoMaskBits: without a block-sparse mask
@@ -188,7 +190,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
             rescale_row(mt, r, factor);
             softmax.lost[r] *= factor;
         };
-        // one tile after the other: the maxima only rise
+        // One tile after the other: the maxima only rise. kAll: of all rows, not only of those above their limit.
 #pragma unroll
         for (int i = 0; i < Family::kTiles; i++)
             s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);

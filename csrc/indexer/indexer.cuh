@@ -171,7 +171,7 @@ struct Kernel {
         };
 #pragma unroll 1
         for (int step = 0; step < steps; step++, key += kStep) {
-            typename Loader::Pieces next = loader.arriving;
+            typename Loader::Pieces next = loader.arriving;  // of the next step: what the last load() has brought
             loader.load(key + 2 * kStep);
             loader.find_pages(key + 3 * kStep);
             const unsigned next_keys = base + ((step + 1) & 1) * kBufferBytes;

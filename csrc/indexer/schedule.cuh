@@ -1,7 +1,7 @@
-// Schedules DeepSeek V3.2's lightning indexer (indexer.cuh: scores of keys for each query) on the device. A tile is Rows rows (heads
-// of some queries of a batch entry) and the keys that any of these queries sees. A step is Step keys of a tile. The grid is as large
-// as the GPU, and each block takes an equal share of all steps, counted from the lengths in memory: the host needs no lengths.
-// Loading a tile's queries counts as kLoadSteps steps more, because causal prompts begin with many tiles of few keys.
+// Schedules DeepSeek V3.2's lightning indexer (indexer.cuh: scores of keys for each query) on the device. A tile is Rows rows
+// (heads of some queries of a batch entry) and the keys that any of these queries sees. A step is Step keys of a tile. The grid is
+// as large as the GPU, and each block takes an equal share of all steps, counted from the lengths in memory: the host needs no
+// lengths. Loading a tile's queries counts as kLoadSteps steps more, because causal prompts begin with many tiles of few keys.
 // The kernel's row in src/kernels gives THREADS, of a block.
 #pragma once
 

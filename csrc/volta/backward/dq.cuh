@@ -55,9 +55,8 @@ struct BackwardDq {
 
     static constexpr int kGroupWarps = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
 
-    // A warp's scores, in tiles of 16x16: its part of (two tiles of queries) x (the tiles of a step's keys). Two by two tiles
-    // need four shared loads for eight products, two by one three for four, one by one two for two. kKeyWarps warps share a step's
-    // keys.
+    // A warp's scores, in tiles of 16x16: its part of (two tiles of queries) x (the tiles of a step's keys). Two by two tiles need
+    // 4 shared loads for 8 products, two by one 3 for 4, one by one 2 for 2. kKeyWarps warps share a step's keys.
     static constexpr int kStepKeyTiles = S::kStep / 16;
     static constexpr int kScoreKeyTiles = kStepKeyTiles > kGroupWarps ? kStepKeyTiles / kGroupWarps : 1;
     static constexpr int kKeyWarps = kStepKeyTiles / kScoreKeyTiles, kScoreQueryTiles = 2 * kKeyWarps / kGroupWarps;
@@ -128,7 +127,6 @@ struct BackwardDq {
         }
     }
 
-    // Computes the block's dQ. `blocks`: which keys it visits.
     static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);

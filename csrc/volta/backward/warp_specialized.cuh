@@ -216,7 +216,7 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // Returns the first row of a listed step; past the last query, that of the last step with statistics: bits hides its scores.
+    // Returns the first row of a listed step; past the last query, that of the last step with statistics: its scores are hidden.
     static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) {
         return min(row, p.seqlen_q_rounded - S::kStep);
     }

@@ -9,7 +9,7 @@
 //   E4m3, 576         512 e4m3 codes, four fp32 scales of 128 codes each, 64 numbers of 16 bits (the tail)
 //   E4m3, 512         448 e4m3 codes and a tail of 64 numbers of 16 bits; after all rows of the page, eight bytes for each: the
 //                     exponents (E8M0) of seven scales of 64 codes, and a byte of padding
-//   Unquantized       HEADDIM numbers of the type of the queries, fp16 or bf16
+//   Unquantized       HEADDIM numbers of the type of the queries: bf16 with decode::kBf16, else fp16
 #pragma once
 
 #include "volta/decode/mla.cuh"
@@ -156,7 +156,6 @@ private:
         else
             *reinterpret_cast<uint2*>(tail) = make_uint2(word(0), word(1));
     }
-    // Returns the largest x over the threads of a token.
     __device__ __forceinline__ static int largest_of_token(int x) {
 #pragma unroll
         for (int n = 1; n < kThreads; n *= 2) x = max(x, __shfl_xor_sync(~0u, x, n));
