@@ -102,7 +102,6 @@ struct NoPages {
         return column;
     }
 };
-// PageIterator in paged kernels, else NoPages.
 template <int Step, int Groups, bool InBranch>
 using PageIteratorIfPaged = typename Conditional<kPaged, PageIterator<Step, Groups, InBranch>, NoPages>::Type;
 

@@ -16,7 +16,7 @@
 //   QueriesLayout     of a tile a lane has kRows (2) queries r, each with four keys j: element(r, j) is theirs, row_of(v) the r of
 //                     v. score_own(lane, m, v): query of element v of tile m, from the warp's first (fragments.cuh)
 //   RowStats          layout of -lse/|softmax_scale| (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a
-//                     query; rounded_row(): the sequence's first row there, of all heads; rounded_rows(): its rows there
+//                     query; rounded_row(): the sequence's first row there, of all heads; rounded_rows(): its rows, rounded up
 //   range             first to end - 1: keys that the block's queries see; unmasked: first keys of steps that need no mask
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   tiles             StepTiles, a thread's part of the next step's K and V: load(k, v, n) gets it (zeros past n keys) and moves

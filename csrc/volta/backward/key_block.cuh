@@ -8,9 +8,8 @@
 namespace volta {
 
 // The grid's first axis is blocks of keys and its second KV heads, or the other way round; the third is batch entries. Blocks start
-// in the order of blockIdx, first axis first. Under a causal mask the first keys are seen by the most queries, so they start first:
-// those of all heads, with heads on the first axis. remat_* functions read blockIdx from its special register again: it holds no
-// register. BatchAxis has batch(), the batch entry.
+// along the first axis. Under a causal mask the first keys are seen by the most queries, so they start first: those of all heads,
+// with heads on the first axis. remat_*() reads blockIdx again, to hold no register. BatchAxis has batch(), the batch entry.
 struct KeyBlock : BatchAxis {
     static constexpr bool kStreamK = false;  // a block visits all queries of its keys
     // The planner (src/plan) puts heads first under causal and block masks; the kernel infers it from the grid's size. With as many

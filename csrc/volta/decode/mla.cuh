@@ -85,7 +85,6 @@ class MlaMainloop {
     // Scores of a step that a thread has in the softmax, and threads (neighboring lanes) that share a row.
     static constexpr int kThreadScores = BLOCK_ROWS * kTokens / THREADS, kRowThreads = kTokens / kThreadScores;
     static_assert(kThreadScores == 2 || kThreadScores == 4, "a thread's loads of scores");
-    // A thread's scores, and its packed probabilities.
     struct alignas(4 * kThreadScores) ThreadScores {
         float x[kThreadScores];
     };
