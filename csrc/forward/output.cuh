@@ -1,7 +1,7 @@
 // Turns the output that a forward kernel accumulates, P V without the division by the softmax's sum, into the final one. In the
 // main loop rescale_output multiplies rows whose maximum has moved. After it finish_row adds the attention sink, writes a row's lse
-// and returns its factor (with dropout's 1 / (1 - p)), by which the kernel multiplies the row as it stores it. Decode kernels use
-// add_sink alone. row_max has log2 units, lse natural ones.
+// and returns its factor: 1 / sum, times dropout's 1 / (1 - p). The kernel multiplies the row by it as it stores. Decode kernels
+// use add_sink alone. row_max has log2 units, lse natural ones.
 //
 // A Layout (score_layout.cuh) says which elements of a warp's tiles a lane has: element v is of the lane's row r = row_of(v), query
 // first_query(lane) + row_slot(r) of the tile. leads_row() is true for one lane of each row.

@@ -76,8 +76,8 @@ struct Scores {
         return m[0];
     }
 
-    // Returns whether any row of the warp has a score above its SoftmaxRow::limit, so that its lazy maximum row_max must move
-    // (softmax.cuh), or the caller's own condition or_if is true in any lane. Uniform in the warp.
+    // Returns whether any row of the warp has a score above its SoftmaxRow::limit: its lazy maximum row_max must move then
+    // (softmax.cuh). Also true if the caller's own condition or_if is true in any lane. Uniform in the warp.
     __device__ __forceinline__ bool needs_rescale(const SoftmaxRows<Layout, RowTiles>& softmax, bool or_if = false) const {
         bool exceeds = or_if;
 #pragma unroll

@@ -48,8 +48,8 @@ struct KeyLoader {
             if (table && own_key < end) page[i] = __ldg(table + (own_key >> p.page_shift));
         }
     }
-    // Loads the codes and scales of that step, 8 codes at a time. A key without a page keeps old codes, whatever they are. Its
-    // scale is -inf (0xff800000): indexer.cuh compares for that, and writes -inf as its logit.
+    // Loads the codes and scales of that step, 8 codes at a time. A key without a page keeps old codes, which have no effect: its
+    // scale is -inf (0xff800000), for which indexer.cuh compares, and writes -inf as its logit.
     __device__ __forceinline__ void load(int key) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++) {

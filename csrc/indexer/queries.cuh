@@ -8,9 +8,9 @@
 namespace indexer {
 
 constexpr int kColumns = 128, kChunks = kColumns / kChunk;
-// Bytes between rows of queries and keys in shared memory. One chunk of padding makes the pitch odd in chunks, so the rows that a
-// quarter-warp reads at once, eight consecutive ones or the four even or odd ones of eight, fall into different 16-byte bank
-// groups. Without a swizzle, chunks have immediate offsets.
+// Bytes between rows of queries and keys in shared memory. One chunk of padding makes the pitch odd in chunks. A quarter-warp reads
+// eight consecutive rows at once, or the four even or odd ones of eight: they fall into different 16-byte bank groups. Without a
+// swizzle, chunks have immediate offsets.
 constexpr int kPitch = (kChunks + 1) * kChunkBytes;
 constexpr int kStagedRows = 16;  // rows that a warp stages at a time: those of one row tile of the products
 
