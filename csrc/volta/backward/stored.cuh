@@ -1,5 +1,5 @@
 // Tensor-core code of volta (StoredFamily) for the backward kernels that pass P and dS through scratch memory. They are for fp32
-// tensors, whose numbers are two fp16 parts, and for headdims above 256 (where faster above 192). backward/store_scores.cuh computes
+// tensors, whose numbers are two fp16 parts, and headdims above 256 (where faster above 192). backward/store_scores.cuh computes
 // P and dS (keys are rows), backward/stored_gradients.cuh dV, dK and dQ from them. They load operands to shared memory a step (32
 // terms) at a time, and call these functions between two barriers. A warp computes 64 by 64 elements: 4 by 4 tiles of 16 by 16.
 //

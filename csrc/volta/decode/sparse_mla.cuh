@@ -206,7 +206,7 @@ private:
         store_tail(to, [&](int i) { return to_half2(tail[i].x * scale, tail[i].y * scale); });
         return power(unit) * (1.f / decode::KeyElement::kScale);
     }
-    // Stores the token's bf16 numbers as fp16, scaled to below 2^15. Returns what the stored ones must be multiplied by.
+    // Stores the token's bf16 numbers as fp16, scaled to below 2^15. Returns the factor that undoes it. 0x7f800000: exponent bits.
     __device__ __forceinline__ float stage_bf16(char* to) const {
         unsigned largest = 0;
         const auto add = [&](unsigned pair) { largest = max(largest, max(pair & 0x7f800000u, pair << 16 & 0x7f800000u)); };
