@@ -56,8 +56,8 @@ template <class Base, int Rows>
 struct DenseBlock : Base {
     template <class Grid>
     __device__ __forceinline__ DenseBlock(const Problem& p, const Grid&) : Base(p) {}
-    // The block's keys: first to end - 1, those that `mask` lets any of its rows see. Step (keys of an iteration) is unused:
-    // volta/forward/stream_k.cuh has it, whose ranges count steps.
+    // The block's keys: first to end - 1, those that `mask` lets any of its rows see. Step (keys of an iteration) is unused here;
+    // the ranges of volta/forward/stream_k.cuh count steps.
     template <int Step>
     __device__ __forceinline__ int key_first(const Mask& mask) const {
         return mask.key_first(Base::row);
