@@ -8,7 +8,8 @@
 #include "volta_fa_params.h"  // generated from src/params: Problem
 
 // Returns whether the grid's x axis is heads and its y axis blocks of rows, which EitherOrder allows (Layout::kEitherOrder). The
-// planner decides, and the kernel infers it from the grid's size. With as many heads as blocks of rows, both cover the same pairs.
+// planner chooses it under causal and block masks: blocks start x first, so the long blocks of all heads start first. The kernel
+// infers it from the grid's size. With as many heads as blocks of rows, both orders cover the same pairs.
 template <bool EitherOrder>
 __device__ __forceinline__ bool heads_first(const Problem& p) {
     return EitherOrder && gridDim.x == p.nheads;
@@ -18,12 +19,13 @@ __device__ __forceinline__ int remat_head(const Problem& p) {
     return heads_first<EitherOrder>(p) ? remat_block_x() : remat_block_y();
 }
 
-// Query heads that a block computes. Grids of several heads specialize it, where they are defined.
+// Query heads that a block computes. Grid: a grid policy, the kernels' template argument that says which rows and keys a block has.
+// The two policies for several heads (HeadGroupGrid, {volta,turing}/forward) specialize this constant.
 template <class Grid>
 constexpr int kBlockHeads = 1;
 
-// A block's first query row, query head, KV head and batch entry. Blocks start in the order of blockIdx, x fastest. The last rows
-// come first: under a causal mask they see the most keys, and a long block that starts last would run alone at the end.
+// A block's first query row, query head, KV head and batch entry. The last rows come first: under a causal mask they see the most
+// keys, and a long block that starts last would run alone at the end.
 template <int BlockRows, bool EitherOrder = false>
 struct ForwardBlock {
     int row, head, head_k, batch;
@@ -48,14 +50,14 @@ struct HeadGroupBlock {
         return (gridDim.x - 1 - remat_block_x()) * (BlockRows / Heads);
     }
 };
-// What a thread block computes in kernels without a block mask: its coordinates, from Base (ForwardBlock or HeadGroupBlock), and
-// its range of keys. Grid policies, a template argument of the kernels, name it. Rows: the block's rows of a head.
+// The Block of grid policies without a block mask: a thread block's coordinates, from Base (ForwardBlock or HeadGroupBlock), and
+// its range of keys. Rows: the block's rows of a head. Other policies' Block reads its Grid; here that argument is unused.
 template <class Base, int Rows>
 struct DenseBlock : Base {
     template <class Grid>
     __device__ __forceinline__ DenseBlock(const Problem& p, const Grid&) : Base(p) {}
-    // The block's range of keys, those that `mask` lets any of its rows see. Step, keys of a step, is for policies whose ranges
-    // count steps (volta/forward/stream_k.cuh).
+    // The block's keys: first to end - 1, those that `mask` lets any of its rows see. Step (keys of an iteration) is unused here;
+    // the ranges of volta/forward/stream_k.cuh count steps.
     template <int Step>
     __device__ __forceinline__ int key_first(const Mask& mask) const {
         return mask.key_first(Base::row);

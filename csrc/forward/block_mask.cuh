@@ -1,15 +1,15 @@
 // Block-sparse masks in the forward kernels: the list of a thread block, bits of partial key blocks, and loads of listed keys. A
-// list (block_lists.cuh) names the blocks of 64 keys that 128 query rows see. A partial block has a tile of bits, 1 where the score
-// exists. The families' BlockMaskGrid ({volta,turing}/forward/block_mask.cuh), a template argument of their kernels, is made of
-// these; the kernels of fp32 tensors use MaskBits (split_block_mask.cuh).
+// list (block_lists.cuh) names the blocks of 64 keys that 128 query rows (kListedRows) see. A partial block has a tile of bits, two
+// 32-bit words a row: 1 where the score exists. The families' BlockMaskGrid ({volta,turing}/forward/block_mask.cuh), a template
+// argument of their kernels, is made of these; the kernels of fp32 tensors use MaskBits (split_block_mask.cuh).
 #pragma once
 
-#include "block_lists.cuh"  // BlockLists, in memory; FwdBlockParams (src/params) has it as `blocks`
+#include "block_lists.cuh"  // BlockLists (`blocks` of FwdBlockParams); HeadLists: a head's; bits_of(): address of a word of bits
 #include "forward/scores.cuh"  // Scores: a warp's tiles of scores
 
 // The list that a thread block takes, and its first row, heads and batch entry (ForwardBlock, block.cuh). Lists carry a launch
-// order of each head's row blocks, longest list first, so that the longest work starts first. EitherOrder: the grid may have heads
-// on its first axis.
+// order of each head's row blocks, longest list first, so that the longest work starts first: launched() returns the row block at
+// a place in that order. EitherOrder: the grid may have heads on its first axis.
 template <int BlockRows, bool EitherOrder>
 struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
     static_assert(BlockRows == kListedRows, "a list belongs to the rows of one block");
@@ -27,14 +27,15 @@ struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
 
 // Bits of a warp's Rows rows in a step of Step keys. A lane holds the word of one row. load() runs ahead of the step and leaves the
 // word as memory has it, because shifting would wait for the load; combine() then makes bit 0 that of the step's first key. `keys`
-// is an iterator over the list's steps (ListedSteps, ...; block_lists.cuh). A Layout (score_layout.cuh) says which queries and keys
-// of a tile a lane has: first_query and row_slot(r), first_key and key_slot(v) of its rows r and elements v.
+// is an iterator over the list's steps (ListedSteps, ...; block_lists.cuh). Of the step n later, after(n) is the first key,
+// has_bits_after(n) whether its block is partial, tile_after(n) that block's tile, column_in_tile(n) the first key there (0 to 63).
+// A Layout (score_layout.cuh) says which scores of a tile a lane has: rows first_query + row_slot(r), keys first_key + key_slot(v).
 template <int Rows, int Step>
 class MaskBits {
     static_assert(Rows <= 32 && Step <= 32 && 32 % Step == 0, "a word a lane");
     unsigned loaded_ = 0, word_ = 0;  // as loaded; of the current step
 
-    // The lane's row of the list. remat_*: read from its special register again, so that it holds no other register in between.
+    // The lane's row of the list: warp w has rows w * Rows and following. remat_*: reads threadIdx again, to hold no register.
     static __device__ __forceinline__ unsigned list_row() {
         const unsigned thread = remat_thread_index();
         return (Rows == 32 ? thread : thread / 32 * Rows + thread % Rows) % kListedRows;
@@ -59,9 +60,9 @@ public:
                     bits_of(lists, tile, row(), keys.column_in_tile(steps)));
         loaded_ = word;
     }
-    // Prepares the step that comes `steps` after the current one: takes the bits that were loaded for it, or all ones in a full
-    // block. With `masked` clears the bits of keys that lengths, causal mask or window hide: so masks and bits share the code that
-    // hides scores, which has to fit the instruction cache. `row`: the warp's first. Row i sees keys i + mask.low to i + mask.high.
+    // Prepares the step that comes `steps` after the current one: takes its loaded bits, or all ones in a full block. With `masked`
+    // clears the bits of keys that lengths, causal mask or window hide. So masks and bits share the code that hides scores: it has
+    // to fit the instruction cache. `row`: the warp's first. Row i sees keys i + mask.low to i + mask.high.
     template <class Keys>
     __device__ __forceinline__ void combine(const Keys& keys, const Mask& mask, int row, bool masked, int steps = 0) {
         word_ = keys.has_bits_after(steps) ? loaded_ >> keys.column_in_tile(steps) % 32 / Step * Step : ~0u;
@@ -99,7 +100,7 @@ struct ListedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream::has_chunk, Stream::has_row, Stream::next;
     using Stream::kChunksPerRow, Stream::kPasses, Stream::kRowsPerPass, Stream::kThreadsPerRow;
 
-    // Tiles of the rows before `last`. Unnamed: TileStream's first row; here `next`, the thread's chunk, stays at row 0.
+    // Tiles of the rows before `last`. The unnamed int is TileStream's first row. Here `next`, the thread's chunk, stays at row 0.
     __device__ __forceinline__ ListedTileStream(int thread, const unsigned short* base, long long row_stride, int columns, int,
                                                 int last)
         : Stream(thread, base, row_stride, columns, 0, last) {}

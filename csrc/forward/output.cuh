@@ -1,7 +1,7 @@
 // Turns the output that a forward kernel accumulates, P V without the division by the softmax's sum, into the final one. In the
 // main loop rescale_output multiplies rows whose maximum has moved. After it finish_row adds the attention sink, writes a row's lse
-// and returns its factor (with dropout's 1 / (1 - p)), by which the kernel multiplies the row as it stores it. Decode kernels use
-// add_sink alone. row_max has log2 units, lse natural ones.
+// and returns its factor: 1 / sum, times dropout's 1 / (1 - p). The kernel multiplies the row by it as it stores. Decode kernels
+// use add_sink alone. row_max has log2 units, lse natural ones.
 //
 // A Layout (score_layout.cuh) says which elements of a warp's tiles a lane has: element v is of the lane's row r = row_of(v), query
 // first_query(lane) + row_slot(r) of the tile. leads_row() is true for one lane of each row.
@@ -58,9 +58,9 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
 // the lse if the row exists, and returns the factor for its output. All lanes of the warp call it together, because row_sum
 // shuffles. SoftmaxResult: the row's lse, and output_scale, which divides its output by the sum.
 //
-// Packed: P V took probabilities rounded to fp16, while the sum has them unrounded. From |row_max| = kInexactRowMax (8192) on,
-// row_max is so coarse in fp32 that the probability of a row's only visible key may not be 1. The sum that divides `out` is then
-// rounded to fp16's digits too: else out of that row would differ from the key's V (docs/design/numerics.md).
+// Packed: P V took probabilities rounded to fp16, while the sum has them unrounded. From |row_max| = kInexactRowMax (8192) on, fp32
+// rounds row_max to multiples of 2^-10, but not the score in the exponent: the probability of a row's only visible key may not be
+// 1. So the sum that divides `out` is rounded to fp16's digits too: else out of that row would differ from the key's V.
 template <bool Packed = true, class Layout, int RowTiles>
 __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,

@@ -25,8 +25,8 @@ __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const C
     return __syncthreads_and(has);
 }
 
-// Iterates over the pages of the Groups groups of 16 tokens that a thread loads in each step of Step tokens. InBranch: loads
-// page numbers in a branch, for kernels without a free register, because ptxas then interleaves less.
+// Iterates over the pages of the Groups groups of 16 tokens that a thread loads in each step of Step tokens. InBranch: loads page
+// numbers in a branch instead of by predicated loads. ptxas then interleaves less, which kernels without a free register need.
 template <int Step, int Groups, bool InBranch = false>
 class PageIterator {
     static_assert(Step % kPageGroup == 0 && Groups * kPageGroup <= Step, "a step is whole groups of one page");
@@ -34,7 +34,7 @@ class PageIterator {
     int row_;  // row of the first group in that page
     int page_[Groups];  // page number of each group, in the cache
 
-    // Moves a row past the end of a page to the next page.
+    // Moves a row past the end of a page to the next page (pages have at least 16 rows, and a group moves by 16).
     __device__ __forceinline__ static void wrap_row(const Cache& cache, int& row, int& index) {
         if (row >= cache.rows) row -= cache.rows, index++;
     }
@@ -102,7 +102,6 @@ struct NoPages {
         return column;
     }
 };
-// PageIterator in paged kernels, else NoPages.
 template <int Step, int Groups, bool InBranch>
 using PageIteratorIfPaged = typename Conditional<kPaged, PageIterator<Step, Groups, InBranch>, NoPages>::Type;
 

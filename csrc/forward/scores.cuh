@@ -2,12 +2,12 @@
 // dropout. Used by the forward kernels of both families. A Layout (score_layout.cuh) says which scores of a tile a lane has: rows
 // first_query(lane) + row_slot(r), and of element v query first_query(lane) + query_slot(v), key first_key(lane) + key_slot(v).
 //
-// Names: mt is a row tile of the warp, nt a key tile, v a lane's element of a tile, r one of its rows in it. Scores are products
-// q.k until apply_score_mod(), if a kernel calls it, then in log2 units (times log2(e), ready for exp2). scale_log2
-// converts them; after apply_score_mod() it is 1.
+// Names: mt is a row tile of the warp, nt a key tile, v a lane's element of a tile, r one of its rows in it. unrolled<M, N>(f)
+// calls f(m, n) for all m < M, n < N. kHas...: features that the kernel has code for (features.cuh). Scores are products q.k until
+// apply_score_mod(), if a kernel calls it, then in log2 units (ready for exp2). scale_log2 converts them; after it, that is 1.
 //
-// What only some problems or tiles need is read again from parameters and special registers where it is used (remat_*), because
-// registers are scarce. With Layout::kEitherOrder, the grid may have heads on its first axis; remat_head reads the right one.
+// remat_*() read special registers again where a value is used, and parameters are read there too, because registers are scarce.
+// With Layout::kEitherOrder, the grid may have heads on its first axis; remat_head reads the right one.
 #pragma once
 
 #include "forward/block.cuh"  // remat_head(); FwdParams (src/params): tensors, Problem, ScoreOptions
@@ -65,7 +65,7 @@ struct Scores {
             }
     }
 
-    // Returns the largest of a lane's scores in one of its rows.
+    // Returns the largest of a lane's scores in its row r of row tile mt.
     __device__ __forceinline__ float lane_maximum(int mt, int r) const {
         float m[KeyTiles];
 #pragma unroll
@@ -76,8 +76,8 @@ struct Scores {
         return m[0];
     }
 
-    // Returns whether any row of the warp has a score above its SoftmaxRow::limit, so that its lazy maximum row_max must move
-    // (softmax.cuh), or the caller's own condition or_if is true in any lane. Uniform in the warp.
+    // Returns whether any row of the warp has a score above its SoftmaxRow::limit: its lazy maximum row_max must move then
+    // (softmax.cuh). Also true if the caller's own condition or_if is true in any lane. Uniform in the warp.
     __device__ __forceinline__ bool needs_rescale(const SoftmaxRows<Layout, RowTiles>& softmax, bool or_if = false) const {
         bool exceeds = or_if;
 #pragma unroll
@@ -177,17 +177,18 @@ struct ScoreBias {
     }
 };
 
-// Which probabilities of RowTiles row tiles and one key tile dropout keeps. One Philox call (random numbers, philox.cuh) decides
-// all of a lane's eight in a tile: two rows, four apart, by four keys.
+// Which probabilities of RowTiles row tiles and one key tile dropout keeps; without a draw(), all. One Philox call (random numbers,
+// philox.cuh) decides all of a lane's eight in a tile: two rows, four apart, by four keys.
 template <class Layout, int RowTiles>
 struct DropoutBits {
-    // A call's bits are 0 to 3 and 16 to 19 (kept_bits); those of row tile mt are shifted left by kBitsOfTile * mt.
+    // A call's bits, 1 if kept, are 0 to 3 and 16 to 19 (DropoutRule::kept_bits). kept_bit(r, j) is the number of row r's key j.
+    // Those of row tile mt are shifted left by kBitsOfTile * mt.
     unsigned bits = ~0u;
     static constexpr int kBitsOfTile = 4;
     static_assert(RowTiles * kBitsOfTile <= 16, "the bits of a lane's scores fit into half a word");
     static_assert(!kHasDropout || (Layout::kRows == 2 && Layout::row_slot(1) == 4), "a lane's rows share a call");
 
-    // first_batch: batch entries of the call's earlier launches
+    // Random numbers of the block's head. first_batch: batch entries of the call's earlier launches.
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
         return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
                                                      remat_head<Layout::kEitherOrder>(p.problem));

@@ -25,7 +25,9 @@
 //   key_of_row()                   the key in a row of the shared tile
 //
 // The kernel's row in src/kernels/shared.rs names Forward or WideForward. It gives HEADDIM and HEADDIM_V (of v; equal here),
-// BLOCK_ROWS (query rows of a block), STEP (keys of a step: kStep), THREADS and SHARED_BYTES (of a block).
+// BLOCK_ROWS (query rows of a block), STEP (keys of a step: kStep), THREADS and SHARED_BYTES (of a block). It also says for which
+// features the kernel is compiled (kVarlen, kPaged, kGeneric, kHas...; features.cuh). BlockSeqlenInfo has a sequence's lengths, and
+// its first rows in the tensors (q_offset(), k_offset()).
 #pragma once
 
 #include "dense_steps.cuh"  // DenseSteps, NoMaskBits: without a block-sparse mask
@@ -41,8 +43,9 @@ using u32 = unsigned;
 struct Pair {
     u32 high, low;
 };
-// Splits two probabilities times kPackedOne, 2^8. High parts are truncated, so that low ones are positive, as pack_shifted needs
-// them. shifted() scales by 2^8 * 2^-112: then fp32 bits times 8 have fp16's in their upper half. The mask clears lower bits.
+// Splits two probabilities times kPackedOne, 2^8, which uses the upper end of fp16's range. High parts are truncated (the mask
+// clears 13 of fp32's 23 mantissa bits), so that low ones are positive, as pack_shifted needs them. shifted() scales by 2^8 *
+// 2^-112: then fp32 bits times 8 have fp16's in their upper half, because the exponent biases differ by 112 (softmax.cuh).
 __device__ __forceinline__ Pair split_probabilities(float a, float b) {
     const float x = shifted(a), y = shifted(b);
     const float x_high = __uint_as_float(__float_as_uint(x) & ~0x1fffu), y_high = __uint_as_float(__float_as_uint(y) & ~0x1fffu);
@@ -136,11 +139,11 @@ struct CompensatedRows : SoftmaxRows<Layout, 1> {
     }
 };
 
-// Turns the products s of a step into probabilities. Bits::kHidesAll: a block-sparse mask, whose bits then also hide what lengths,
-// causal masks and windows hide. Rescales the output `o` where row maxima move. `row`: the warp's first. unmasked (mask.cuh): if
-// it contains(key), all of the warp's rows see the step from `key` on, so it needs no mask.
-// `bits`: loaded for the step, of a block-sparse mask. `scale`: factor of scores in the exponent; 1 in generic kernels (kGeneric:
-// parameters choose the score features), whose scores apply_score_mod() has scaled to log2 units.
+// Turns the products s of a step into probabilities: score features, mask, row maxima, exponents and sums, dropout. Rescales the
+// output `o` where row maxima move. `row`: the warp's first. unmasked (mask.cuh): if it contains(key), all of the warp's rows see
+// the step from `key` on, so it needs no mask. `bits`: of a block-sparse mask, loaded for the step. Bits::kHidesAll: there is one,
+// whose bits then also hide what lengths, causal masks and windows hide. `scale`: factor of scores in the exponent; 1 in generic
+// kernels (kGeneric: parameters choose the score features), whose scores apply_score_mod() has scaled to log2 units.
 template <class Family, class Steps, class Bits, class Output>
 __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout, 1, 1> (&s)[Family::kTiles], const FwdParams& p,
                                                  const Problem& problem, const UnmaskedKeys<kStep>& unmasked, const Steps& keys,
@@ -187,7 +190,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
             rescale_row(mt, r, factor);
             softmax.lost[r] *= factor;
         };
-        // one tile after the other: the maxima only rise
+        // One tile after the other: the maxima only rise. kAll: of all rows, not only of those above their limit.
 #pragma unroll
         for (int i = 0; i < Family::kTiles; i++)
             s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
@@ -225,7 +228,7 @@ __device__ __forceinline__ void write(const FwdParams& p, int batch, int head, i
     float* lse = p.softmax_lse + sequence.lse_row(batch, head);
 #pragma unroll
     for (int r = 0; r < Layout::kRows; r++) {
-        // false: probabilities were not rounded to fp16; 0: the one row tile. The scale removes kPackedOne too.
+        // false: P is split, not rounded to fp16; 0: the one row tile. Divides by the row's sum and by kPackedOne.
         const float scale = finish_row<false>(p, sequence, lane, head, row, softmax, 0, r, lse);
         const int i = row + Layout::first_query(lane) + Layout::row_slot(r);
         if (i >= sequence.seqlen_q()) continue;
@@ -258,7 +261,7 @@ struct Forward {
                   "the row in src/kernels and the kernel disagree");
     static_assert(!kPaged, "no cache");
 
-    // A thread's chunks of K and V of a step.
+    // A thread's chunks of K and V of a step: one of a row in each pass.
     static constexpr int kRowsPerPass = THREADS / kChunks, kPasses = kStep / kRowsPerPass;
     static_assert(kPasses * kRowsPerPass == kStep, "threads take whole rows");
     struct Loader {
@@ -351,7 +354,7 @@ struct WideForward {
     static constexpr int kChunks = Headdim / kChunk;  // of a row of one part
     static constexpr int kPitch = (kChunks + 1) * kChunkBytes;  // as Forward::kPitch
     static constexpr int kSlotBytes = kStep * kPitch;
-    // A warp's sums: two chunks of each lane. kSums, kQueries: where sums and Q's part begin in shared memory.
+    // A warp's sums are two chunks of each lane, kLaneChunks bytes each. kSums, kQueries: where sums and Q's part begin.
     static constexpr int kLaneChunks = 32 * kChunkBytes, kSums = 2 * kSlotBytes, kWarpSums = 2 * kLaneChunks;
     static constexpr int kQueries = kSums + kWarps * kWarpSums;
     using Queries = typename Family::template Queries<kColumns, Headdim>;

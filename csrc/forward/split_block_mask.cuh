@@ -1,8 +1,8 @@
 // Block-sparse masks in the forward kernels of fp32 tensors, which split each number into two fp16 ones: ListedKeys is their
 // template argument Keys (split.cuh). A list (block_lists.cuh) names the blocks of 64 keys that 128 query rows see; bits say which
-// scores of a partial block exist. A thread block has at most those 128 rows, so several may share a list. (Other kernels have one
-// for each list, and start the longest lists first. This grid starts with the last rows, as without lists: ForwardBlock.) kStep:
-// keys of a step, 16; kWarpRows: rows of a warp, 16; kListedRows: rows of a list, 128.
+// scores of a partial block exist. A thread block has at most those 128 rows, so several may share a list. (Other forward kernels
+// have one block for each list, and start the longest lists first. This grid starts with the last rows, as without lists.) kStep:
+// keys of a step, 16; kWarpRows: rows of a warp, 16; kListedRows: rows of a list, 128. remat_*: reads threadIdx again.
 #pragma once
 
 #include "compact_listed_steps.cuh"  // CompactListedSteps: iterator over the steps of a list
@@ -41,9 +41,9 @@ public:
     template <int Ahead, int Rows, class Block>
     __device__ __forceinline__ Steps<Ahead> steps(const FwdParams& p, const Block& block, const Mask& mask) const {
         static_assert(kListedRows % Rows == 0, "a block's rows are of one list");
+        // first_batch: batch entries of the call's earlier launches; lists count from the call's first
         const HeadLists of_head(lists_, p.lengths.first_batch + block.batch, block.head);
-        // what CompactListedSteps reads of a block: the list. 0: the sequence's first key
-        const struct {
+        const struct {  // what CompactListedSteps reads of a block; it ignores the first key, 0: the list has the keys
             const int* list;
         } of_block = {of_head.of(lists_, block.row / kListedRows)};
         return Steps<Ahead>(*this, of_block, 0, mask.seqlen_k);

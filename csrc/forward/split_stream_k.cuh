@@ -1,7 +1,7 @@
 // Stream-K grid of WideForward (split.cuh), the forward kernel of fp32 tensors with wide heads: StreamKKeys is its template
 // argument Keys. A VAE (image decoder of diffusion models) has one head, whose row tiles leave many SMs idle in their last wave.
 // Blocks compute splits of the keys of these tiles, and store their results in scratch memory. The last block to finish a tile
-// combines its splits in key order. No block waits, and the output is deterministic.
+// combines its splits in key order. No block waits, and the output is deterministic. remat_*: computed again, to hold no register.
 //
 //   TileSplit      a block's work (tile_split.cuh): a row tile, row_block, and steps `first` up to `end` of kStep keys, split
 //                  number `index` of `splits` (1: all keys). stream_k_tile numbers the split tiles
@@ -22,7 +22,7 @@ class StreamKKeys : public SeenKeys {
     using Layout = typename Family::Layout;
     const StreamKParams& params_;
 
-    // Computed again from blockIdx after the main loop, so that it holds no registers.
+    // First row, head and batch entry of the block's row tile.
     __device__ __forceinline__ TileCoord<BLOCK_ROWS> remat_coord(const Problem& p) const {
         return TileCoord<BLOCK_ROWS>(p, TileSplit(params_, remat_block_x()).row_block);
     }
@@ -48,8 +48,9 @@ public:
         return Steps<Ahead>(*this, block, first, end<Rows>(mask, block));
     }
 
-    // Stores this split. Returns true for the last block of the row tile, after it has combined all splits. A thread's result is
-    // the maxima and sums of its two rows, then outputs, in 16-byte chunks. Memory has chunk i of all threads, then i + 1.
+    // Stores this split. Returns true for the last block of the row tile, after it has combined all splits, its own too, in key
+    // order. A thread's result is the maxima and sums of its two rows, then outputs, in 16-byte chunks. Memory has chunk i of all
+    // threads, then i + 1. __stcg and __ldcg bypass L1, which other SMs do not share.
     template <class Output>
     __device__ __forceinline__ bool combine_splits(SoftmaxRows<Layout, 1>& softmax, Output& o) const {
         const TileSplit split(params_, remat_block_x());

@@ -5,7 +5,7 @@
 #include "features.cuh"  // kPaged; Problem, StreamKParams, StreamKSplit (src/params)
 
 // Paged kernels (over a KV cache) have lengths in GPU memory, so the planner cannot count the steps of a row tile. Their splits
-// count in kPagedParts equal parts of these steps (`PAGED_PARTS` in src/limits.rs). A split's ends are 16-bit numbers.
+// count in kPagedParts equal parts of these steps (`PAGED_PARTS` in src/limits.rs): 2^15, because ends are 16-bit numbers.
 constexpr int kPagedParts = 1 << 15;
 
 // A block's work: all keys of a row tile, or one split of them.

@@ -3,17 +3,18 @@
 //   logits[query, key] = scale[key] * sum over heads of weight[query, head] * relu(q[query, head] . k[key])
 //
 // with q (batch, seqlen_q, nheads, 128) in fp16, bf16 or e4m3, and keys of 128 e4m3 codes with an fp32 scale each, dense or in
-// pages. logits are fp32 (batch, seqlen_q, columns). Keys outside the query's range (keys_of) get -inf if p.clean, else nothing.
+// pages. logits are fp32 (batch, seqlen_q, columns), a column for each key; the caller takes each query's top k. Keys outside the
+// query's range (keys_of) get -inf if p.clean, else nothing.
 //
 // A row is one head of one query: 32 or 64 rows a query (2^head_shift), from nheads on padding. A block of eight warps computes a
 // tile of 256 or 64 rows (Rows). Each warp keeps 32 rows in registers, so products read only K from shared memory. A step is 64
 // keys, double-buffered, with one barrier. With 256 rows each warp has all 64 keys, as four key tiles of 16. With 64 rows, four
 // warps divide the keys of the same 32 rows, one key tile each.
 //
-// The two warps of an SM's scheduler leave the barrier together, and would leave the tensor cores idle together. So the sum over
-// heads of a key tile, and the conversion of the next step's keys, run between the products of the next key tile. write() follows
-// one step later, after the barrier. With 64 rows a query, two warps have its heads: write() adds their sums, always in this order.
-// So a logit depends on its query and key alone, not on the tile.
+// Each of an SM's four schedulers has two of the warps. They leave the barrier together, and would leave the tensor cores idle
+// together. So the sum over heads of a key tile, and the conversion of the next step's keys, run between the products of the next
+// key tile. write() follows one step later, after the barrier. With 64 rows a query, two warps have its heads: write() adds their
+// sums, always in this order. So a logit depends on its query and key alone, not on the tile.
 //
 // Products is the family's tensor-core code (volta/indexer.cuh, turing/indexer.cuh):
 //
@@ -75,7 +76,7 @@ struct Kernel {
         return sum + __shfl_xor_sync(~0u, sum, Products::kLaneMasks[2]);
     }
 
-    // Writes -inf (0xff800000) to logits of keys that a query does not see. The grid's warps take parts of queries' rows in turn.
+    // Writes -inf (0xff800000) to logits of keys that a query does not see. The grid's warps take parts of rows of logits in turn.
     __device__ __forceinline__ static void clean(const IndexerParams& p) {
         constexpr int kPart = 1024;  // columns that a warp has at a time
         const int parts = (p.columns + kPart - 1) / kPart, items = p.batch * p.seqlen_q * parts, lane = threadIdx.x % 32;
@@ -135,7 +136,7 @@ struct Kernel {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int tile_row = products.row() + Products::kRowStep * r;
-                // stage_queries() stores it after the row's fp16 columns
+                // stage_queries() (queries.cuh) stores it after the row's fp16 columns
                 const float factor = __uint_as_float(load_shared1(staged + tile_row * kPitch + kColumns * 2));
                 w[mt][r] = 0.5f * factor * rows.weight(16 * mt + tile_row);  // 0.5: relu(x) is half of x + |x|, which keeps NaN
             }
@@ -170,7 +171,7 @@ struct Kernel {
         };
 #pragma unroll 1
         for (int step = 0; step < steps; step++, key += kStep) {
-            typename Loader::Pieces next = loader.arriving;
+            typename Loader::Pieces next = loader.arriving;  // of the next step: what the last load() has brought
             loader.load(key + 2 * kStep);
             loader.find_pages(key + 3 * kStep);
             const unsigned next_keys = base + ((step + 1) & 1) * kBufferBytes;

@@ -28,7 +28,7 @@ struct KeyLoader {
     using Pieces = KeyPieces<2 * kPasses>;
 
     const IndexerParams& p;
-    const int* table;  // of the sequence; null: a dense tensor of keys, one page
+    const int* table;  // the batch entry's row of the block table; null: dense keys, one page of 2^31 (page_shift 31)
     int end;  // keys from here on are not loaded
     int row, piece;  // the thread's first key of a step, and its number among that key's threads
     int page[kPasses];  // of each of its keys
@@ -48,8 +48,8 @@ struct KeyLoader {
             if (table && own_key < end) page[i] = __ldg(table + (own_key >> p.page_shift));
         }
     }
-    // Loads the codes and scales of that step. A key without a page keeps old codes, whatever they are. Its scale is -inf
-    // (0xff800000): indexer.cuh compares for that, and writes -inf as its logit.
+    // Loads the codes and scales of that step, 8 codes at a time. A key without a page keeps old codes, which have no effect: its
+    // scale is -inf (0xff800000), for which indexer.cuh compares, and writes -inf as its logit.
     __device__ __forceinline__ void load(int key) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++) {
@@ -63,8 +63,8 @@ struct KeyLoader {
             if (piece == 0) arriving.scale[i] = __ldg(p.k_scales + page[i] * p.scales_page_stride + in_page);
         }
     }
-    // Stores `codes`, a loaded piece with this number, as fp16 to the step's rows at shared address `keys`. The thread's key of
-    // pass i has pieces 2 * i and 2 * i + 1.
+    // Stores `codes`, a loaded piece, as fp16 to the step's rows at shared address `keys`. Its number is 2 * i for the first piece
+    // of the thread's key of pass i, 2 * i + 1 for the second.
     __device__ __forceinline__ void store(unsigned keys, const uint2& codes, int number) const {
         const unsigned words[2] = {codes.x, codes.y};
         const unsigned to = keys + row * kPitch + piece * kChunkBytes;

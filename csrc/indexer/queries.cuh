@@ -1,16 +1,16 @@
-// Loads queries of the lightning indexer (indexer.cuh): a warp stages fp16, bf16 or e4m3 rows as fp16 in shared memory, and a
-// factor for each. A row is one head of one query, which has 2^head_shift rows (32 or 64): nheads heads, then missing rows.
+// Loads queries of DeepSeek V3.2's lightning indexer (indexer.cuh): a warp stages fp16, bf16 or e4m3 rows as fp16 in shared memory,
+// and a factor for each. A row is one head of one query, which has 2^head_shift rows (32 or 64): nheads heads, then missing rows.
 #pragma once
 
 #include "quantized.cuh"  // Element: conversion of codes
-#include "tile.cuh"  // kChunk, kChunkBytes; IndexerParams (src/params)
+#include "tile.cuh"  // kChunk: 8 fp16 columns, kChunkBytes: 16; IndexerParams (src/params)
 
 namespace indexer {
 
-constexpr int kColumns = 128, kChunks = kColumns / kChunk;  // a chunk: 8 fp16, 16 bytes
-// Bytes between rows of queries and keys in shared memory. One chunk of padding makes the pitch odd in chunks, so the rows that a
-// quarter-warp reads at once, eight consecutive ones or the four even or odd ones of eight, fall into different 16-byte bank
-// groups. Without a swizzle, chunks have immediate offsets.
+constexpr int kColumns = 128, kChunks = kColumns / kChunk;
+// Bytes between rows of queries and keys in shared memory. One chunk of padding makes the pitch odd in chunks. A quarter-warp reads
+// eight consecutive rows at once, or the four even or odd ones of eight: they fall into different 16-byte bank groups. Without a
+// swizzle, chunks have immediate offsets.
 constexpr int kPitch = (kChunks + 1) * kChunkBytes;
 constexpr int kStagedRows = 16;  // rows that a warp stages at a time: those of one row tile of the products
 
@@ -46,9 +46,9 @@ __device__ __forceinline__ int row_exponent(unsigned bits) {
 }
 __device__ __forceinline__ float power_of_2(int exponent) { return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23); }
 
-// Loads the lane's chunks of Passes rows, every second row from pass `first` on, then calls f(pass, chunk) for each. Pass i has the
-// row 2 * i after the lane's first, whose chunk is at `from`; a pass is `pass_bytes` after the one before. X holds a chunk's bits.
-// Chunks are 0 from row `rows` (counted from the lane's first) on.
+// Loads the lane's chunks of passes `first` to first + Passes - 1, then calls f(pass, chunk) for each. Pass i has the row 2 * i
+// after the lane's first, whose chunk is at `from`; a pass is `pass_bytes` after the one before. X holds a chunk's bits: 8 bytes of
+// e4m3, else 16. Chunks are 0 from row `rows` (counted from the lane's first) on.
 template <int Passes, class X, class F>
 __device__ __forceinline__ void each_chunk(const unsigned char* from, long long pass_bytes, int rows, int first, F f) {
     X x[Passes];

@@ -1,7 +1,7 @@
-// Schedules the lightning indexer (indexer.cuh) on the device. A tile is Rows rows (heads of some queries of a batch entry) and the
-// keys that any of these queries sees. A step is Step keys of a tile. The grid is as large as the GPU, and each block takes an
-// equal share of all steps, counted from the lengths in memory: the host needs no lengths. Loading a tile's queries counts as
-// kLoadSteps steps more, because causal prompts begin with many tiles of few keys.
+// Schedules DeepSeek V3.2's lightning indexer (indexer.cuh: scores of keys for each query) on the device. A tile is Rows rows
+// (heads of some queries of a batch entry) and the keys that any of these queries sees. A step is Step keys of a tile. The grid is
+// as large as the GPU, and each block takes an equal share of all steps, counted from the lengths in memory: the host needs no
+// lengths. Loading a tile's queries counts as kLoadSteps steps more, because causal prompts begin with many tiles of few keys.
 // The kernel's row in src/kernels gives THREADS, of a block.
 #pragma once
 
@@ -55,7 +55,7 @@ struct Tile {
         first_step = first / Step;
         steps = key_end ? (key_end + Step - 1) / Step - first_step : 0;
     }
-    // Time of the tile, in steps.
+    // Time of the tile, in steps; a tile without keys takes none.
     __device__ __forceinline__ int time() const { return steps ? steps + kLoadSteps : 0; }
     // Returns the step, counted from first_step, at which a block begins whose share starts at this time of the tile. Shares that
     // start while queries load begin at step 0.

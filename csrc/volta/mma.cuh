@@ -34,8 +34,8 @@ struct Lane {
         : lane(lane_), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1), qn((lane >> 3) & 1) {}
 };
 
-// mma_row_col: c += a * b, with A row-major and B col-major; likewise the others. A register pair of an operand is elements v = 0
-// to 3 of the layouts above. Not volatile: the compiler may reorder a warp's products.
+// mma_row_col: c += a * b, with A row-major and B col-major. The others' names say their layouts too. A register pair of an operand
+// is elements v = 0 to 3 of the layouts above. Not volatile: the compiler may reorder a warp's products.
 #define VOLTA_MMA(NAME, A_LAYOUT, B_LAYOUT)                                                                  \
     __device__ __forceinline__ void NAME(Accumulator& c, u32 a0, u32 a1, u32 b0, u32 b1) {                   \
         asm("mma.sync.aligned.m8n8k4." #A_LAYOUT "." #B_LAYOUT                                               \

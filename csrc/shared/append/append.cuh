@@ -1,4 +1,4 @@
-// Appends new K and V to a KV cache, with optional rotary embedding and quantization, and writes a rotated copy of Q.
+// Appends new K and V to a KV cache, with optional rotary embedding and quantization, and writes a rotated copy of Q (p.rotated_q).
 // src/ops/kvcache/kernels.rs launches it before the attention over the cache.
 //
 // Grid: blocks of BLOCK_ROWS new tokens, KV heads, batch entries. A block has these tokens of K, of V and of the KV head's query
@@ -202,7 +202,6 @@ __device__ __forceinline__ void append_quantized(const AppendParams& p, const Ca
     }
 }
 
-// Runs the kernel for one element type of k, v and q.
 template <ElementType Element>
 __device__ __forceinline__ void append(const AppendParams& p) {
     const Problem& problem = p.problem;
@@ -212,6 +211,7 @@ __device__ __forceinline__ void append(const AppendParams& p) {
     const int seqlen_knew = sequence.valid() ? sequence.seqlen_knew() : 0;
     const int rows = min(max(seqlen_knew, group > 0 ? sequence.seqlen_q() : 0) - first, BLOCK_ROWS);
     // Units of a token: those of K, then of V, then of each query head. Past seqlen_knew a row has only Q; past seqlen_q, K and V.
+    // Of a quantized cache, append_quantized() takes those of K and V.
     const int units_k = (problem.headdim + kUnitColumns - 1) / kUnitColumns,
               units_v = (problem.headdim_v + kUnitColumns - 1) / kUnitColumns;
     const int units = units_k + units_v + group * units_k;

@@ -105,7 +105,8 @@ __device__ __forceinline__ int value_exponent(const CastParams& p, int group) {
 }
 
 // Exponents of q and k of a group. p.scale_exponent: that of a power of two that q takes over from an unusual softmax_scale, else
-// 0. |Scores| (log2 units) are below 2^(p.score_exponent + exponents of the largest |q| and |k|).
+// 0. p.score_exponent: that of headdim * |softmax_scale| * log2(e), so |scores| (log2 units) are below 2^(p.score_exponent +
+// exponents of the largest |q| and |k|).
 struct Exponents {
     int q, k;  // fp16 numbers are the given ones times 2^q and 2^k
     bool has_moved;  // q or k need a scale, or rows may need exponents of their own: kCastScaled casts them once more
@@ -186,7 +187,6 @@ struct Head {
                (batch * source.batch_stride + first * source.row_stride + head * source.head_stride) * bytes;
         to = target.ptr + batch * target.batch_stride + first * to_stride + head * target.head_stride;
     }
-    // Loads kColumns elements as fp32.
     __device__ __forceinline__ void load(int row, int column, float (&x)[kColumns]) const {
         const unsigned char* at = from + row * from_stride;
         if (is_fp32) {

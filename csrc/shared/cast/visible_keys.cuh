@@ -60,7 +60,7 @@ public:
         const bool has_lists = p_.blocks.lists;
         const int last = mask_.row_end(key, 1) - 1;
         // Queries that may see the key. Without lists, and without a bias of each query (stride not 0), the last one decides:
-        // causal mask and window let it see the key if any does. Likewise the first head, without a bias of each head.
+        // causal mask and window let it see the key if any does. Without a bias of each head, one head decides for all.
         const int first = has_lists || (o.bias && o.bias_row_stride) ? mask_.row_first(key) : max(mask_.row_first(key), last);
         const int end_head = has_lists || (o.bias && o.bias_head_stride) ? end_head_ : head_ + 1;
         const int position = min(key - (mask_.seqlen_k - mask_.seqlen_q), last);  // query at the key's position: the ends align

@@ -1,5 +1,5 @@
-// The kernel of volta_fa::merge_attention_states (src/ops/merge.rs launches it): merges attention outputs a
-// and b over disjoint sets of keys (cascade and ring attention). Each is weighted by its share of the sums of exponentials:
+// The kernel of volta_fa::merge_attention_states (src/ops/merge.rs launches it): merges attention outputs a and b over disjoint
+// sets of keys (cascade and ring attention). Each is weighted by its share of the sums of exponentials:
 //
 //   out = (exp(lse_a) * out_a + exp(lse_b) * out_b) / (exp(lse_a) + exp(lse_b)),  lse = log(exp(lse_a) + exp(lse_b))
 //
@@ -60,7 +60,6 @@ __device__ __forceinline__ float joint_log_sum(float a, float b) {
     return larger == negative_infinity() ? a + b : larger + log1pf(expf(-fabsf(a - b)));
 }
 
-// Offset of row 0 of one head of one batch entry.
 template <class Tensor>
 __device__ __forceinline__ long long first_element(const Tensor& x, int batch, int head) {
     return batch * x.batch_stride + head * x.head_stride;

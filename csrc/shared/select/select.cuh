@@ -69,7 +69,7 @@ __device__ __forceinline__ void make_list(const SparseMlaParams& p, int query) {
 }
 
 // Casts one head of a bf16 query (a batch entry of p.q) to fp16, scaled by a power of two so that its largest magnitude is below
-// 2^15. row_scales gets the inverse power, by which the attention kernel multiplies scores.
+// 2^15. row_scales gets the inverse power, by which the attention kernel multiplies scores. 0x7f800000: exponent bits of a bf16.
 __device__ __forceinline__ void cast_row(const SparseMlaParams& p, int query, int head) {
     const int lane = threadIdx.x & 31, chunks = p.decode.problem.headdim / kChunk;
     const unsigned short* from = p.q.ptr + query * p.q.batch_stride + head * p.q.head_stride;

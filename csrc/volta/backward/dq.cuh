@@ -16,7 +16,7 @@
 //   QueriesLayout     of a tile a lane has kRows (2) queries r, each with four keys j: element(r, j) is theirs, row_of(v) the r of
 //                     v. score_own(lane, m, v): query of element v of tile m, from the warp's first (fragments.cuh)
 //   RowStats          layout of -lse/|softmax_scale| (at kNegLseAt) and -delta (at kNegDeltaAt) in global memory: kRowFloats a
-//                     query; rounded_row(): the sequence's first row there, of all heads; rounded_rows(): its rows there
+//                     query; rounded_row(): the sequence's first row there, of all heads; rounded_rows(): its rows, rounded up
 //   range             first to end - 1: keys that the block's queries see; unmasked: first keys of steps that need no mask
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   tiles             StepTiles, a thread's part of the next step's K and V: load(k, v, n) gets it (zeros past n keys) and moves
@@ -55,9 +55,8 @@ struct BackwardDq {
 
     static constexpr int kGroupWarps = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
 
-    // A warp's scores, in tiles of 16x16: its part of (two tiles of queries) x (the tiles of a step's keys). Two by two tiles
-    // need four shared loads for eight products, two by one three for four, one by one two for two. kKeyWarps warps share a step's
-    // keys.
+    // A warp's scores, in tiles of 16x16: its part of (two tiles of queries) x (the tiles of a step's keys). Two by two tiles need
+    // 4 shared loads for 8 products, two by one 3 for 4, one by one 2 for 2. kKeyWarps warps share a step's keys.
     static constexpr int kStepKeyTiles = S::kStep / 16;
     static constexpr int kScoreKeyTiles = kStepKeyTiles > kGroupWarps ? kStepKeyTiles / kGroupWarps : 1;
     static constexpr int kKeyWarps = kStepKeyTiles / kScoreKeyTiles, kScoreQueryTiles = 2 * kKeyWarps / kGroupWarps;
@@ -128,7 +127,6 @@ struct BackwardDq {
         }
     }
 
-    // Computes the block's dQ. `blocks`: which keys it visits.
     static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);

@@ -22,8 +22,8 @@ struct DqAccumulator {
 
     // Element (row, column) of a head, column a multiple of 8, lies at row(row) + column(column) floats from the sequence's first;
     // load8() gets it and the next seven. row() counts rows of the sequence. The row's bits are, from the lowest: bit 0 of t,
-    // bit 1 of v, then qn, half and qm. In steps of 16 queries qm is bit 3 of the column instead. headdim: columns of a row of the
-    // accumulator. Integer: the type of offsets, long long in postprocess.
+    // bit 1 of v, then qn, half and qm. Each adds what it adds in line_offset(), bit 1 of v two lines. In steps of 16 queries qm is
+    // bit 3 of the column instead. headdim: columns of a row of the accumulator. Integer: type of offsets (long long).
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         const int rows = has_short_steps(headdim) ? 16 : 32, in_step = static_cast<int>(row % rows);

@@ -17,7 +17,7 @@
 //   kHas...           whether the kernel is compiled for the feature (features.cuh)
 #pragma once
 
-#include "backward/modifiers.cuh"  // score features: Alibi, Bias, philox_of() (random numbers); uses_...(): the problem has one
+#include "backward/modifiers.cuh"  // Alibi, Bias, philox_of() (random numbers), add_bias_gradient(); uses_...(): the problem has it
 #include "backward/probabilities.cuh"  // ExponentAddends, kExponentShift, kExponentUnit
 #include "volta/backward/bias_gradient.cuh"  // store_bias_gradient(): dbias as fp16
 #include "volta/backward/key_block.cuh"  // KeyBlock: number() of the thread block's block of keys

@@ -8,12 +8,12 @@
 namespace volta {
 
 // The grid's first axis is blocks of keys and its second KV heads, or the other way round; the third is batch entries. Blocks start
-// in the order of blockIdx, first axis first. Under a causal mask the first keys are seen by the most queries, so they start first.
-// remat_* functions read blockIdx from its special register again: it holds no register. BatchAxis has batch(), the batch entry.
+// along the first axis. Under a causal mask the first keys are seen by the most queries, so they start first: those of all heads,
+// with heads on the first axis. remat_*() reads blockIdx again, to hold no register. BatchAxis has batch(), the batch entry.
 struct KeyBlock : BatchAxis {
     static constexpr bool kStreamK = false;  // a block visits all queries of its keys
-    // The planner (src/plan) chooses the order of the axes; the kernel infers it from the grid's size. With as many KV heads as
-    // blocks of keys, both orders cover the same (block of keys, KV head) pairs.
+    // The planner (src/plan) puts heads first under causal and block masks; the kernel infers it from the grid's size. With as many
+    // KV heads as blocks of keys, both orders cover the same (block of keys, KV head) pairs.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
     // Number of the block of keys in its KV head, head(). One launch may take a part of these, from first_key_block on.
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }

@@ -23,8 +23,8 @@ namespace volta {
 // ---- S^T = K Q^T and dP^T = V dO^T ----------------------------------------------------------------
 
 // A lane's operands of S^T or dP^T for one chunk of headdim: M tiles of own rows (a), N tiles of step rows (b). Addresses:
-// own_operand(), step_operand() (fragments.cuh) at that chunk. multiply_low() adds products of the
-// chunk's columns 0 to 3 to c, multiply_high() those of 4 to 7.
+// own_operand(), step_operand() (fragments.cuh) at that chunk. multiply_low() adds products of the chunk's columns 0 to 3 to c,
+// multiply_high() those of 4 to 7.
 template <class S, int M, int N>
 struct Fragments {
     uint4 a[M], b[N];

@@ -1,7 +1,7 @@
-// The volta Family, a template argument of the backward kernels that pass P and dS through scratch memory, for headdims above 192
-// and for fp32 tensors (a number is two fp16 parts there). backward/store_scores.cuh computes P and dS (keys are rows),
-// backward/stored_gradients.cuh dV, dK and dQ from them. They load operands to shared memory a step (32 terms) at a time, and call
-// these functions between two barriers. A warp computes 64 by 64 elements of a product: 4 by 4 tiles of 16 by 16.
+// Tensor-core code of volta (StoredFamily) for the backward kernels that pass P and dS through scratch memory. They are for fp32
+// tensors, whose numbers are two fp16 parts, and headdims above 256 (where faster above 192). backward/store_scores.cuh computes
+// P and dS (keys are rows), backward/stored_gradients.cuh dV, dK and dQ from them. They load operands to shared memory a step (32
+// terms) at a time, and call these functions between two barriers. A warp computes 64 by 64 elements: 4 by 4 tiles of 16 by 16.
 //
 // *_operand(), *_a() and *_b() return the byte offset of a lane's operand in its tile of shared memory. `row`, `column`: the warp's
 // first in the tile. c: a lane's accumulators; a and b, a_address and b_address: shared addresses of its operands.

@@ -46,7 +46,6 @@ class StreamKKeyBlock {
             __stcg(&chunk, make_uint4(__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)));
         });
     }
-    // Adds a gradient in scratch memory to c.
     template <int Threads, class Sums>
     static __device__ __forceinline__ const uint4* add(Sums& c, const uint4* from) {
         return each_chunk<Threads>(from, c, [](const uint4& chunk, float& x, float& y, float& z, float& w) {

@@ -27,7 +27,7 @@
 //   KeysLayout        of a tile a lane has four queries of two keys; score_own(lane, m, v): key of element v of tile m, from the
 //                     warp's first (fragments.cuh)
 //   RowStats          layout of -lse/scale (at kNegLseAt) and -delta (at kNegDeltaAt; delta = rowsum(dO * O)) in global memory:
-//                     kRowFloats a query; rounded_row(): the sequence's first row there, of all heads (backward/scratch.cuh)
+//                     kRowFloats a query; rounded_row(): the sequence's first row there, of all heads; lengths are rounded up to 32
 //   range             first() to end - 1: query rows that see the block's keys; unmasked: first rows of steps that need no mask;
 //                     rows(): rows that loads may read (QueryRange, backward/iteration_range.cuh)
 //   tiles             StepTiles, a thread's part of the next step's Q and dO: load(q, dout, n) gets it (zeros past n rows), and
@@ -216,7 +216,7 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // Returns the first row of a listed step; past the last query, that of the last step with statistics: bits hides its scores.
+    // Returns the first row of a listed step; past the last query, that of the last step with statistics: its scores are hidden.
     static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) {
         return min(row, p.seqlen_q_rounded - S::kStep);
     }

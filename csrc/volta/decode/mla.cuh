@@ -85,7 +85,6 @@ class MlaMainloop {
     // Scores of a step that a thread has in the softmax, and threads (neighboring lanes) that share a row.
     static constexpr int kThreadScores = BLOCK_ROWS * kTokens / THREADS, kRowThreads = kTokens / kThreadScores;
     static_assert(kThreadScores == 2 || kThreadScores == 4, "a thread's loads of scores");
-    // A thread's scores, and its packed probabilities.
     struct alignas(4 * kThreadScores) ThreadScores {
         float x[kThreadScores];
     };
@@ -396,8 +395,8 @@ public:
                 for (int i = 0; i < kThreadScores; i++) x[i] = softmax.probability(x[i], scale_log2);
                 if constexpr (Tokens::kTokenScales) {
                     // Token scales multiply probabilities, because P V mixes tokens. The products are packed in a unit of the row,
-                    // a power of two (ProbabilityScale), which moves where a product does not fit fp16. A probability of 1 counts
-                    // as kPackedOne, 2^8.
+                    // a power of two (ProbabilityScale), where a probability of 1 counts as kPackedOne, 2^8. exceeds(): one does
+                    // not fit fp16. update() then sets the unit by the row's largest, and returns the factor for its output.
                     float2 product[kThreadScores / 2];
                     bool exceeds = moved;
 #pragma unroll

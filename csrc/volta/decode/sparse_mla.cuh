@@ -9,7 +9,7 @@
 //   E4m3, 576         512 e4m3 codes, four fp32 scales of 128 codes each, 64 numbers of 16 bits (the tail)
 //   E4m3, 512         448 e4m3 codes and a tail of 64 numbers of 16 bits; after all rows of the page, eight bytes for each: the
 //                     exponents (E8M0) of seven scales of 64 codes, and a byte of padding
-//   Unquantized       HEADDIM numbers of the type of the queries, fp16 or bf16
+//   Unquantized       HEADDIM numbers of the type of the queries: bf16 with decode::kBf16, else fp16
 #pragma once
 
 #include "volta/decode/mla.cuh"
@@ -156,7 +156,6 @@ private:
         else
             *reinterpret_cast<uint2*>(tail) = make_uint2(word(0), word(1));
     }
-    // Returns the largest x over the threads of a token.
     __device__ __forceinline__ static int largest_of_token(int x) {
 #pragma unroll
         for (int n = 1; n < kThreads; n *= 2) x = max(x, __shfl_xor_sync(~0u, x, n));
@@ -207,7 +206,7 @@ private:
         store_tail(to, [&](int i) { return to_half2(tail[i].x * scale, tail[i].y * scale); });
         return power(unit) * (1.f / decode::KeyElement::kScale);
     }
-    // Stores the token's bf16 numbers as fp16, scaled to below 2^15. Returns what the stored ones must be multiplied by.
+    // Stores the token's bf16 numbers as fp16, scaled to below 2^15. Returns the factor that undoes it. 0x7f800000: exponent bits.
     __device__ __forceinline__ float stage_bf16(char* to) const {
         unsigned largest = 0;
         const auto add = [&](unsigned pair) { largest = max(largest, max(pair & 0x7f800000u, pair << 16 & 0x7f800000u)); };

@@ -21,6 +21,7 @@
 //   mt, r, j          a row tile of 16; one of a lane's two rows in it; an output tile of 16 columns
 //   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column, 1 for the others; u is 0 for the even
 //                     four of these, 1 for the odd
+//   sequence          lengths of the block's sequence, and its first rows in the tensors (q_offset(), k_offset())
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   named_sync(i, n), named_arrive()  bar.sync and bar.arrive of barrier i, for n threads; named_sync_or(i, n, x): also returns
 //                     whether x is true in any of them

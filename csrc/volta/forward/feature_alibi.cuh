@@ -7,10 +7,10 @@
 
 namespace volta {
 
-// ALiBi adds -slope * |i + o - j| to the score of query i and key j, where o = seqlen_k - seqlen_q. With `row` the warp's first,
-// this is slope * (j - row - o) - slope * (i - row) up to the diagonal j = i + o, and slope * (row + o - j) + slope * (i - row)
-// after it. The term with i is constant in a row, so any row_max absorbs it. So products begin with a number that depends on the
-// key alone, only tiles on the diagonal need a correction, and the sign changes once.
+// ALiBi adds -slope * |i + o - j| to the score of query i and key j, where o = seqlen_k - seqlen_q. Let `row` be the warp's first.
+// Up to the diagonal j = i + o this is slope * (j - row - o) - slope * (i - row); after it, both signs change. The term with i is
+// constant in a row, so any row_max absorbs it. So products begin with a number that depends on the key alone, only tiles on the
+// diagonal need a correction, and the sign changes once.
 //
 // AfterFunction: products begin with 0, because the function takes them alone; the number times log2(e) is added to its value.
 //

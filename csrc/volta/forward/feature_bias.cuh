@@ -22,7 +22,6 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
     static constexpr bool kIsInitial = KeyTiles == 1;  // products start with the bias as initial accumulator
 
-    // Where the lane's bias lies.
     struct BiasAddress {
         const unsigned short* base;  // key 0 of the lane's first row
         int rows_left, first_key;  // rows of the tensor after that one; the lane's first key in a tile

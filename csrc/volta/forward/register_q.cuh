@@ -18,6 +18,7 @@
 //   v, u              a lane's element (0 to 7) of a tile of scores; elements 4u to 4u + 3, and their keys in O += P V: u is 0 for
 //                     the even four of eight keys, 1 for the odd
 //   w                 in O += P V: 0 for the eight keys of the lane's quad-pair column, 1 for the other eight
+//   sequence          lengths of the block's sequence, and its first rows in the tensors (q_offset(), k_offset())
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   bits              under a block mask, which single scores exist; else calls compile to nothing
 //   features.*()      what the kernel's required score features need at that point (score_feature.cuh)
@@ -203,7 +204,6 @@ struct ForwardRegisterQ {
 #pragma unroll
         for (int i = 0; i < 2; i++) loader.store(first[i], i * kSlotBytes);
         loader.load(tile, keys.after(2));
-        // A negative softmax_scale flips the signs of Q.
         if (!kPaged && problem.sign_flip) {
             unrolled<kRowTiles, kChunks>([&](int mt, int c) { q[mt][c] = flipped(q[mt][c], problem.sign_flip); });
         }

@@ -17,6 +17,7 @@
 //   w, u              in O += P V: w is 0 for the eight keys of the lane's quad-pair column (bit 3 of the lane), 1 for the other
 //                     eight; u is 0 for the even four of these, 1 for the odd: a lane's elements 4u to 4u + 3
 //   key group         warps that share rows with other key groups, but have other keys of each step
+//   sequence          lengths of the block's sequence, and its first rows in the tensors (q_offset(), k_offset())
 //   keys              iterator over the block's steps: first() is the step's first key, after(n) that of the step n later
 //   bits              under a block mask, which single scores exist; else calls compile to nothing
 //   swizzled()        permutes a row's chunks against bank conflicts (tile.cuh)

@@ -194,7 +194,6 @@ struct Split {
         }
     }
 
-    // Returns the column of element v of output tile j.
     __device__ __forceinline__ static int column(const Lane& lane, int j, int v) { return output_column(lane, j, v); }
 };
 
