@@ -29,7 +29,7 @@ pub struct DecodeParams {
     pub max_rows: i32,
     /// Maximum splits, among blocks, of the keys of a sequence and KV head; 0: no limit but the number of blocks.
     pub num_splits: i32,
-    /// Scratch: partial results, two per block (csrc/decode/partials.cuh).
+    /// Scratch: partial results (fp32 output and softmax state of each row), two per block (csrc/decode/partials.cuh).
     pub partials: *mut f32,
     /// Scratch: semaphores for each partial result and each level of the tree in which blocks combine them. They count finished blocks.
     pub semaphores: *mut u64,

@@ -64,7 +64,7 @@ impl StreamKSplit {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StreamKParams {
-    /// Scratch: results of splits, max_splits for each stream-K tile.
+    /// Scratch: (stream-K tiles, max_splits) results: softmax states and unscaled outputs in fp32, 16 bytes of each thread, then its next.
     pub partials: *mut f32,
     /// Scratch: a semaphore for each stream-K tile, which counts the splits that are done.
     pub semaphores: *mut u64,
@@ -124,9 +124,9 @@ pub struct FastParams {
     pub k_codes: *mut u32,
     /// Rows of a head in k_codes: each sequence begins at a multiple of 64.
     pub k_rows: i64,
-    /// Scratch: (nheads_k, k_rows / 64, 4): keys 8i + 2t and 8i + 2t + 1 of a block of 64 have scale t. A number is its code * scale.
+    /// Scratch: (nheads_k, k_rows / 64, 4): of a block of 64, keys 8i + 2t and 8i + 2t + 1, those of lanes with lane % 4 = t, have scale t.
     pub k_scales: *mut f32,
-    /// Scratch: (nheads_k, batch, the kernel's headdim) means of K over keys; 0 without smooth_k.
+    /// Scratch: (nheads_k, batch, the kernel's headdim) means of K over up to 128 keys of each sequence; 0 without smooth_k.
     pub k_mean: *mut f32,
     /// Scratch: (nheads_k, batch, v_max_stride) largest finite magnitude of V in each block of the prepare kernel.
     pub v_max: *mut f32,

@@ -113,7 +113,8 @@ fn decode_shape(
     // takes the smallest row tile that fits the wanted rows, else the largest
     let kernel = on_resident_grid(pass, shape, features, d, |rows| (rows < wanted, rows.abs_diff(wanted)))?;
     let (variant, [blocks, _]) = (kernel.variant, kernel.blocks);
-    // csrc/decode/partials.cuh: two partial results per block; each level of the combine tree has row states (two floats) of its own
+    // two partial results per block: of the first and the last row tile of its range of tokens, which it may share with other blocks. Each
+    // level of the combine tree (csrc/decode/partials.cuh) has row states (two floats) of its own
     let splits = 2 * i64::from(blocks);
     let levels = i64::from(combine_levels(blocks));
     let rows_of_split = i64::from(variant.block_rows);

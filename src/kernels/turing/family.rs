@@ -14,7 +14,7 @@ pub const TURING: Family = Family {
     has_key_block_offset: false, // no backward launch takes a part of the blocks of keys
     stores_dbias: false,         // no kernel stores the gradient of a bias as fp16; they add to fp32
     stored_above: 256,           // headdim: the backward pass of wider heads keeps P and dS in memory
-    // the row statistics of csrc/backward/scratch.cuh: for 16 queries -lse/scale of each, then -delta of each, as floats
+    // the row statistics of csrc/backward/scratch.cuh: -lse/scale of 16 queries, then their -delta, as floats: one load of a whole warp
     scratch: Some(Scratch {
         row_rounding: 32, // rows of an entry are a multiple
         group_rows: 16,   // rows whose statistics lie together

@@ -74,7 +74,8 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
     }
 }
 
-// The main kernel of each headdim. Arguments: headdim, keys of a block, queries of a step. Comments count registers, and a block's memory.
+// The main kernel of each headdim. Arguments: headdim, keys of a block, queries of a step. Comments count registers of a thread (a warp's
+// fp32 tile of r rows by c columns: r * c / 32), and shared memory of a block.
 
 /// dV and dK are 2 x 32 registers of a thread. 28 KB.
 const MAIN_32: Variant = single_role(32);

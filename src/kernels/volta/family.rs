@@ -9,7 +9,8 @@ pub const VOLTA: Family = Family {
     native: &[70, 72], // run the machine code; later ones get PTX
     shared_bytes: 96 * 1024,
     threads: 2048, // of an SM
-    // the row statistics of csrc/backward/scratch.cuh: -lse/scale and -delta of four queries, each twice, as floats
+    // the row statistics of csrc/backward/scratch.cuh: -lse/scale and -delta of four queries, as floats. Each twice: in this order two
+    // 16-byte loads fill an accumulator of dP, two keys by four queries, with -delta
     scratch: Some(Scratch {
         row_rounding: 32, // rows of an entry are a multiple
         group_rows: 4,    // rows whose statistics lie together
