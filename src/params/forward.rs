@@ -132,7 +132,7 @@ pub struct FastParams {
     pub v_max: *mut f32,
     /// Row length of v_max: blocks of the longest sequence.
     pub v_max_stride: i64,
-    /// Scratch: V as fp16 below 1, where `element` is bf16. The forward kernel's v.
+    /// Scratch of bf16 calls: V times a power of two as fp16, finite magnitudes below 1. The forward kernel reads it as v.
     pub v_scaled: Output,
     /// Bool mask, which the prepare kernel packs. The strides are 0 where it is broadcast.
     pub mask: *const bool,

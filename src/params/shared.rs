@@ -2,8 +2,7 @@
 //! pointers are device addresses, and an entry is an element of the batch. Packed tensors have no batch: rows of all sequences follow each
 //! other. Plain kernels have code for no option, varlen kernels for lengths from memory, generic ones for all options of scores.
 
-/// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension; kernels with an [`ElementType`]: of
-/// that type.
+/// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension; beside an [`ElementType`] a tensor of that.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
@@ -55,9 +54,8 @@ impl Divisor {
 
 /// Sizes, window and scale of an attention problem, for all passes.
 ///
-/// Query row `i` sees the keys `j` with `i + o - window_left <= j <= i + o + window_right`, where
-/// `o = seqlen_k - seqlen_q` (bottom-right alignment). An unbounded side is `seqlen_q + seqlen_k`, which
-/// reaches past either end and cannot overflow. A causal mask has `window_right = 0`.
+/// Query row `i` sees the keys `j` with `i + o - window_left <= j <= i + o + window_right`, where `o = seqlen_k - seqlen_q` (bottom-right
+/// alignment). An unbounded side is `seqlen_q + seqlen_k`, which reaches past either end. A causal mask has `window_right = 0`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Problem {

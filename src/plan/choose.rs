@@ -190,10 +190,8 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
 /// - Its grid has no more blocks than that of large blocks. They compute fewer rows of padding.
 /// - Its waves compute enough fewer rows to pay for the lower speed of smaller blocks.
 /// - A window is so short that a smaller block skips many of the keys that none of its rows sees.
-/// - So few keys are before the diagonal of a causal mask that a smaller block skips many of those after it (only
-///   where four share an SM).
-/// - A mask makes blocks uneven and all large blocks are resident at once, so the longest block decides. Small blocks
-///   with more warps per row end sooner.
+/// - So few keys precede the diagonal of a causal mask that a smaller block skips many of those after it (only where four share an SM).
+/// - A mask makes blocks uneven, and all large blocks are resident: the longest decides. Small blocks with more warps per row end sooner.
 ///
 /// Figures: `docs/design/volta-forward.md`, `docs/design/volta-backward.md`, `docs/design/turing-forward.md`.
 pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &DeviceLimits) -> ChosenKernel {

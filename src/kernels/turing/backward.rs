@@ -185,7 +185,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(DQ.into_iter().chain(DQ.map(generic)));
     rows.extend(fused_rows.map(varlen));
     rows.extend(block_mask_rows());
-    // headdims above 256: P and dS in memory; then fp32 tensors, of all headdims, likewise
+    // headdims above 256: P and dS in memory; then fp32 tensors, of all headdims, too
     rows.extend(shared::stored_backward(TURING));
     rows.extend(shared::split_backward(TURING));
     rows

@@ -172,7 +172,7 @@ pub fn backward_rows() -> Vec<Variant> {
     // ... then dq: plain ones of headdim 96, varlen ones of 64 and 128. At headdims 192 and 256 generic kernels are as fast as others
     rows.extend([DQ_96, varlen(DQ_64), varlen(DQ_128)].into_iter().chain(DQ.map(generic)));
     rows.extend(block_mask_rows());
-    // headdims above 256, and above 192 where faster: P and dS in memory; then fp32 tensors, of all headdims, likewise
+    // headdims above 256, and above 192 where faster: P and dS in memory; then fp32 tensors, of all headdims, too
     rows.extend(shared::stored_backward(VOLTA));
     rows.extend(shared::split_backward(VOLTA));
     rows.extend(fused_rows.map(varlen));

@@ -31,8 +31,8 @@ pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode,
         return None; // most problems end here, without a search for kernels
     }
     let plan = stored(kernels, a, mode, d).ok()?;
+    // with other reasons a kernel of the family failed, or the preferred family has none: `stored_above` compares usual choices alone
     // fills_launches: a launch has all keys of its heads, or enough to fill a GPU
-    // with other reasons the family's usual choice was not free: another kernel failed, or another family stepped in
     let is_faster = |k: PlannedKernel| matches!(k.reason, Reason::Cheapest | Reason::Tuned) && is_wide(&k.variant.family);
     (plan.kernels().all(is_faster) && plan.stored?.fills_launches()).then_some(plan)
 }

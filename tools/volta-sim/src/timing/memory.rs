@@ -170,8 +170,8 @@ impl SmSim<'_, '_> {
         t
     }
 
-    /// Returns whether this SM pays for writing a stored sector to DRAM: for its share of each buffer larger than L2, from whose budget it
-    /// takes the sector. Smaller buffers stay in L2.
+    /// Returns whether a stored sector costs this SM a write to DRAM: as many sectors of a buffer do as its budget has (`first_touch`), if
+    /// the buffer is larger than L2. Smaller ones stay in L2.
     pub(super) fn is_written_back(&mut self, addr: u64) -> bool {
         let buffers = &self.env.mem.bufs;
         buffers.iter().find(|b| b.touches(addr)).is_some_and(|b| b.len > self.machine.l2_bytes) && self.first_touch(addr)
