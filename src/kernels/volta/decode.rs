@@ -48,8 +48,8 @@ const TILES: [DecodeTile; 16] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// Tiles of batch-invariant calls. A row's bits depend on one property of a tile: in how many parts its warps divide the tokens. It is warps *
-/// rows of a warp / rows of a block, above headdim 256 half of that. All tiles of a headdim have the same, so the planner may take any.
+/// Tiles of batch-invariant calls. A row's bits depend on one property of a tile: in how many parts its warps divide the tokens. It is
+/// warps * rows of a warp / rows of a block, above headdim 256 half of that. All tiles of a headdim have the same, so plans may take any.
 const INVARIANT_TILES: [DecodeTile; 8] = [
     (64, [32, 8], 128, 4),
     (64, [64, 16], 128, 3),

@@ -1,6 +1,5 @@
-//! Single- and double-precision arithmetic and comparison, and the special-function unit.
-//!
-//! `d` decodes an instruction and `s` executes it: `s.f32(i)` reads source i of all lanes, `s.write` writes the active ones.
+//! Single- and double-precision arithmetic and comparison, and the special-function unit. `d` decodes an instruction: its calls read the
+//! printed operands from left to right. `s` executes it: `s.f32(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
