@@ -1,7 +1,7 @@
 //! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass ([`choose`]),
 //! with smaller blocks where these are faster ([`sized`]). Used by the plans of all operators.
 //! - family: the kernels of one architecture; pass: what a kernel computes; feature: an option that kernels need code for;
-//! - tuning: a file of measured choices, and of kernels that failed on the device; `untuned()`: the device without it.
+//! - tuning: a file of measured choices, and of kernels that failed on the device; `untuned()`: the device without it. Tests: tests/plan/.
 
 use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE}; // families: those the device runs, the preferred one first
 use super::kernel::{usual_blocks, ChosenKernel, Reason};

@@ -3,7 +3,7 @@
 //!
 //! The host knows the longest sequence alone, so the grid has as many blocks as the GPU holds at once, which divide the tokens on the
 //! device (`csrc/decode/tile_scheduler.cuh`). Rows are queries of all heads of a KV head, and a row tile those that a block takes at once.
-//! The tokens of a row tile may be split among blocks, which leave partial results.
+//! The tokens of a row tile may be split among blocks, which leave partial results. Tests: tests/plan/decode.rs.
 
 use super::choose::{choose, is_applicable}; // choose: the tuned or cheapest kernel of each pass
 use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same

@@ -7,7 +7,7 @@
 //! - capitals in the sources: macros, the row's fields, and DQ_MODE, what the pass does with dq (`Pass::dq_mode`);
 //! - `p`: the parameter block. Of a block mask, `p.blocks_t` has the lists for blocks of keys, `p.blocks` those for blocks of queries.
 //!
-//! A thread can have 255 registers, an SM 96 KB of shared memory.
+//! A thread can have 255 registers, an SM 96 KB of shared memory. tests/test_variants.py runs each kernel, tests/kernels.rs finds spills.
 
 use super::super::shared::{self, dkdv, fused, with}; // make a row of a main kernel's; with: one feature, which problems must use
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};

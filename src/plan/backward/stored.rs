@@ -1,7 +1,7 @@
 //! Plans the backward pass for large headdims, and for fp32: a scores kernel stores P (probabilities) and dS (gradients of scores), and a
 //! gradients kernel multiplies them to dq, dk and dv. plan.rs divides both into launches, so that P and dS fit their memory: a launch has
 //! some KV heads (`heads`) and of each some key tiles (`key_tiles`, of 128 keys). A block of the scores kernel computes one tile of 128
-//! queries by 128 keys, of one query head; a block of the gradients kernel one tile of dq, dk or dv.
+//! queries by 128 keys, of one query head; a block of the gradients kernel one tile of dq, dk or dv. Tests: tests/plan/backward.rs.
 
 use super::plan::{tiles, BackwardPlan, StoredPlan};
 use crate::error::Result;

@@ -1,7 +1,7 @@
 //! Issue of an instruction: units, scoreboards and stall counts. A scoreboard is one of six counters of a warp: an instruction of variable
 //! latency holds one, and later instructions wait for it. `s` is a sub-partition (scheduler), `k` an index of `SmSim::warps`, `idx` the
 //! number of an instruction in the code. `w` is a warp's `WarpTiming`, what the scheduler knows of it. A slot is room for a resident CTA.
-//! Times are cycles.
+//! Times are cycles. Tests: tests/real_cards.rs.
 
 use super::counters::{Release, WaitReason};
 use super::SmSim;
