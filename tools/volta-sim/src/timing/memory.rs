@@ -11,9 +11,9 @@ use crate::ops::memory::shared_offset;
 use crate::step::Access;
 
 impl SmSim<'_, '_> {
-    /// Passes instruction `idx` of the code, of warp `k`, through the queue of sub-partition `s` and the data stage from cycle `now` on, and
-    /// global and local accesses through L1, L2 and DRAM, sector by sector. Returns when the result is written, when the sources have been
-    /// read, and the reason of waits for either.
+    /// Passes instruction `idx` of the code, of warp `k`, through the queue of sub-partition `s` and the data stage from cycle `now` on,
+    /// and global and local accesses through L1, L2 and DRAM, sector by sector. Returns when the result is written, when the sources have
+    /// been read, and the reason of waits for either.
     pub(super) fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
         let m = self.machine;
         let inst = &self.env.prog.code[idx];
