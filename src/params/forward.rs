@@ -25,7 +25,7 @@ pub struct FwdParams {
     pub lengths: Lengths,
     /// Varlen kernels read the sinks, generic kernels all of it, plain kernels nothing.
     pub score_options: ScoreOptions,
-    /// k and v of prefill kernels. Other kernels ignore this field and the next.
+    /// k and v of prefill kernels (forward kernels over a KV cache). Other kernels ignore this field and the next.
     pub cache: Cache,
     /// Minimum rows (queries of all heads of a KV head) of a sequence: decode kernels compute those with fewer.
     pub min_rows: i32,

@@ -20,7 +20,7 @@ pub const VOLTA: Family = Family {
         neg_delta_offsets: &[8, 9, 12, 13],
         copy_distances: &[0, 2], // floats from an offset to each copy
     }),
-    // passes whose grids may have heads instead of row tiles as their first axis
+    // passes whose grids may have heads, not row tiles (rows of a block), as first axis, so that the long tiles of all heads start first
     either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::Backward, Pass::BackwardDkDv],
     has_key_block_offset: true, // main backward launches may take a part of the blocks of keys
     stores_dbias: true,         // kernels store the gradient of a bias as fp16 if each element belongs to one score; else they add to fp32

@@ -14,7 +14,7 @@ const FIXED_LATENCY: u64 = 4;
 pub(super) const SOURCES_READ: u64 = 2;
 
 impl SmSim<'_, '_> {
-    /// Returns when the instruction's unit can take it. A memory instruction needs a place in the MIO queue.
+    /// Returns when the instruction's unit can take it. A memory instruction needs a place in the MIO (memory input/output) queue.
     pub(super) fn unit_free(&self, s: usize, inst: &Inst) -> u64 {
         let sub = &self.subs[s];
         match inst.unit {
