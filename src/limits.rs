@@ -1,5 +1,5 @@
 //! Every limit of what the operators take, once. Validation (src/problem/) rejects what is beyond, the planner and launches rely on them,
-//! and Python reads some from `_info()` ([`published`]).
+//! and Python reads some from `_info()` ([`published`]). tests/test_validation.py tests them.
 
 use serde_json::{json, Value};
 use std::ops::RangeInclusive;

@@ -3,7 +3,7 @@
 //!
 //! This module parses a file's text into a checked [`Tuning`], which the planner asks about shapes (plan/choose.rs). `launch::tuning` reads
 //! the file. A tuning is a list of choices, each a [`Class`] of shapes of one pass and the kernel to take for it; and failed kernels. A
-//! pass is what a kernel computes, a variant one kernel, and a feature an option that kernels need code for.
+//! pass is what a kernel computes, a variant one kernel, and a feature an option that kernels need code for. Tests: tests/plan/tunings.rs.
 
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};

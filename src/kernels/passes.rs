@@ -92,7 +92,7 @@ const SCORES: FeatureSet = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::B
 const FORWARD: FeatureSet = SCORES.without(FeatureSet::of(&[Feature::Fp32Gradients]));
 /// The output of fp32 tensors is fp32 in any case.
 const FORWARD_SPLIT: FeatureSet = FORWARD.without(FeatureSet::of(&[Feature::Fp32Output]));
-/// The backward pass finds all that sinks did in softmax_lse.
+/// The backward pass finds all that sinks did in softmax_lse, and writes no out.
 const BACKWARD_MAIN: FeatureSet = SCORES.without(FeatureSet::of(&[Feature::Sinks, Feature::Fp32Output]));
 const PREPROCESS: FeatureSet = FeatureSet::of(&[Feature::Lengths]);
 const POSTPROCESS: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Fp32Gradients]);

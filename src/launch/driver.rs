@@ -1,6 +1,6 @@
 //! Launches kernels through the CUDA driver: [`Driver`] implements [`Launcher`] on PyTorch's stream and in its (primary) context. It loads
 //! a kernel on its first launch, and opens libcuda on first use, so this library loads on a machine without a driver. src/ops/ makes a
-//! [`Driver`] for a call's CUDA tensors, info.rs one to describe a device.
+//! [`Driver`] for a call's CUDA tensors, info.rs one to describe a device. Tests: tests/driver.rs, refusals.rs.
 
 use super::memo::Memo;
 use super::tuning::{self, DeviceTuning};

@@ -7,7 +7,7 @@
 //!
 //! | variable | meaning | default |
 //! | --- | --- | --- |
-//! | `VOLTA_FA_SIM_GPU` | the GPU that plans are made for and that is timed: v100, pg503, t4, rtx2080ti or titanrtx | v100 |
+//! | `VOLTA_FA_SIM_GPU` | the GPU of plans and times: v100, pg503 (a GV100 with 72 SMs), t4, rtx2080ti or titanrtx | v100 |
 //! | `VOLTA_FA_SIM_QUANTUM` | instructions that a warp runs before the next one does; 1: warps advance in turn | 20000 |
 //! | `VOLTA_FA_SIM_THREADS` | host threads; 1 makes the atomics' order repeatable | 1 |
 //! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | none |

@@ -1,6 +1,6 @@
 //! Sources of tunings: a file of the user for each card (a GPU with its driver), or a text from [`force`]. A tuning says which kernels
 //! plans take or avoid on a card; `crate::tuning` parses it, and launchers put it into the `DeviceLimits` of a plan. Launchers read a
-//! device's file once, for its first plan. A bad file costs one warning; the plan then has no tuning.
+//! device's file once, for its first plan. A bad file costs one warning; the plan then has no tuning. Tests: tests/test_tuning.py.
 
 use super::memo::Memo;
 use crate::error::{Error, Result};

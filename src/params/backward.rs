@@ -29,8 +29,8 @@ pub struct BwdParams {
     pub softmax_lse: *const f32,
     /// Scratch: fp32 statistics of query rows, in the layout of the family, volta or turing (`Scratch` in src/kernels/variants.rs).
     pub row_stats: *mut f32,
-    /// Scratch: (dq_accum_splits, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32. The preprocess kernel zeroes it, and the
-    /// postprocess kernel adds it up. Without elements if a separate kernel computes dq.
+    /// Scratch: (dq_accum_splits, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32; inside 16 or 32 rows in the order of atomics (the
+    /// family's dq_accumulator.cuh). Preprocess zeroes it, postprocess adds it up. Without elements if a separate kernel computes dq.
     pub dq_accum: *mut f32,
     /// Floats between the accumulators of consecutive key blocks of a launch; 0 if all add to one.
     pub dq_accum_split_stride: i64,
@@ -73,7 +73,7 @@ pub struct BwdParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BwdSplits {
-    /// Scratch: gradients of splits in fp32, max_splits for each of `tiles` key blocks of each head.
+    /// Scratch: (KV heads of all entries, tiles, max_splits) fp32 dk and dv of a split, 16 bytes of each thread, then its next 16.
     pub partials: *mut f32,
     /// Scratch: a semaphore for each of these key blocks, which counts the splits that are done.
     pub semaphores: *mut u64,
@@ -116,12 +116,13 @@ pub struct BwdBlockParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StoredScores {
-    /// Scratch: P^T times 2^12, fp16, in tiles of 128 keys by 128 queries: (batch, query heads of the launch, query_tiles, key_tiles).
-    /// For fp32 tensors a tile has 257 rows: 128 of high parts, 128 of low parts, and one for the scales of dS (its units).
+    /// Scratch: P^T times 2^12 (so that small P keep digits), fp16, in tiles of 128 keys by 128 queries: (batch, query heads of the launch,
+    /// query_tiles, key_tiles). Of fp32 tensors a tile has 257 rows: 128 of high parts, 128 of low parts, one for the scales of dS.
     pub p: *mut u16,
     /// Scratch: dS^T in the same tiles, without that factor.
     pub ds: *mut u16,
-    /// Scratch: fp32 sums of dq between launches for the same heads. Without elements if one launch has all keys.
+    /// Scratch: fp32 sums of dq between launches for the same heads: (batch, query heads of the launch, query_tiles, headdim / 128 rounded
+    /// up) tiles of 128 queries by 128 columns. Without elements if one launch has all keys.
     pub dq_sums: *mut f32,
     /// Query tiles of a head in an entry, or of all sequences if packed.
     pub query_tiles: i32,

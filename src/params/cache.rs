@@ -10,7 +10,7 @@ use super::shared::{ElementType, Lengths, Operand, Output, Problem};
 pub struct Cache {
     /// (entries, rows, nheads_k, headdim); batch_stride is from one page (dense: entry) to the next.
     pub k: Operand,
-    /// (entries, rows, nheads_k, headdim_v), likewise.
+    /// (entries, rows, nheads_k, headdim_v); the same of batch_stride.
     pub v: Operand,
     /// Number of pages (dense: entries). Kernels reject page numbers outside.
     pub entries: i32,
@@ -106,11 +106,11 @@ pub struct AppendParams {
     pub lengths: Lengths,
     /// (rotary_rows, rotary_dim / 2) of rotary_element, despite the pointer's type.
     pub rotary_cos: *const u16,
-    /// Likewise.
+    /// The same of sines.
     pub rotary_sin: *const u16,
     /// From one position to the next.
     pub rotary_cos_stride: i64,
-    /// Likewise for rotary_sin.
+    /// The same of rotary_sin.
     pub rotary_sin_stride: i64,
     /// Rotated columns of q and k; 0: none.
     pub rotary_dim: i32,
@@ -136,7 +136,7 @@ pub struct DequantizeParams {
     pub cache: Cache,
     /// Output of type `element`: (batch, seqlen_k, nheads_k, headdim), from the first token of each sequence on.
     pub k: Output,
-    /// Output (batch, seqlen_k, nheads_k, headdim_v), likewise.
+    /// Output (batch, seqlen_k, nheads_k, headdim_v), of the same tokens and type.
     pub v: Output,
     /// Output, (batch): tokens of each sequence; -1 for invalid lengths, or a missing page whose tokens a query sees. Null: not requested.
     pub seqlens_k_out: *mut i32,

@@ -25,11 +25,11 @@ pub struct DecodeParams {
     pub lengths: Lengths,
     /// Kernels read the score function, ALiBi and sinks, those with a tree (a mask of draft tokens) also the bias.
     pub score_options: ScoreOptions,
-    /// Maximum rows (queries of all heads of a KV head): prefill kernels compute sequences with more.
+    /// Maximum rows (queries of all heads of a KV head) of a sequence: prefill, forward kernels over the cache, computes those with more.
     pub max_rows: i32,
     /// Maximum splits, among blocks, of the keys of a sequence and KV head; 0: no limit but the number of blocks.
     pub num_splits: i32,
-    /// Scratch: partial results, two per block (csrc/decode/partials.cuh).
+    /// Scratch: partial results (fp32 output and softmax state of each row), two per block (csrc/decode/partials.cuh).
     pub partials: *mut f32,
     /// Scratch: semaphores for each partial result and each level of the tree in which blocks combine them. They count finished blocks.
     pub semaphores: *mut u64,

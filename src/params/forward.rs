@@ -25,7 +25,7 @@ pub struct FwdParams {
     pub lengths: Lengths,
     /// Varlen kernels read the sinks, generic kernels all of it, plain kernels nothing.
     pub score_options: ScoreOptions,
-    /// k and v of prefill kernels. Other kernels ignore this field and the next.
+    /// k and v of prefill kernels (forward kernels over a KV cache). Other kernels ignore this field and the next.
     pub cache: Cache,
     /// Minimum rows (queries of all heads of a KV head) of a sequence: decode kernels compute those with fewer.
     pub min_rows: i32,
@@ -64,7 +64,7 @@ impl StreamKSplit {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StreamKParams {
-    /// Scratch: results of splits, max_splits for each stream-K tile.
+    /// Scratch: (stream-K tiles, max_splits) results: softmax states and unscaled outputs in fp32, 16 bytes of each thread, then its next.
     pub partials: *mut f32,
     /// Scratch: a semaphore for each stream-K tile, which counts the splits that are done.
     pub semaphores: *mut u64,
@@ -124,15 +124,15 @@ pub struct FastParams {
     pub k_codes: *mut u32,
     /// Rows of a head in k_codes: each sequence begins at a multiple of 64.
     pub k_rows: i64,
-    /// Scratch: (nheads_k, k_rows / 64, 4): keys 8i + 2t and 8i + 2t + 1 of a block of 64 have scale t. A number is its code * scale.
+    /// Scratch: (nheads_k, k_rows / 64, 4): of a block of 64, keys 8i + 2t and 8i + 2t + 1, those of lanes with lane % 4 = t, have scale t.
     pub k_scales: *mut f32,
-    /// Scratch: (nheads_k, batch, the kernel's headdim) means of K over keys; 0 without smooth_k.
+    /// Scratch: (nheads_k, batch, the kernel's headdim) means of K over up to 128 keys of each sequence; 0 without smooth_k.
     pub k_mean: *mut f32,
     /// Scratch: (nheads_k, batch, v_max_stride) largest finite magnitude of V in each block of the prepare kernel.
     pub v_max: *mut f32,
     /// Row length of v_max: blocks of the longest sequence.
     pub v_max_stride: i64,
-    /// Scratch: V as fp16 below 1, where `element` is bf16. The forward kernel's v.
+    /// Scratch of bf16 calls: V times a power of two as fp16, finite magnitudes below 1. The forward kernel reads it as v.
     pub v_scaled: Output,
     /// Bool mask, which the prepare kernel packs. The strides are 0 where it is broadcast.
     pub mask: *const bool,

@@ -52,8 +52,8 @@ pub struct CastParams {
     /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. A row of q whose exponent is smaller by n has scores
     /// times 2^-n. Kernels use the lse of these: phase 2 multiplies by 2^-n before a backward pass, phase 4 by 2^n after a forward pass.
     pub softmax_lse: *mut f32,
-    /// Scratch: (7, groups), zeros before the first phase: fp32 bits of magnitudes (`cast::Magnitude`), the largest of q, k and v, the
-    /// smallest of k and v, the largest of k and v without hidden outlying ones.
+    /// Scratch: (7, groups), zeros before the first phase: fp32 bits of magnitudes (`cast::Magnitude`). Rows: largest of q, k and v;
+    /// smallest of k and v, inverted for atomicMax; largest of k and v without outlying ones (over 2^6 times the smallest) of hidden keys.
     pub largest: *mut u32,
     /// Output (3, groups), of q, k and v: fp16 numbers are those given times 2^exponent. Rows of q and softmax_lse may have smaller ones.
     pub exponents: *mut i32,

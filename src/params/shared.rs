@@ -2,8 +2,7 @@
 //! pointers are device addresses, and an entry is an element of the batch. Packed tensors have no batch: rows of all sequences follow each
 //! other. Plain kernels have code for no option, varlen kernels for lengths from memory, generic ones for all options of scores.
 
-/// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension; kernels with an [`ElementType`]: of
-/// that type.
+/// A read-only tensor (batch, seqlen, heads, headdim) with a contiguous last dimension: fp16, or the block's [`ElementType`] if it has one.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
@@ -55,9 +54,8 @@ impl Divisor {
 
 /// Sizes, window and scale of an attention problem, for all passes.
 ///
-/// Query row `i` sees the keys `j` with `i + o - window_left <= j <= i + o + window_right`, where
-/// `o = seqlen_k - seqlen_q` (bottom-right alignment). An unbounded side is `seqlen_q + seqlen_k`, which
-/// reaches past either end and cannot overflow. A causal mask has `window_right = 0`.
+/// Query row `i` sees the keys `j` with `i + o - window_left <= j <= i + o + window_right`, where `o = seqlen_k - seqlen_q` (bottom-right
+/// alignment). An unbounded side is `seqlen_q + seqlen_k`, which reaches past either end. A causal mask has `window_right = 0`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Problem {
@@ -133,7 +131,7 @@ pub struct ScoreOptions {
     pub rng_state: *const u64,
     /// Threshold of 15 bits, in both 16-bit halves. Random numbers from it up keep a probability.
     pub dropout_threshold: u32,
-    /// 0, or all ones to keep probabilities with numbers below the threshold instead.
+    /// 0 for dropout_p up to 0.5. All ones above: numbers below the threshold keep, so that it is at most 2^14 (kernels compare as fp16).
     pub dropout_inverted: u32,
     /// Factor of kept probabilities.
     pub dropout_scale: f32,

@@ -1,7 +1,7 @@
 //! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass ([`choose`]),
 //! with smaller blocks where these are faster ([`sized`]). Used by the plans of all operators.
 //! - family: the kernels of one architecture; pass: what a kernel computes; feature: an option that kernels need code for;
-//! - tuning: a file of measured choices, and of kernels that failed on the device; `untuned()`: the device without it.
+//! - tuning: a file of measured choices, and of kernels that failed on the device; `untuned()`: the device without it. Tests: tests/plan/.
 
 use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE}; // families: those the device runs, the preferred one first
 use super::kernel::{usual_blocks, ChosenKernel, Reason};
@@ -190,10 +190,8 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
 /// - Its grid has no more blocks than that of large blocks. They compute fewer rows of padding.
 /// - Its waves compute enough fewer rows to pay for the lower speed of smaller blocks.
 /// - A window is so short that a smaller block skips many of the keys that none of its rows sees.
-/// - So few keys are before the diagonal of a causal mask that a smaller block skips many of those after it (only
-///   where four share an SM).
-/// - A mask makes blocks uneven and all large blocks are resident at once, so the longest block decides. Small blocks
-///   with more warps per row end sooner.
+/// - So few keys precede the diagonal of a causal mask that a smaller block skips many of those after it (only where four share an SM).
+/// - A mask makes blocks uneven, and all large blocks are resident: the longest decides. Small blocks with more warps per row end sooner.
 ///
 /// Figures: `docs/design/volta-forward.md`, `docs/design/volta-backward.md`, `docs/design/turing-forward.md`.
 pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &DeviceLimits) -> ChosenKernel {

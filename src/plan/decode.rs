@@ -3,7 +3,7 @@
 //!
 //! The host knows the longest sequence alone, so the grid has as many blocks as the GPU holds at once, which divide the tokens on the
 //! device (`csrc/decode/tile_scheduler.cuh`). Rows are queries of all heads of a KV head, and a row tile those that a block takes at once.
-//! The tokens of a row tile may be split among blocks, which leave partial results.
+//! The tokens of a row tile may be split among blocks, which leave partial results. Tests: tests/plan/decode.rs.
 
 use super::choose::{choose, is_applicable}; // choose: the tuned or cheapest kernel of each pass
 use super::device::{cached_plan, DeviceLimits, PlanCache}; // cached_plan: the thread's last plan, if key, device and tuning are the same
@@ -113,7 +113,8 @@ fn decode_shape(
     // takes the smallest row tile that fits the wanted rows, else the largest
     let kernel = on_resident_grid(pass, shape, features, d, |rows| (rows < wanted, rows.abs_diff(wanted)))?;
     let (variant, [blocks, _]) = (kernel.variant, kernel.blocks);
-    // csrc/decode/partials.cuh: two partial results per block; each level of the combine tree has row states (two floats) of its own
+    // two partial results per block: of the first and the last row tile of its range of tokens, which it may share with other blocks. Each
+    // level of the combine tree (csrc/decode/partials.cuh) has row states (two floats) of its own
     let splits = 2 * i64::from(blocks);
     let levels = i64::from(combine_levels(blocks));
     let rows_of_split = i64::from(variant.block_rows);

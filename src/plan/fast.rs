@@ -1,5 +1,5 @@
 //! Plans the fast forward (`volta_fa::fwd_fast`, int8 scores): its kernels, or none where the exact forward serves the call. A tuning has
-//! choices of kernels that were measured on the GPU, and a family is the kernels for one kind of tensor core.
+//! choices of kernels that were measured on the GPU, and a family is the kernels for one kind of tensor core. Tests: tests/test_fast.py.
 
 use super::choose::choose; // the tuned or cheapest kernel of each pass
 use super::device::{families, DeviceLimits};

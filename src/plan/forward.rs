@@ -1,6 +1,6 @@
 //! Plans the forward pass over dense keys, packed keys or (prefill) a KV cache: a kernel and its grid. The usual grid has one block per row
 //! tile (the rows of one block) and head. A stream-K grid divides the keys of the last row tiles evenly among blocks. A
-//! tuning has choices of kernels that were measured on the GPU.
+//! tuning has choices of kernels that were measured on the GPU. Tests: tests/plan/, tests/test_stream_k.py.
 
 // choose: tuned or cheapest kernels; sized: with smaller blocks where faster; is_uneven: late rows see many more keys than early ones
 use super::choose::{choose, is_uneven, sized};

@@ -1,5 +1,5 @@
 //! A planned kernel: the kernel, the reason for it, and its grid. All plans end here; src/ops/ launches the result.
-//! - row tile: the rows (queries or keys) of one block; resident blocks: those that the GPU holds at once; wave: as many;
+//! - row tile: the rows (queries or keys) of one block; resident blocks: those that the GPU holds at once; wave: as many blocks of a grid;
 //! - pass: what a kernel computes; family: the kernels for one kind of tensor core; tuning: a file of choices measured on a GPU.
 
 use super::backward::BackwardStreamKPlan;

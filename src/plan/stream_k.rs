@@ -6,7 +6,7 @@
 //! full waves with one block per tile. It divides the keys of the other tiles evenly among the resident blocks, into shares; a share's part
 //! of one tile is a split, and a block. GPUs start blocks in the grid's order, each on the first free slot.
 //!
-//! Times are in keys: 1 is the time in which a block computes one key.
+//! Times are in keys: 1 is the time in which a block computes one key. Tests: tests/test_stream_k.py.
 
 use crate::limits::MAX_STREAM_K_SPLITS; // 440
 use crate::params::{FwdStreamKParams, StreamKSplit};

@@ -56,8 +56,8 @@ const fn single_role(headdim: u32, step: u32) -> Variant {
     }
 }
 
-/// `turing/backward/single_role_halves`: the same with 32 queries a step, and one tile of Q, of dO and of dS. A half of a step, 16 queries,
-/// goes from dP through dV and dK at a time, to save registers.
+/// `turing/backward/single_role_halves`: the same with 32 queries a step: a load of K serves twice as many. To save registers, each half of
+/// a step (16 queries) is computed alone, from dP to dV and dK. To save memory, Q, dO and dS have one tile each.
 const SINGLE_ROLE_HALVES: Variant = {
     let (row, step) = (single_role(64, 16), 32);
     let Variant { headdim, block_rows, .. } = row;
@@ -82,14 +82,15 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
 }
 
 // The main kernel of each headdim. Arguments: headdim, keys of a block (`single_role`: 128), queries of a step. Comments count registers
-// of a thread, and shared memory of a block.
+// of a thread (a warp's fp32 tile of r rows by c columns: r * c / 32, fp16: half), and shared memory of a block.
 
 /// 32 queries a step, so that all threads have a part of Q and dO to load; S and dP are 2 x 32 registers, dV and dK 2 x 32
 const MAIN_32: Variant = single_role(32, 32);
 /// dV and dK are 2 x 64 registers, V 32, S and dP 2 x 16
 const MAIN_64: Variant = single_role(64, 16);
+/// 32 keys a warp: 96 registers of dV or dK, 48 of K or V; 48 KB
 const MAIN_96: Variant = warp_specialized(96, 128, 16);
-/// 128 registers of dV or dK, 64 of K or V; 60 KB
+/// 128 and 64 registers; 60 KB
 const MAIN_128: Variant = warp_specialized(128, 128, 16);
 /// 16 keys a warp: 96 and 48 registers; 54 KB
 const MAIN_192: Variant = warp_specialized(192, 64, 16);
@@ -97,7 +98,8 @@ const MAIN_192: Variant = warp_specialized(192, 64, 16);
 const MAIN_256: Variant = warp_specialized(256, 64, 16);
 const MAIN: [Variant; 6] = [MAIN_32, MAIN_64, MAIN_96, MAIN_128, MAIN_192, MAIN_256];
 
-/// Returns the main kernel with two tiles of dS: its roles then compute dQ at different times (without score features).
+/// Returns the main kernel without score features. Its roles compute dQ at different times, so that tensor cores have products while a role
+/// computes P or dS. This takes two tiles of dS, which only the kernel of headdim 256 lacks.
 fn staggered(main: Variant) -> Variant {
     let second_tile = if main.headdim > 192 { 2 * main.block_rows * main.step } else { 0 };
     Variant { shared_bytes: main.shared_bytes + second_tile, ..main }
@@ -183,7 +185,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(DQ.into_iter().chain(DQ.map(generic)));
     rows.extend(fused_rows.map(varlen));
     rows.extend(block_mask_rows());
-    // headdims above 256: P and dS in memory; then fp32 tensors, of all headdims, likewise
+    // headdims above 256: P and dS in memory; then fp32 tensors, of all headdims, too
     rows.extend(shared::stored_backward(TURING));
     rows.extend(shared::split_backward(TURING));
     rows

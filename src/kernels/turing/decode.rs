@@ -37,9 +37,9 @@ const TILES: [DecodeTile; 13] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// Tiles of batch-invariant calls. A headdim's tiles have the same number of warps with other tokens (threads * rows of a warp / rows of a
-/// block), and a row's bits depend on nothing else of a tile: so they are the same in all, and the planner is free to choose.
-/// Headdim x rows: 64x32, 64x64, 128x32, 128x64, 256x32, 256x64, 512x32, 512x64.
+/// Tiles of batch-invariant calls. A row's bits depend on one property of a tile: in how many parts its warps divide the tokens. It is
+/// warps * rows of a warp / rows of a block, above headdim 256 half of that. All tiles of a headdim have the same, so the planner may take
+/// any. Headdim x rows: 64x32, 64x64, 128x32, 128x64, 256x32, 256x64, 512x32, 512x64.
 const INVARIANT_TILES: [DecodeTile; 8] =
     [TILES[1], (64, [64, 16], 256, 1), TILES[4], (128, [64, 16], 128, 3), TILES[7], TILES[8], TILES[11], TILES[12]];
 

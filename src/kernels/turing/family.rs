@@ -9,12 +9,12 @@ pub const TURING: Family = Family {
     native: &[75], // run the machine code; later ones get PTX
     shared_bytes: 64 * 1024,
     threads: 1024, // of an SM
-    // passes whose grids may have heads instead of row tiles as their first axis
+    // passes whose grids may have heads, not row tiles (rows of a block), as first axis, so that the long tiles of all heads start first
     either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::FastForward],
     has_key_block_offset: false, // no backward launch takes a part of the blocks of keys
     stores_dbias: false,         // no kernel stores the gradient of a bias as fp16; they add to fp32
     stored_above: 256,           // headdim: the backward pass of wider heads keeps P and dS in memory
-    // the row statistics of csrc/backward/scratch.cuh: for 16 queries -lse/scale of each, then -delta of each, as floats
+    // the row statistics of csrc/backward/scratch.cuh: -lse/scale of 16 queries, then their -delta, as floats: one load of a whole warp
     scratch: Some(Scratch {
         row_rounding: 32, // rows of an entry are a multiple
         group_rows: 16,   // rows whose statistics lie together

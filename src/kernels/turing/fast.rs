@@ -1,6 +1,6 @@
-//! Rows of the fast forward kernels (`volta_fa::fwd_fast`). They multiply Q and K as int8 codes, and sum the products P V of a span, the
-//! keys of one step, in fp16. A prepare kernel first makes the codes of K and takes the largest magnitudes of V. A warp takes queries
-//! (its rows; a row of the table is a kernel) in tiles of 16. docs/design/turing-forward.md has the reasons for their tiles.
+//! Rows of the fast forward kernels (`volta_fa::fwd_fast`). They multiply Q and K as int8 codes, and sum the products P V of a span (the
+//! keys of one step) in fp16, because GeForce sums in fp32 at half rate. A prepare kernel first makes the codes of K and takes the largest
+//! magnitudes of V. A warp takes queries (its rows) in tiles of 16; a row of the table is a kernel. Reasons: docs/design/turing-forward.md.
 
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
 use super::family::TURING;

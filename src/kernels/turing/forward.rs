@@ -1,9 +1,9 @@
 //! Rows of Turing's forward kernels, and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //!
 //! A row of the table is a kernel; rows of a block, a warp or Q are queries. A block has `block_rows` queries and steps over `step` keys.
-//! Plain kernels have no features; varlen, generic and one-feature kernels
-//! have sets of src/kernels/features.rs. A `...Grid` in a source is the C++ type that gives a block its rows, heads and keys. A thread can
-//! have 255 registers, an SM 64 KB of shared memory.
+//! Plain kernels have no features, varlen and generic ones sets of src/kernels/features.rs; others require one feature. A `...Grid` in a
+//! source is the C++ type that gives a block its rows, heads and keys. A thread can have 255 registers, an SM 64 KB of shared memory and
+//! 64 Ki registers. A warp's tile takes of each lane one register for 32 fp32 numbers (output), or for 64 fp16 numbers (Q).
 
 use super::super::shared::{self, with};
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
@@ -115,8 +115,8 @@ fn generic(plain: Variant) -> Variant {
     Variant { blocks_per_sm, ..of_rows(rows, Size::Large, plain).with_features(features) }
 }
 
-/// Returns a kernel with one feature and as many rows a warp as the plain kernel, whose registers are all in use. So it has half the slots,
-/// and after them 32 bytes for each thread's values of the feature.
+/// Returns a kernel with one feature and as many rows a warp as the plain kernel, whose registers are all in use. Values of the feature lie
+/// in shared memory, 32 bytes of each thread. The plain kernel may take all 64 KB, so this one has half the slots.
 fn with_all_rows(feature: Feature, plain: Variant) -> Variant {
     with(feature, Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain })
 }

@@ -7,7 +7,7 @@
 //! - capitals in the sources: macros, the row's fields, and DQ_MODE, what the pass does with dq (`Pass::dq_mode`);
 //! - `p`: the parameter block. Of a block mask, `p.blocks_t` has the lists for blocks of keys, `p.blocks` those for blocks of queries.
 //!
-//! A thread can have 255 registers, an SM 96 KB of shared memory.
+//! A thread can have 255 registers, an SM 96 KB of shared memory. tests/test_variants.py runs each kernel, tests/kernels.rs finds spills.
 
 use super::super::shared::{self, dkdv, fused, with}; // make a row of a main kernel's; with: one feature, which problems must use
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
@@ -74,7 +74,8 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
     }
 }
 
-// The main kernel of each headdim. Arguments: headdim, keys of a block, queries of a step. Comments count registers, and a block's memory.
+// The main kernel of each headdim. Arguments: headdim, keys of a block, queries of a step. Comments count registers of a thread (a warp's
+// fp32 tile of r rows by c columns: r * c / 32), and shared memory of a block.
 
 /// dV and dK are 2 x 32 registers of a thread. 28 KB.
 const MAIN_32: Variant = single_role(32);
@@ -171,7 +172,7 @@ pub fn backward_rows() -> Vec<Variant> {
     // ... then dq: plain ones of headdim 96, varlen ones of 64 and 128. At headdims 192 and 256 generic kernels are as fast as others
     rows.extend([DQ_96, varlen(DQ_64), varlen(DQ_128)].into_iter().chain(DQ.map(generic)));
     rows.extend(block_mask_rows());
-    // headdims above 256, and above 192 where faster: P and dS in memory; then fp32 tensors, of all headdims, likewise
+    // headdims above 256, and above 192 where faster: P and dS in memory; then fp32 tensors, of all headdims, too
     rows.extend(shared::stored_backward(VOLTA));
     rows.extend(shared::split_backward(VOLTA));
     rows.extend(fused_rows.map(varlen));

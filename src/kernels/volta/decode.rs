@@ -26,8 +26,8 @@ const SPARSE_MLA: Source = Source::new(
 /// Source of the indexer's kernels: scores by which queries of sparse attention choose tokens.
 pub const INDEXER: Source = Source::new(&["volta/indexer.cuh"], "indexer::Kernel<volta::IndexerProducts, BLOCK_ROWS>");
 
-/// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 a tile of 64 rows has them so, with keys, values and
-/// half of the queries in shared memory. At headdim 512 two warps share the columns. `decode` has other warps for caches of bytes.
+/// A warp has up to 16 rows, as many as its registers hold. At headdim 256 it has 16 in the tile of 64 rows alone, which keeps keys, values
+/// and half of the queries in shared memory. At headdim 512 two warps share the columns. `decode` has other warps for caches of bytes.
 /// A tuple has the headdim, [rows of a block, rows of a warp], threads of a block, and the blocks that an SM must hold.
 const TILES: [DecodeTile; 16] = [
     (64, [8, 8], 128, 4),
@@ -48,8 +48,8 @@ const TILES: [DecodeTile; 16] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// Tiles of batch-invariant calls. A headdim's tiles have the same number of warps with other tokens (warps * rows of a warp / rows of a
-/// block), and a row's bits depend on nothing else of a tile: so they are the same in all, and the planner is free to choose.
+/// Tiles of batch-invariant calls. A row's bits depend on one property of a tile: in how many parts its warps divide the tokens. It is
+/// warps * rows of a warp / rows of a block, above headdim 256 half of that. All tiles of a headdim have the same, so plans may take any.
 const INVARIANT_TILES: [DecodeTile; 8] = [
     (64, [32, 8], 128, 4),
     (64, [64, 16], 128, 3),

@@ -1,9 +1,9 @@
 //! Rows of Volta's forward kernels, and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
 //!
 //! A row of the table is a kernel; rows of a block, a warp or Q are queries. A block has `block_rows` queries and steps over `step` keys.
-//! Plain kernels have no features; varlen, generic and required ones have
-//! sets of src/kernels/features.rs. Stream-K kernels run on a grid that splits the keys of the last row tiles among blocks. A `...Grid` in
-//! a source is the C++ type that gives a block its rows, heads and keys. A thread can have 255 registers, an SM 96 KB of shared memory.
+//! Plain kernels have no features, varlen and generic ones sets of src/kernels/features.rs; others require one or two features. Stream-K
+//! kernels run on a grid that splits the keys of the last row tiles among blocks. A `...Grid` in a source is the C++ type that gives a
+//! block its rows, heads and keys. A thread can have 255 registers, an SM 96 KB of shared memory and 64 Ki registers.
 
 use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
@@ -110,8 +110,8 @@ const MEDIUM: Tile = (64, 32, Size::Medium);
 const SMALL: Tile = (64, 64, Size::Small);
 
 // Plain kernels, from which the others are made. Arguments of `shared_q`: headdims of q and v, tile, threads, blocks that an SM must hold;
-// of `register_q`: headdim and these blocks; of `column_groups`: headdim, rows of a block, size. Comments count registers of a thread,
-// and shared memory of a block.
+// of `register_q`: headdim and these blocks; of `column_groups`: headdim, rows of a block, size. Comments count registers of a thread (a
+// warp's fp32 tile of r rows by c columns: r * c / 32), and shared memory of a block.
 
 /// 64 registers of Q and 64 of output: two blocks.
 const PLAIN_64: Variant = register_q(64, 2);
@@ -218,8 +218,9 @@ pub fn invariant_rows() -> impl Iterator<Item = Variant> {
     shared::invariant_forward(PLAIN, PADDED.map(generic))
 }
 
-/// The kernels of fp32 tensors, whose numbers are split into two fp16 parts, high and low. A tuple has the headdim, the warps, the blocks
-/// of an SM, and the bytes of a row of Q's low parts in shared memory. Q's high parts and the output are headdim registers, to 128.
+/// The kernels of fp32 tensors, whose numbers are split into two fp16 parts, high and low. A tuple has headdim, warps, blocks of an SM, and
+/// the bytes of a warp's row of Q's low parts in shared memory: 2 for each column, to 128, and 16 of padding. Q's high parts and the output
+/// are headdim registers, to 128.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
     shared::split_forward(VOLTA, &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
 }

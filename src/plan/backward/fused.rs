@@ -1,4 +1,4 @@
-//! Plans the backward pass in one kernel, for problems with few keys; mod.rs asks for it first.
+//! Plans the backward pass in one kernel, for problems with few keys; mod.rs asks for it first. Tests: tests/plan/backward.rs.
 
 use super::plan::BackwardPlan;
 use crate::kernels::{Kernels, Pass, Variant, COMPILED};

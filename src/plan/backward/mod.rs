@@ -1,6 +1,6 @@
 //! Plans the backward pass: how kernels compute dq, the key blocks (keys of one block) of each launch, and the scratch memory. A main
 //! kernel sums dk and dv in registers, but each key block adds to every dq. P: probabilities. dS: gradients of scores. A tuning has
-//! choices of kernels that were measured on the GPU.
+//! choices of kernels that were measured on the GPU. Tests: tests/plan/backward.rs.
 
 mod fused;
 mod parts;

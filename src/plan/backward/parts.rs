@@ -264,8 +264,8 @@ impl Planner<'_> {
 
 // ---- estimates, by which key blocks are divided among launches: a tail of smaller blocks, and those of a deterministic main kernel ----
 
-/// Time of a tail, a wave of small blocks, relative to a wave of large blocks: just above the 0.4 to 0.66 that commit 6f61a497 gives
-/// without its measurement.
+/// Time of a tail, a wave of small blocks, relative to a wave of large blocks. Commit 6f61a497 found 0.4 to 0.66, but does not say how;
+/// this is just above.
 const TAIL_TIME: f64 = 0.67;
 
 /// Returns the key blocks of a head that fit one wave less than all blocks need, and a variant of smaller blocks for the rest.

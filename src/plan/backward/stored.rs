@@ -1,7 +1,7 @@
 //! Plans the backward pass for large headdims, and for fp32: a scores kernel stores P (probabilities) and dS (gradients of scores), and a
 //! gradients kernel multiplies them to dq, dk and dv. plan.rs divides both into launches, so that P and dS fit their memory: a launch has
 //! some KV heads (`heads`) and of each some key tiles (`key_tiles`, of 128 keys). A block of the scores kernel computes one tile of 128
-//! queries by 128 keys, of one query head; a block of the gradients kernel one tile of dq, dk or dv.
+//! queries by 128 keys, of one query head; a block of the gradients kernel one tile of dq, dk or dv. Tests: tests/plan/backward.rs.
 
 use super::plan::{tiles, BackwardPlan, StoredPlan};
 use crate::error::Result;
@@ -31,8 +31,8 @@ pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode,
         return None; // most problems end here, without a search for kernels
     }
     let plan = stored(kernels, a, mode, d).ok()?;
+    // with other reasons a kernel of the family failed, or the preferred family has none: `stored_above` compares usual choices alone
     // fills_launches: a launch has all keys of its heads, or enough to fill a GPU
-    // with other reasons the family's usual choice was not free: another kernel failed, or another family stepped in
     let is_faster = |k: PlannedKernel| matches!(k.reason, Reason::Cheapest | Reason::Tuned) && is_wide(&k.variant.family);
     (plan.kernels().all(is_faster) && plan.stored?.fills_launches()).then_some(plan)
 }

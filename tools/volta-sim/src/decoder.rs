@@ -130,7 +130,6 @@ impl<'a> Decoder<'a> {
 
     // ---- operands: each call reads the next one that is printed, and returns the decoder for another call --------------
 
-    /// Sets the functional unit.
     pub fn on(&mut self, unit: Unit) -> &mut Self {
         self.inst.unit = unit;
         self
@@ -163,7 +162,6 @@ impl<'a> Decoder<'a> {
         }
         Ok(self)
     }
-    /// Reads the first `n` sources.
     pub fn srcs(&mut self, n: usize) -> Result<&mut Self, String> {
         (0..n).try_fold(self, |d, i| d.src(i))
     }

@@ -13,11 +13,9 @@ use crate::Result;
 use std::collections::HashMap;
 use std::time::Instant;
 
-/// Host memory that a kernel may access, mapped at its own address: a pointer into it is a device
-/// pointer. Extents with a null pointer or no bytes are ignored; extents may overlap.
-///
-/// Device allocations are aligned to 256 bytes: align extents that are timed alike, or accesses
-/// straddle cache lines that they do not straddle on the GPU.
+/// Host memory that a kernel may access, mapped at its own address: a pointer into it is a device pointer. Extents with a null pointer or
+/// no bytes are ignored; extents may overlap. Device allocations are aligned to 256 bytes: align extents that are timed in the same way, or
+/// accesses straddle cache lines that they do not straddle on the GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent<'a> {
     /// name in error messages

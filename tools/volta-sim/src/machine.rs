@@ -152,7 +152,7 @@ machine! {
     /// CTA launch: cycles from a free slot to the first issue, assumed
     cta_launch: u64 = 200,
     /// minimum and maximum us of a kernel launch, which simulated times leave out (1Cat: times against work have an intercept of 16 to 27
-    /// us, of which the simulation explains 5 to 8)
+    /// us; the simulation explains 5 to 8 of them)
     launch_us: [f64; 2] = [10.0, 20.0],
 
     // --- bandwidth, bytes per cycle for one SM -------------------------------------------
@@ -175,8 +175,7 @@ machine! {
     l15_bytes: u32 = 0,
     /// cycles between two lines that the L1.5 gets from L2
     l15_line_cycles: u64 = 0,
-    /// cycles the shared L1.5 needs to deliver one 128-byte line (8 instructions)
-    /// to some L0: fitted to three kernels, see README "Instruction cache"
+    /// cycles in which the L1.5 delivers a line (128 bytes, 8 instructions) to an L0: fitted to three kernels, README "Instruction cache"
     l0_line_cycles: u64 = 10,
     /// latency of such a fetch, assumed
     l0_miss_latency: u64 = 30,
@@ -236,8 +235,8 @@ impl Machine {
         }
     }
 
-    /// Tesla T4. Constants that are not here are the V100's: (PG) has the same throughputs for both, and equal latencies where none is
-    /// published, the MIO queue, the refill of the L0 and its prefetching, and the L2 port are assumed.
+    /// Tesla T4. Constants that are not here are the V100's. (PG) has the same throughputs for both. Equality is assumed of latencies that
+    /// are not published, the MIO queue, the L0's refill and prefetching, and the L2 port.
     pub fn t4() -> Machine {
         Machine {
             name: "t4".into(),

@@ -1,4 +1,4 @@
-//! The report of a simulated launch, as data (`--json`, `volta_fa::_sim_report`) and as text.
+//! The report of a simulated launch, as data (`--json`, `volta_fa::_sim_report`) and as text. Tests: tests/in_process.rs.
 
 use crate::env::Env;
 use crate::isa::{Branch, Op};

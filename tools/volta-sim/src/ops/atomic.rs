@@ -1,6 +1,7 @@
-//! Atomic operations on global and shared memory. Lanes execute in order of their number. `d` decodes an instruction and `s` executes it:
-//! `s.access.addr` has the lanes' addresses, which `addresses` computes, `s.active` the lanes that execute, a bit each, and `s.warp.hint`
-//! the buffer of global memory that the warp accessed last, where the search for an address begins.
+//! Atomic operations on global and shared memory. Lanes execute in order of their number. `d` decodes an instruction: its calls read the
+//! printed operands from left to right. `s` executes it: `s.access.addr` has the lanes' addresses, which `addresses` computes, `s.active`
+//! the lanes that execute, a bit each. `s.warp.hint` is the buffer of global memory that the warp accessed last, where the search for an
+//! address begins. Tests: tests/functional.rs.
 
 use super::memory::{addresses, global_fault, in_shared_window};
 use crate::decoder::{Decoded, Decoder};

@@ -1,4 +1,4 @@
-//! SASS instructions of logic and shifts, and those that move or count bits. `d` decodes an instruction (`Ok(None)`: of another class), `s`
+//! Logic, shifts, and what moves or counts bits. `d` decodes an instruction: its calls read the printed operands from left to right. `s`
 //! executes it: `s.int(i)` reads source i of all lanes, `s.bits(i)` without its modifiers (inversion, sign); `s.write` writes active lanes.
 
 use crate::decoder::{Decoded, Decoder};

@@ -1,8 +1,8 @@
 //! Conversions between numeric types: I2F, F2I, F2F and FRND. I2F to F32 rounds as its modifier says, and F2F of F32 to F16 toward zero
 //! with RZ. All other results in F16, F32 or F64 round to nearest, whatever the modifier says.
 //!
-//! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). `s.f32(i)`, `s.halves(i)` (lower and upper halves) and so on read source i of
-//! all lanes; `s.write` and `s.write64` write the result.
+//! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). Calls of `d` read the printed operands from left to right. `s.f32(i)`,
+//! `s.halves(i)` (lower and upper halves) and so on read source i of all lanes; `s.write` and `s.write64` write the result.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;

@@ -1,6 +1,5 @@
-//! Single- and double-precision arithmetic and comparison, and the special-function unit.
-//!
-//! `d` decodes an instruction and `s` executes it: `s.f32(i)` reads source i of all lanes, `s.write` writes the active ones.
+//! Single- and double-precision arithmetic and comparison, and the special-function unit. `d` decodes an instruction: its calls read the
+//! printed operands from left to right. `s` executes it: `s.f32(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
@@ -90,7 +89,8 @@ impl Class for Float {
                 s.write(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
             }
             Float::Fchk => {
-                // true where a / b by a reciprocal could overflow or lose bits: the compiler's code then takes a slow path. Conservative
+                // true where a / b by a reciprocal could overflow or lose bits: the compiler's code then takes a slow path. The limits, of
+                // exponents with bias 127, are conservative: infinity or NaN; remainders (2^-24 of a), 1 / b or a / b near the range's ends
                 let exponents = |x: f32| (x.to_bits() >> 23 & 255) as i32;
                 let (a, b) = (s.f32(0)?.each(exponents), s.f32(1)?.each(exponents));
                 let is_extreme = |a, b| a == 255 || b == 255 || a <= 25 || b <= 1 || b >= 252 || a - b >= 125 || a - b <= -124;

@@ -1,6 +1,6 @@
-//! Integer arithmetic and comparison of sources a, b and c. Carries (`.X`) and comparisons of low words (`.EX`) go from the
-//! instruction's destination predicates (`pred_dst`) to another's source predicates (`s.predicate(i)`).
-//! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
+//! Integer arithmetic and comparison of sources a, b and c. Carries (`.X`) and comparisons of low words (`.EX`) go from the instruction's
+//! destination predicates (`pred_dst`) to another's source predicates (`s.predicate(i)`). `d` decodes an instruction: its calls read the
+//! printed operands from left to right. `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;

@@ -1,5 +1,6 @@
-//! Loads and stores. Generic addresses (LD, ST) reach shared memory from [`SHARED_WINDOW`] on, and global memory below.
-//! `d` decodes an instruction and `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` the lanes that execute, a bit each.
+//! Loads and stores. Generic addresses (LD, ST) are in shared memory from [`SHARED_WINDOW`] on, else in global memory. `d` decodes an
+//! instruction: its calls read printed operands from left to right. `s` executes it: `s.access.addr` has the lanes' addresses, `s.active` a
+//! bit for each that executes. Tests: tests/functional.rs.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;

@@ -1,7 +1,6 @@
-//! Arithmetic and comparison on the two halves of a register: HADD2, HMUL2, HFMA2, HSETP2, HSET2.
-//!
-//! `d` decodes an instruction and `s` executes it: `s.halves(i)` returns source i's low halves and its high halves as f32, for all lanes.
-//! `mrg` selects the halves of the destination that are written.
+//! Arithmetic and comparison on the two halves of a register: HADD2, HMUL2, HFMA2, HSETP2, HSET2. `d` decodes an instruction: its calls
+//! read the printed operands from left to right. `s` executes it: `s.halves(i)` returns source i's low halves and its high halves as f32,
+//! for all lanes. `mrg` selects the halves of the destination that are written.
 
 use super::float;
 use crate::decoder::{Decoded, Decoder};

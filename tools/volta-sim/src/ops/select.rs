@@ -1,5 +1,6 @@
-//! Moves, selection by a predicate, logic on predicates, and predicates as bits of a register (P2R, R2P).
-//! `d` decodes an instruction and `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes the active ones.
+//! Moves, selection by a predicate, logic on predicates, and predicates as bits of a register (P2R, R2P). `d` decodes an instruction: its
+//! calls read the printed operands from left to right. `s` executes it: `s.int(i)` reads source i of all lanes, `s.write` writes active
+//! ones.
 
 use super::bits::lop3;
 use crate::decoder::{Decoded, Decoder};

@@ -1,6 +1,6 @@
 //! The tensor cores: HMMA.884 of sm_70, HMMA.1688 and IMMA.8816 of sm_75. All lanes of a warp must execute them together.
 //! Names of fragments are those of PTX: D = A B + C. A register holds two halves or four bytes of a matrix in each of 32 lanes.
-//! `d` decodes an instruction: its calls read the printed operands from left to right. `s` executes it.
+//! `d` decodes an instruction: its calls read the printed operands from left to right. `s` executes it. Tests: tests/functional.rs.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
@@ -93,9 +93,8 @@ fn decode_imma(d: &mut Decoder) -> Result<Op, String> {
 ///   B col: B[v][t]          B row: B[t%4][4*(t>=4)+v]
 ///   C f16: C[t][v]          C f32: C[(t&1)+(v&2)+4*(t>>2)][(v&1)+(t&2)+(v&4)]
 /// ```
-/// An mma.m8n8k4 is 4 steps with F32 accumulators (step s writes v = 2s, 2s+1), or 2 with F16 (s writes v = 4s..4s+3).
-/// Products are exact; the four products and C are summed in f64 and rounded once (the silicon
-/// truncates inside its adder tree: expect last-bit differences).
+/// An mma.m8n8k4 is 4 steps with F32 accumulators (step s writes v = 2s, 2s+1), or 2 with F16 (s writes v = 4s..4s+3). Products are exact;
+/// the four products and C are summed in f64 and rounded once (the silicon truncates inside its adder tree: expect last-bit differences).
 #[inline(always)]
 fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: bool) {
     let (a, b) = (halves(w, &inst.src[0]), halves(w, &inst.src[1]));

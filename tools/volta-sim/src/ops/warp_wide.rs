@@ -1,5 +1,5 @@
-//! Exchange between the threads of a warp: SHFL, VOTE, MATCH, MOVM.
-//! `d` decodes an instruction and `s` executes it: `s.bits(i)` reads source i of all lanes, `s.write` writes the active ones.
+//! Exchange between the threads of a warp: SHFL, VOTE, MATCH, MOVM. `d` decodes an instruction: its calls read the printed operands from
+//! left to right. `s` executes it: `s.bits(i)` reads source i of all lanes, `s.write` writes the active ones. Tests: tests/functional.rs.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;

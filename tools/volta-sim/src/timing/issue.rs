@@ -1,7 +1,7 @@
 //! Issue of an instruction: units, scoreboards and stall counts. A scoreboard is one of six counters of a warp: an instruction of variable
 //! latency holds one, and later instructions wait for it. `s` is a sub-partition (scheduler), `k` an index of `SmSim::warps`, `idx` the
 //! number of an instruction in the code. `w` is a warp's `WarpTiming`, what the scheduler knows of it. A slot is room for a resident CTA.
-//! Times are cycles.
+//! Times are cycles. Tests: tests/real_cards.rs.
 
 use super::counters::{Release, WaitReason};
 use super::SmSim;
@@ -14,7 +14,7 @@ const FIXED_LATENCY: u64 = 4;
 pub(super) const SOURCES_READ: u64 = 2;
 
 impl SmSim<'_, '_> {
-    /// Returns when the instruction's unit can take it. A memory instruction needs a place in the MIO queue.
+    /// Returns when the instruction's unit can take it. A memory instruction needs a place in the MIO (memory input/output) queue.
     pub(super) fn unit_free(&self, s: usize, inst: &Inst) -> u64 {
         let sub = &self.subs[s];
         match inst.unit {

@@ -11,8 +11,9 @@ use crate::ops::memory::shared_offset;
 use crate::step::Access;
 
 impl SmSim<'_, '_> {
-    /// Passes instruction `idx` of the code, of warp `k`, through the queue of sub-partition `s` and the data stage from cycle `now` on.
-    /// Returns when the result is written, when the sources have been read, and the reason of waits for either.
+    /// Passes instruction `idx` of the code, of warp `k`, through the queue of sub-partition `s` and the data stage from cycle `now` on,
+    /// and global and local accesses through L1, L2 and DRAM, sector by sector. Returns when the result is written, when the sources have
+    /// been read, and the reason of waits for either.
     pub(super) fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, WaitReason) {
         let m = self.machine;
         let inst = &self.env.prog.code[idx];
@@ -170,8 +171,8 @@ impl SmSim<'_, '_> {
         t
     }
 
-    /// Returns whether this SM pays for writing a stored sector to DRAM: for its share of each buffer larger than L2, from whose budget it
-    /// takes the sector. Smaller buffers stay in L2.
+    /// Returns whether a stored sector costs this SM a write to DRAM: as many sectors of a buffer do as its budget has (`first_touch`), if
+    /// the buffer is larger than L2. Smaller ones stay in L2.
     pub(super) fn is_written_back(&mut self, addr: u64) -> bool {
         let buffers = &self.env.mem.bufs;
         buffers.iter().find(|b| b.touches(addr)).is_some_and(|b| b.len > self.machine.l2_bytes) && self.first_touch(addr)

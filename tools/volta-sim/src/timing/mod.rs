@@ -1,7 +1,7 @@
 //! Timing model of one SM, which launch.rs makes and runs: issue follows the control codes (stall counts and scoreboards in each
 //! instruction), pipes and memory are resources with a "free at" time, and instructions execute functionally when they issue. Times are
 //! cycles. A line of code is 128 bytes, 8 instructions. A sub-partition is one of the SM's four schedulers with its pipes. A slot is room
-//! for a resident CTA.
+//! for a resident CTA. Tests: tests/real_cards.rs, tests/in_process.rs.
 
 use crate::cta::Cta;
 use crate::env::Env;
