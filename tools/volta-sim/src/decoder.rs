@@ -10,6 +10,16 @@ use std::collections::HashMap;
 /// A class's result for an instruction: its operation, `None` if the mnemonic is another class's, or why decoding failed.
 pub type Decoded = Result<Option<Op>, String>;
 
+/// Modifiers that compare floating-point numbers; those that end with U are true for a NaN.
+#[rustfmt::skip]
+const COMPARISONS: [(&str, Cmp); 16] = {
+    use Cmp::*;
+    [
+        ("F", F), ("LT", Lt), ("EQ", Eq), ("LE", Le), ("GT", Gt), ("NE", Ne), ("GE", Ge), ("NUM", Num), ("NAN", Nan),
+        ("LTU", Ltu), ("EQU", Equ), ("LEU", Leu), ("GTU", Gtu), ("NEU", Neu), ("GEU", Geu), ("T", T),
+    ]
+};
+
 /// An instruction being decoded: its mnemonic in parts, its operands from left to right, and what is known of it.
 pub struct Decoder<'a> {
     raw: &'a RawInst,
@@ -111,13 +121,12 @@ impl<'a> Decoder<'a> {
     }
     /// Returns the comparison; those with U (LTU, ...) are also true if an operand is NaN.
     pub fn cmp(&self) -> Result<Cmp, String> {
-        use Cmp::*;
-        #[rustfmt::skip]
-        let known = [
-            ("F", F), ("LT", Lt), ("EQ", Eq), ("LE", Le), ("GT", Gt), ("NE", Ne), ("GE", Ge), ("NUM", Num), ("NAN", Nan),
-            ("LTU", Ltu), ("EQU", Equ), ("LEU", Leu), ("GTU", Gtu), ("NEU", Neu), ("GEU", Geu), ("T", T),
-        ];
-        self.one_of(&known).ok_or_else(|| self.fail("comparison"))
+        self.one_of(&COMPARISONS).ok_or_else(|| self.fail("comparison"))
+    }
+    /// Fails for a modifier that is no comparison of floating-point numbers, does not combine predicates, and is not in `others`.
+    pub fn allow_comparison(&mut self, others: &[&str]) -> Result<&mut Self, String> {
+        let known: Vec<&str> = COMPARISONS.iter().map(|c| c.0).chain(["AND", "OR", "XOR"]).chain(others.iter().copied()).collect();
+        self.allow(&known)
     }
     /// Returns how a predicate is combined with another.
     pub fn bop(&self) -> BoolOp {

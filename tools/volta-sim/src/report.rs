@@ -274,7 +274,7 @@ impl Display for Timing {
             write!(f, " = {x:.2} TFLOP/s")?;
         }
         writeln!(f, ", and {:.0} to {:.0} us for the launch", self.launch_us[0], self.launch_us[1])?;
-        writeln!(f, "  utilisation: {}", percentages(&self.util))?;
+        writeln!(f, "  utilization: {}", percentages(&self.util))?;
         writeln!(f, "  warp cycles: {}", percentages(&self.stall_fraction))?;
         let (excess, hits) = (self.smem_conflict_excess * 100.0, self.l1_hit_rate * 100.0);
         write!(f, "  IPC {:.2}; shared wavefronts {} (+{excess:.1}% over conflict-free), ", self.ipc, c.smem_wavefronts)?;

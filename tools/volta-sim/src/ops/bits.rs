@@ -39,11 +39,11 @@ impl Class for Bits {
                 }
             }
             "BMSK" => {
-                d.dst()?.srcs(2)?;
+                d.allow(&["W"])?.dst()?.srcs(2)?;
                 Bits::Bmsk { wrap: d.has("W") }
             }
             "SGXT" => {
-                d.dst()?.srcs(2)?;
+                d.allow(&["U32"])?.dst()?.srcs(2)?;
                 Bits::Sgxt { signed }
             }
             _ => return Ok(None),

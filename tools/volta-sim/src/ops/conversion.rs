@@ -1,5 +1,5 @@
 //! Conversions between numeric types: I2F, F2I, F2F and FRND. I2F to F32 rounds as its modifier says, and F2F of F32 to F16 toward zero
-//! with RZ. All other results in F16, F32 or F64 round to nearest, whatever the modifier says.
+//! with RZ. All other results in F16, F32 or F64 round to nearest; other modifiers are refused.
 //!
 //! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). Calls of `d` read the printed operands from left to right. `s.f32(i)`,
 //! `s.halves(i)` (lower and upper halves) and so on read source i of all lanes; `s.write` and `s.write64` write the result.
@@ -50,7 +50,11 @@ impl Class for Conversion {
         Ok(Some(Op::Conversion(match d.base {
             "I2F" => {
                 let (to, from) = float_and_int(d, &["RP", "RM", "RZ", "RN"])?;
-                Conversion::I2f { from, to, rnd: d.round() }
+                let rnd = d.round();
+                if to != NumTy::F32 && rnd != Round::Rn {
+                    return Err(d.fail("rounding"));
+                }
+                Conversion::I2f { from, to, rnd }
             }
             "F2I" => {
                 let (from, to) = float_and_int(d, &["TRUNC", "FLOOR", "CEIL", "NTZ", "FTZ", "RN"])?;
@@ -60,7 +64,11 @@ impl Class for Conversion {
                 d.allow(&["F16", "F32", "F64", "RP", "RM", "RZ", "RN", "FTZ"])?;
                 let types: Vec<NumTy> = d.mods.iter().filter_map(|m| type_of(m)).collect();
                 let [to, from] = types[..] else { return Err(d.fail("F2F types")) };
-                Conversion::F2f { from, to, rnd: d.round(), ftz }
+                let rnd = d.round();
+                if rnd != Round::Rn && (from, to, rnd) != (NumTy::F32, NumTy::F16, Round::Rz) {
+                    return Err(d.fail("rounding"));
+                }
+                Conversion::F2f { from, to, rnd, ftz }
             }
             _ => {
                 d.allow(&["TRUNC", "FLOOR", "CEIL", "FTZ"])?;

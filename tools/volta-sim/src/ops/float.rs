@@ -26,15 +26,15 @@ impl Class for Float {
                 Float::Fmnmx { ftz }
             }
             "FSETP" => {
-                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
+                d.allow_comparison(&["FTZ"])?.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 Float::Fsetp { cmp: d.cmp()?, bop: d.bop(), ftz }
             }
             "FSET" => {
-                d.dst()?.srcs(2)?.opt_pred_srcs();
+                d.allow_comparison(&["FTZ", "BF"])?.dst()?.srcs(2)?.opt_pred_srcs();
                 Float::Fset { cmp: d.cmp()?, bop: d.bop(), ftz, bf: d.has("BF") }
             }
             "FCHK" => {
-                d.opt_pred_dsts(2).srcs(2)?.on(Unit::Xu);
+                d.allow(&["DIVIDE"])?.opt_pred_dsts(2).srcs(2)?.on(Unit::Xu);
                 Float::Fchk
             }
             _ => return Ok(None),
@@ -140,7 +140,7 @@ impl Class for Double {
                 op
             }
             "DSETP" => {
-                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
+                d.allow_comparison(&[])?.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 Double::Dsetp { cmp: d.cmp()?, bop: d.bop() }
             }
             _ => return Ok(None),

@@ -324,8 +324,15 @@ mod tests {
             ("IABS.U32 R0, R1", ".U32"),
             ("IABS.SH R0, R1", ".SH"),
             ("IADD3.U32 R0, R1, R2, R3", ".U32"),
+            ("SGXT.W R0, R1, 0x4", ".W"),
+            ("FSETP.GE.RZ.AND P0, PT, R2, R3, PT", ".RZ"),
+            ("HSETP2.GE.FTZ.AND P0, P1, R2, R3, PT", ".FTZ"),
+            ("VOTE.NONE P0, P1", ".NONE"),
         ] {
             assert!(decoded(text).is_err_and(|e| e.contains(&format!("modifier {modifier}"))), "{text}");
+        }
+        for text in ["F2F.F16.F32.RP R0, R1", "F2F.F32.F64.RZ R0, R2", "I2F.F16.RM R0, R1"] {
+            assert!(decoded(text).is_err_and(|e| e.contains("rounding")), "{text}");
         }
         for text in ["ISETP.GE.U32.AND.EX P0, PT, R2, R3, PT, P1", "ISETP.T.XOR P0, P1, R2, R3, PT", "IABS R0, R1"] {
             decoded(text).unwrap();

@@ -25,11 +25,11 @@ impl Class for PackedHalf {
                 }
             }
             "HSETP2" => {
-                d.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
+                d.allow_comparison(&["H_AND"])?.opt_pred_dsts(2).srcs(2)?.opt_pred_srcs();
                 PackedHalf::Hsetp2 { cmp: d.cmp()?, bop: d.bop(), h_and: d.has("H_AND") }
             }
             "HSET2" => {
-                d.dst()?.srcs(2)?.opt_pred_srcs();
+                d.allow_comparison(&["BF"])?.dst()?.srcs(2)?.opt_pred_srcs();
                 PackedHalf::Hset2 { cmp: d.cmp()?, bop: d.bop(), bf: d.has("BF") }
             }
             _ => return Ok(None),

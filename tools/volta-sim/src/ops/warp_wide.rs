@@ -10,11 +10,12 @@ impl Class for WarpWide {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "SHFL" => {
-                d.opt_pred_dsts(2).dst()?.srcs(3)?.on(Unit::Lsu);
+                d.allow(&["IDX", "UP", "DOWN", "BFLY"])?.opt_pred_dsts(2).dst()?.srcs(3)?.on(Unit::Lsu);
                 let modes = [("IDX", ShflMode::Idx), ("UP", ShflMode::Up), ("DOWN", ShflMode::Down), ("BFLY", ShflMode::Bfly)];
                 WarpWide::Shfl(d.one_of(&modes).ok_or_else(|| d.fail("SHFL mode"))?)
             }
             "VOTE" => {
+                d.allow(&["ANY", "ALL", "EQ"])?;
                 if d.src_follows() {
                     d.dst()?;
                 }
