@@ -56,7 +56,9 @@ SEEDS = {
 
 
 @on_cases(
-    (["sim", "cuda"], [ONE_COLUMN, ONE_BY_ONE, TWO_KEYS, ONE_KEY, FEW_DQ, FEW_DV]), (["cuda"], [SHORT_ROWS]), (["cpu-fp32"], [ONE_QUERY, ONE_OF_EACH])
+    (["sim", "cuda"], [ONE_COLUMN, ONE_BY_ONE, TWO_KEYS, ONE_KEY, FEW_DQ, FEW_DV]),
+    (["cuda"], [SHORT_ROWS]),
+    (["cpu-fp32"], [ONE_QUERY, ONE_OF_EACH]),
 )
 def test_problems_that_once_exceeded_their_budget(backend, case, monkeypatch):
     for seed in SEEDS[case]:
