@@ -17,7 +17,9 @@ class ListedBlockSteps {
     const int* from_;  // the first entry, or the one that is loaded next
     int entry_ = -1;  // two blocks after this step's, loaded ahead
     int partial_, left_;  // blocks from this step's on: the partial ones, and all
-    int tile_;  // number of the bit tile of this step's block, if that is partial
+    // Number of the bit tile of this step's block, if that is partial. Partial blocks come first, and their tiles follow each other
+    // from kFirstTile on; in full blocks nothing reads it.
+    int tile_;
     // First columns of this step's block and of the one after it; low bits are the flags kExists and kHasBits. No block: kNoColumn.
     // Before start() these hold raw entries.
     int block_ = -1, next_block_ = -1;

@@ -3,7 +3,7 @@
 // another order (tools/compare_kernels.py shows it).
 #pragma once
 
-// Calls f(i, j) for each i < I and j < J, the last index fastest; likewise with three and four bounds.
+// Calls f(i, j) for each i < I and j < J, the last index fastest. Other overloads take three and four bounds.
 template <int I, int J, class F>
 __device__ __forceinline__ void unrolled(F f) {
 #pragma unroll

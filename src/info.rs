@@ -223,6 +223,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     let of_quantized = |planned: &dyn Fn(CacheFormat) -> Option<Json>| -> serde_json::Map<String, Json> {
         CacheFormat::quantized().map(|format| (format.name().into(), json!(planned(format)))).collect()
     };
+    let dequantize = has_long.then(|| plan::dequantize(a.seqlen_k, a.nheads_k, limits).ok()).flatten();
     let prefill = has_long.then(|| plan::prefill(a, limits).ok()).flatten();
     json!({
         "append": append(CacheFormat::Unquantized),
@@ -230,7 +231,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
         "decode": decode(DType::Half, CacheFormat::Unquantized),
         "bfloat16": decode(DType::BFloat16, CacheFormat::Unquantized),
         "quantized": of_quantized(&|format| decode(DType::Half, format)),
-        "dequantize": has_long.then(|| plan::dequantize(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
+        "dequantize": dequantize.map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })
 }

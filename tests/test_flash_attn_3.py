@@ -429,6 +429,8 @@ def test_errors(backend):
         fa3.flash_attn_func(q.float(), q.float(), q.float(), qv=q.bfloat16())
     wide = backend.randn(1, 5, 2, 512)
     refused(NotImplementedError, r"qv: got headdim 8 and headdim_v 512.*fwd_mla", fa3.flash_attn_func, q, q, wide, qv=wide)
+    half = wide[..., :256]
+    assert fa3.flash_attn_func(half, half, half, qv=half).isfinite().all()  # both headdims are 512 together, the most that is allowed
     refused(NotImplementedError, r"qv: got a tensor, expected None: call volta_fa.flash_mla", fa3.flash_attn_with_kvcache, q, q, q, qv=q)
     packed = q[0], q[0], q[0], lengths, lengths, 5, 5
     refused(ValueError, r"seqused_q: got shape \(2,\).*\(1,\)", fa3.flash_attn_varlen_func, *packed, seqused_q=lengths)

@@ -153,6 +153,25 @@ def test_flash_attention_forward(backend, active):
 
 
 @NEEDS_RESTORE
+@on("cpu-fp32", "sim", "cuda")
+def test_flash_attention_backward_of_a_dense_call(backend, active):
+    """aten::_flash_attention_backward without offsets of sequences: autograd passes None, other callers empty tensors."""
+    backend.simulate()
+    q, k, v = leaves = [backend.randn(2, n, heads, 32).requires_grad_() for n, heads in ((9, 4), (40, 2), (40, 2))]
+    dout = backend.randn(2, 9, 4, 32)
+    # after q, k, v: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, is_causal, return_debug_mask
+    out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(*leaves, None, None, 9, 40, 0.0, True, False)
+    expected = torch.autograd.grad(torch.ops.volta_fa.fwd(*leaves, is_causal=True)[0], leaves, dout)
+    of_none = torch.autograd.grad(out, leaves, dout)
+    empty = backend.ints([])
+    saved = (t.detach() for t in (dout, q, k, v, out, lse))
+    of_empty = torch.ops.aten._flash_attention_backward(*saved, empty, empty, 9, 40, 0.0, True, rng_state, unused)
+    for found in (of_none, of_empty):
+        for a, b in zip(found, expected):
+            close(backend, a, b)
+
+
+@NEEDS_RESTORE
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])  # b: batch, s: seqlen, h: heads, d: headdim
 @on("cuda")
 def test_sdpa_runs_the_active_implementation(backend, active, layout):

@@ -44,10 +44,9 @@ void warn_if_heads_first(const Tensor& q, const Tensor& k) {
     calls_left = 0;
     const char* variable = std::getenv("VOLTA_FA_WARN_LAYOUT");
     if (variable && std::string_view(variable) == "0") return;
-    TORCH_WARN(
-        "volta_fa: q: got shape ", q.sizes(), ": ", heads, " heads and ", tokens,
-        " tokens, expected (batch, seqlen, nheads, headdim): if heads come first, pass q.transpose(1, 2), and k and v likewise. ",
-        "If not, set VOLTA_FA_WARN_LAYOUT=0");
+    TORCH_WARN("volta_fa: q: got shape ", q.sizes(), ": ", heads, " heads and ", tokens,
+               " tokens, expected (batch, seqlen, nheads, headdim): if heads come first, pass q.transpose(1, 2), ",
+               "k.transpose(1, 2) and v.transpose(1, 2). If not, set VOLTA_FA_WARN_LAYOUT=0");
 }
 
 // Calls Rust, which chooses its CPU backend or kernels by the tensors' device. In the generator's place Rust gets the random state.

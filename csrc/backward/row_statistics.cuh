@@ -35,7 +35,7 @@ struct RowStatistics {
     const int lane = threadIdx.x % kLanesPerStatistic;  // of a row's eight
     const int all_rows;  // seqlen_q, rounded up to kRowRounding
     const long long first_row;  // of the sequence and head, in the scratch memory (scratch.cuh)
-    const unsigned short *const dout, *const out;  // row 0 of the sequence and head; likewise lse
+    const unsigned short *const dout, *const out;  // row 0 of the sequence and head, as is lse
     const float* const lse;
     float* const stats;
     const float inverse_scale;

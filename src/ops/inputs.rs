@@ -17,9 +17,10 @@ use tch::{Kind, Tensor};
 pub(crate) struct Inputs {
     /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim).
     pub q: Tensor,
-    /// Keys, likewise with nheads_k heads; or the cache that holds them, (entries or pages, rows, nheads_k, headdim).
+    /// Keys: (batch, seqlen_k, nheads_k, headdim), packed (total_k, nheads_k, headdim); or the cache that holds them,
+    /// (entries or pages, rows, nheads_k, headdim).
     pub k: Tensor,
-    /// Values, or their cache, likewise with headdim_v. In a cache of latents, the first columns of k.
+    /// Values, or their cache: the shape of k with headdim_v for headdim. In a cache of latents, the first columns of k.
     pub v: Tensor,
     /// New k and v, which a call appends to the caches before it attends.
     pub appended: Option<[Tensor; 2]>,

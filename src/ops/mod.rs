@@ -98,7 +98,7 @@ pub(crate) fn check_forward(inputs: &Inputs) -> Result<()> {
     validate(&inputs.describe()?, Backend::Meta).map(|_| ())
 }
 
-/// Rejects what [`backward`] would reject, likewise.
+/// Rejects what [`backward`] would reject, as far as sizes of meta tensors are known.
 pub(crate) fn check_backward(inputs: &Inputs, saved: &Saved) -> Result<()> {
     let described = inputs.describe()?;
     let a = validate(&described, Backend::Meta)?;

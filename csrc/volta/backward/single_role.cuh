@@ -36,7 +36,6 @@
 #include "backward/tiles.cuh"  // load_own(), StepTiles: rows from global to shared memory; shared_to_output(): back
 #include "backward/iteration_range.cuh"  // QueryRange
 #include "backward/gradient_output.cuh"  // DqMode; gradients_are_fp32(): whether dk and dv are fp32, else fp16
-#include "backward/row_statistics.cuh"
 #include "volta/backward/key_block.cuh"  // KeyBlock
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/joint_scores.cuh"

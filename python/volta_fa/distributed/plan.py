@@ -94,7 +94,7 @@ class Distance(enum.Enum):
 
     OWN = "own"  # by the op's alibi_slopes, because those distances are correct; also without ALiBi
     BEFORE = "before"  # by a bias for each key, because all keys lie before all rows, or at them: -slope * |i - j| is linear in j
-    AFTER = "after"  # likewise, because all keys lie after all rows, or at them
+    AFTER = "after"  # by a bias for each key, because all keys lie after all rows, or at them
 
 
 @dataclass(frozen=True)

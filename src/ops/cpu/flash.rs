@@ -79,7 +79,7 @@ impl Fold {
         })
     }
 
-    /// Views (batch, keys, nheads_k, headdim) likewise. Batch entries of a group share memory.
+    /// Views k or v, (batch, keys, nheads_k, headdim), with the same heads. Batch entries of a group share memory.
     fn keys(self, t: &Tensor, group: i64) -> Result<Tensor> {
         match self {
             Fold::Entry(_) => Ok(self.key_gradient(t)?.f_expand([group, -1, -1, -1], false)?),
@@ -251,12 +251,12 @@ impl<'a> Problem<'a> {
         fold.queries(&narrow(t, 1, b.row, b.rows)?, self.part.a.nheads_k)
     }
 
-    /// Views the block's rows of k or v likewise.
+    /// Views the block's rows of k or v.
     fn key_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
         fold.keys(&narrow(t, 1, b.key, b.keys)?, self.group)
     }
 
-    /// Views the block's part of a softmax_lse likewise.
+    /// Views the block's part of a softmax_lse.
     fn lse_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
         fold.lse(&narrow(t, 2, b.row, b.rows)?, self.part.a.nheads_k)
     }

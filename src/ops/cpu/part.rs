@@ -18,7 +18,7 @@ pub struct Part {
     pub a: Attention,
     /// Number of its first batch entry in the call.
     pub first: i64,
-    /// (batch, seqlen_q, nheads, headdim); k and v likewise, with seqlen_k keys and nheads_k heads.
+    /// (batch, seqlen_q, nheads, headdim); k and v: (batch, seqlen_k, nheads_k, headdim or headdim_v).
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
