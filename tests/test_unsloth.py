@@ -237,6 +237,37 @@ def test_other_calls_fall_back_and_are_counted(unsloth, reason, arguments, conte
     assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
 
 
+#: Reason in unsloth_stats(), a change of q, and attn_mask, dropout_p, is_causal, scale and groups of a call.
+GEMMA_FALLBACKS = [
+    ("headdim", lambda q: q.expand(-1, -1, -1, 520), (None, 0.0, True, None, GROUPS)),
+    ("shape", lambda q: q[:, :, -3:], (None, 0.0, True, None, GROUPS)),
+    ("shape", lambda q: q, (None, 0.0, False, None, GROUPS + 1)),
+    ("attention_mask", lambda q: q, (visible()[None, None], 0.0, True, None, GROUPS)),  # a mask with is_causal
+    ("attention_mask", lambda q: q, (visible(), 0.0, False, None, GROUPS)),  # two dimensions
+    ("attention_mask", lambda q: q[:, :, -3:], (visible()[None, None], 0.0, False, None, GROUPS)),  # a mask of other queries
+]
+
+
+@pytest.mark.parametrize("reason, change, arguments", GEMMA_FALLBACKS)
+def test_calls_of_gemma_that_fall_back(unsloth, reason, change, arguments):
+    attention = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
+    q, k, v = operands(headdim=1)
+    falls_back(attention, change(q), k.expand(-1, -1, -1, 520) if reason == "headdim" else k, v, *arguments)
+    assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
+
+
+#: Reason, the first of the last query positions that a call has, attention_mask, whether the layer has sinks.
+SINK_FALLBACKS = [("shape", -3, None, True), ("attention_mask", 0, visible()[None, None], True), ("arguments", 0, None, False)]
+
+
+@pytest.mark.parametrize("reason, first, mask, has_sinks", SINK_FALLBACKS)
+def test_calls_of_gpt_oss_that_fall_back(unsloth, reason, first, mask, has_sinks):
+    q, k, v = operands()
+    layer = types.SimpleNamespace(sinks=torch.zeros(HEADS, dtype=torch.float64) if has_sinks else None)
+    falls_back(unsloth.flex.flex_attention_with_sink, layer, q[:, :, first:], k, v, mask)
+    assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
+
+
 def test_arguments_that_equal_the_context_run(unsloth):
     scale = {"causal": True, "softmax_scale": 0.9, "window_size": (SEQLEN, SEQLEN)}
     q, k, v = operands()

@@ -97,10 +97,9 @@ def _is_usable(mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> boo
         not is_causal
         and not mask.requires_grad
         and (mask.dtype == torch.bool or mask.is_floating_point())
-        and mask.dim() == 4
+        and mask.shape[2:] == (query.shape[2], key.shape[2])  # so it has four dimensions
         and mask.shape[0] in (1, query.shape[0])
         and mask.shape[1] in (1, query.shape[1])
-        and mask.shape[2:] == (query.shape[2], key.shape[2])
     )
 
 
