@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 #: Attributes and methods of tensors that do not depend on values.
 _FACTS = {"dtype", "shape", "ndim", "layout", "dim", "size", "numel", "is_floating_point", "is_complex"}
-#: Operators with their operands in the other order, under names of `Tensor`.
+#: Names under which 1 - x and 1 / x arrive, with x first, and their operators. 1 + x and 2 * x arrive as add and mul, and `score_mod` reads
+#: no other operator.
 _REFLECTED = {"__rsub__": operator.sub, "__rdiv__": operator.truediv}
 
 

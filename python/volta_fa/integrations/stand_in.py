@@ -24,6 +24,7 @@ class _Submodules(MetaPathFinder, Loader):
         self._sources = sources  # by module, the module whose names it gets on its first import
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        # a package between, such as flash_attn.ops; the shim's own, without a dot, has files
         is_package = "." in fullname and any(name.startswith(f"{fullname}.") for name in self._sources)
         if not is_package and fullname not in self._sources:
             return None

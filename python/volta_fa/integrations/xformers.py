@@ -27,7 +27,7 @@ from torch import Tensor
 
 # takes_dtype: whether volta_fa::fwd takes q's dtype on its device. with_unit_stride copies a tensor if its last dimension has gaps.
 from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride
-from .devices import NO_DEVICES, devices_of, max_headdim  # those that the user names and that have kernels; a device's largest headdim
+from .devices import NO_DEVICES, devices_of, max_headdim  # devices_of: the user's that qualify; max_headdim: a device's largest
 from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 _RELEASES = "0.0.29 to 0.0.35"

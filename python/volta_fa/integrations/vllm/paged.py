@@ -249,6 +249,7 @@ class Attention:
             if self.alibi_slopes is not None:
                 expected = "None with ALiBi, which has no bias for later tokens"
                 raise bad_argument("mm_prefix_range", "spans", expected, error=NotImplementedError)
+            # The operator copies keys of a quantized cache for many queries. Copies are as long as the table allows, so it is cut.
             blocks = -(-spans.max_seqlen_k // k_cache.shape[1])
             part = dataclasses.replace(spans.batch, block_table=spans.batch.block_table[:, :blocks])
             out.index_copy_(0, spans.rows, self._attend(q.index_select(0, spans.rows), k_cache, v_cache, part, scales))
