@@ -260,7 +260,7 @@ class _Returning:
         send = [dkeys.total().contiguous(), dvalues.total().contiguous()] if mine.count else []
         self._transfer = Transfer(p.op, p.group, send=send, to=owner, receive=self._received, source=reader)
 
-    def add_to(self, dk: _Sum, dv: _Sum) -> None:
+    def add_to(self, dk: _Sum, dv: _Sum) -> None:  # waits, then adds the gradients of this rank's keys that the reader computed
         self._transfer.wait()
         _add(dk, dv, self._key_ranges, *self._received)
 

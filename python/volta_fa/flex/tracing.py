@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 #: Attributes and methods of tensors that do not depend on values.
 _FACTS = {"dtype", "shape", "ndim", "layout", "dim", "size", "numel", "is_floating_point", "is_complex"}
 #: Names under which 1 - x and 1 / x arrive, with x first, and their operators. 1 + x and 2 * x arrive as add and mul, and `score_mod` reads
-#: no other operator.
+#: no other operator of two operands.
 _REFLECTED = {"__rsub__": operator.sub, "__rdiv__": operator.truediv}
 
 

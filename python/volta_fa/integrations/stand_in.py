@@ -49,7 +49,7 @@ def provide_submodules(sources: dict[str, str]) -> None:
 def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
     """Makes `import flash_attn`, and importlib.metadata's search for flash-attn, find volta_fa in this process.
 
-    So does `import flash_attn_interface`, FlashAttention 3's module, unless that is installed.
+    `import flash_attn_interface`, FlashAttention 3's module, finds it too, unless that is installed.
 
     Call it before importing packages that look for flash-attn, such as transformers, because they look once. A second call only
     applies its argument, and so does a call if pip has installed the shim.

@@ -64,7 +64,7 @@ def enable_xformers(device: str | torch.device | int | None = None, *, force: bo
     wanted = devices_of("enable_xformers", device, force)
     with _lock:
         current = getattr(fmha, _NAME, None)
-        # another function in its place may be another program's around `_attention`
+        # another program's function in its place may wrap `_attention`, so it stays
         if current is not _attention and (_replaced is None or current is _original):
             _check_structure(fmha)
             _original, _replaced = _original or current, current
@@ -80,7 +80,7 @@ def disable_xformers() -> None:
         if _replaced is None:
             return
         fmha = importlib.import_module(_MODULE)
-        # another program may have put a function of its own around this one, which then calls the original through it
+        # another program's function may wrap `_attention`, which must stay then: without devices it calls the original
         if getattr(fmha, _NAME, None) is _attention:
             setattr(fmha, _NAME, _replaced)
             _replaced = None
