@@ -282,8 +282,8 @@ class Attention:
     def attend_across_ranks(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, output: Tensor, **scales: Tensor
     ) -> None:
-        """Computes what `attend` does with a cache whose tokens several ranks share, into output. All ranks must call it. For layers without
-        ALiBi and windows: backend.py refuses these.
+        """Computes what `attend` does with a cache whose tokens several ranks share, into output. All ranks must call it.
+        For layers without ALiBi and windows: backend.py refuses these.
 
         Args:
             query: (tokens, nheads, head_size), of this rank's heads.
