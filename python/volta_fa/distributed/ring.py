@@ -74,7 +74,7 @@ class Problem:
 
 
 def derived_generator(device: torch.device, numbers: tuple[int, ...]) -> torch.Generator:
-    """Returns a generator seeded by a hash of these numbers."""
+    """Returns a generator seeded by 63 bits of a hash of these numbers: rng_state holds seeds as int64."""
     text = repr(numbers).encode()
     return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 

@@ -96,7 +96,7 @@ class _Recorder(TorchFunctionMode):
         self.nodes: dict[int, fx.Node] = {}  # of values by id(): values stay alive, so ids are not reused
         self.captured: dict[fx.Node, Tensor] = {}
         self.gave_up = False  # whether an exception was raised, which the function may have caught
-        for name, kind in zip(("score", "b", "h", "q", "kv"), (dtype, *(torch.int32,) * 4)):
+        for name, kind in zip(("score", "b", "h", "q", "kv"), (dtype, *(torch.int32,) * 4)):  # int32, as torch passes indices
             self._add(torch.empty((), dtype=kind, device="meta"), self.graph.placeholder(name))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
