@@ -7,7 +7,7 @@ from .integrations.vllm import __all__ as __all__
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports the modules on vLLM's classes on first use, because `register` must not import vLLM."""
+    """Imports these modules on first use: `backend` and `mla` import vLLM, which an import of this module must not do."""
     if name not in ("backend", "mla", "paged"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from .cells import ABSENT, CELL, FULL
+from .cells import ABSENT, CELL, FULL  # a cell is 64 queries (half a block) by 64 keys; ABSENT and FULL: none or all are visible
 from .recording import MaskMod, recorded  # recorded: a mask function as a list of operations, if possible
 from .source import Source, pack_blocks, source_of  # a mask before packing; packs blocks; reads torch's BlockMask
 
@@ -151,7 +151,7 @@ class BlockMask:
         grid = torch.zeros(batch, heads, rows, width + 1, dtype=torch.int64, device=device).scatter_(-1, column, tile)
         words = bits[grid].unflatten(-1, (2 * CELL, 2))
         seen = (words[..., None] >> torch.arange(32, device=device)) & 1
-        seen = seen.flatten(-2).transpose(3, 4).flatten(4).flatten(2, 3)
+        seen = seen.flatten(-2).transpose(3, 4).flatten(4).flatten(2, 3)  # (..., rows, columns, 128, 64) to (..., queries, keys)
         return seen[..., : self.seq_lengths[0], : self.seq_lengths[1]].bool()
 
     def is_causal(self) -> bool:

@@ -131,7 +131,7 @@ class _Recorder(TorchFunctionMode):
         self.values: list[Tensor] = []  # stand-ins without memory: the four arguments, then the result of each step
         self.numbers: dict[int, int] = {}  # index in `values` by id(): values stay alive, so ids are not reused
         for _ in range(4):
-            self._add(torch.int64)
+            self._add(torch.int64)  # as `elements` passes indices
         # by id(): a stand-in for a captured tensor with fewer indices than dimensions, that tensor, and the indices so far
         self.rows: dict[int, tuple[Tensor, Tensor, tuple[Any, ...]]] = {}
         self.steps: list[tuple[Any, tuple[tuple[str, Any], ...]]] = []

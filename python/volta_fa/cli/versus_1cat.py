@@ -1,5 +1,6 @@
 """`python -m volta_fa versus-1cat`: prints times of volta_fa beside those of 1Cat-vLLM's attention (check/versus.py measures them).
-1Cat-vLLM is a fork of vLLM for V100s that published times of its package flash_attn_v100; both run at those shapes on this GPU."""
+1Cat-vLLM is a fork of vLLM for V100s that published times of its package flash_attn_v100, mostly on a Tesla PG503-216 (a V100 with 72
+SMs). Both run at those shapes on this GPU."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class ShardedRun(Run):
     """Trains on this process's positions of each window. All processes together take the step of a single one."""
 
     def _forward_backward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of whole windows, (batch, seqlen) token ids on every process. Sums it and the gradients over the processes."""
+        """Returns the loss of whole windows, (batch, seqlen) ids that every process has. Sums it and the gradients over the processes."""
         positions = shard_sequence(torch.arange(tokens.shape[1], device=tokens.device), dim=0)
         mine, expected = shard_sequence(tokens), shard_sequence(target)
         with torch.autocast(tokens.device.type, torch.float16, enabled=self.half):

@@ -74,7 +74,7 @@ class Problem:
 
 
 def derived_generator(device: torch.device, numbers: tuple[int, ...]) -> torch.Generator:
-    """Returns a generator seeded by a hash of these numbers."""
+    """Returns a generator seeded by 63 bits of a hash of these numbers: rng_state holds seeds as int64."""
     text = repr(numbers).encode()
     return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
@@ -260,7 +260,7 @@ class _Returning:
         send = [dkeys.total().contiguous(), dvalues.total().contiguous()] if mine.count else []
         self._transfer = Transfer(p.op, p.group, send=send, to=owner, receive=self._received, source=reader)
 
-    def add_to(self, dk: _Sum, dv: _Sum) -> None:
+    def add_to(self, dk: _Sum, dv: _Sum) -> None:  # waits, then adds the gradients of this rank's keys that the reader computed
         self._transfer.wait()
         _add(dk, dv, self._key_ranges, *self._received)
 

@@ -42,7 +42,7 @@ def flex_attention(
     do not compute runs on torch's own function, and the logger `volta_fa` gets one line that names the operation.
 
     Args:
-        query: (batch, heads, queries, headdim); key: (batch or 1, heads or fewer with enable_gqa, keys, headdim); value likewise, with
+        query: (batch, heads, queries, headdim); key: (batch or 1, heads or fewer with enable_gqa, keys, headdim); value: as key, with
             its own headdim. float16, bfloat16 or float32; on the CPU also float64.
         score_mod: the operators compute combinations, in this order, of: a positive constant factor; `cap * tanh(score / cap)`; and
             added terms of batch, head, query and key. ALiBi's terms cost nothing. Others become a bias in memory of up to 256 MiB.

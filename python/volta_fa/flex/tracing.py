@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 #: Attributes and methods of tensors that do not depend on values.
 _FACTS = {"dtype", "shape", "ndim", "layout", "dim", "size", "numel", "is_floating_point", "is_complex"}
-#: Operators with their operands in the other order, under names of `Tensor`.
+#: Names under which 1 - x and 1 / x arrive, with x first, and their operators. 1 + x and 2 * x arrive as add and mul, and `score_mod` reads
+#: no other operator of two operands.
 _REFLECTED = {"__rsub__": operator.sub, "__rdiv__": operator.truediv}
 
 
@@ -95,7 +96,7 @@ class _Recorder(TorchFunctionMode):
         self.nodes: dict[int, fx.Node] = {}  # of values by id(): values stay alive, so ids are not reused
         self.captured: dict[fx.Node, Tensor] = {}
         self.gave_up = False  # whether an exception was raised, which the function may have caught
-        for name, kind in zip(("score", "b", "h", "q", "kv"), (dtype, *(torch.int32,) * 4)):
+        for name, kind in zip(("score", "b", "h", "q", "kv"), (dtype, *(torch.int32,) * 4)):  # int32, as torch passes indices
             self._add(torch.empty((), dtype=kind, device="meta"), self.graph.placeholder(name))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -24,6 +24,7 @@ class _Submodules(MetaPathFinder, Loader):
         self._sources = sources  # by module, the module whose names it gets on its first import
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        # a package between, such as flash_attn.ops; the shim's own, without a dot, has files
         is_package = "." in fullname and any(name.startswith(f"{fullname}.") for name in self._sources)
         if not is_package and fullname not in self._sources:
             return None
@@ -48,7 +49,7 @@ def provide_submodules(sources: dict[str, str]) -> None:
 def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
     """Makes `import flash_attn`, and importlib.metadata's search for flash-attn, find volta_fa in this process.
 
-    So does `import flash_attn_interface`, FlashAttention 3's module, unless that is installed.
+    `import flash_attn_interface`, FlashAttention 3's module, finds it too, unless that is installed.
 
     Call it before importing packages that look for flash-attn, such as transformers, because they look once. A second call only
     applies its argument, and so does a call if pip has installed the shim.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 # takes_dtype: whether volta_fa::fwd takes q's dtype on its device. with_unit_stride copies a tensor if its last dimension has gaps.
 from ..operands import PAGE_SIZE_MULTIPLE, takes_dtype, with_unit_stride
-from .devices import NO_DEVICES, devices_of, max_headdim  # those that the user names and that have kernels; a device's largest headdim
+from .devices import NO_DEVICES, devices_of, max_headdim  # devices_of: the user's that qualify; max_headdim: a device's largest
 from .flash_attn.interface import _lengths  # cu_seqlens and max_seqlen as keyword arguments
 
 _RELEASES = "0.0.29 to 0.0.35"
@@ -64,7 +64,7 @@ def enable_xformers(device: str | torch.device | int | None = None, *, force: bo
     wanted = devices_of("enable_xformers", device, force)
     with _lock:
         current = getattr(fmha, _NAME, None)
-        # another function in its place may be another program's around `_attention`
+        # another program's function in its place may wrap `_attention`, so it stays
         if current is not _attention and (_replaced is None or current is _original):
             _check_structure(fmha)
             _original, _replaced = _original or current, current
@@ -80,7 +80,7 @@ def disable_xformers() -> None:
         if _replaced is None:
             return
         fmha = importlib.import_module(_MODULE)
-        # another program may have put a function of its own around this one, which then calls the original through it
+        # another program's function may wrap `_attention`, which must stay then: without devices it calls the original
         if getattr(fmha, _NAME, None) is _attention:
             setattr(fmha, _NAME, _replaced)
             _replaced = None

@@ -104,10 +104,10 @@ def anchored_window_attention_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the same over a KV cache that holds the new tokens already: the last query of a sequence is its last token.
+    """Computes `anchored_window_attention` over a KV cache that holds the new tokens already: a sequence's last query is its last token.
 
-    Each query is a sequence of its own for the anchors, which are copied once for several queries over pages. Lengths are read on the GPU.
-    Pages between the anchors and the window are not read.
+    Each query is a sequence of its own for the anchors. Over pages, and with several queries of a sequence, the anchors are copied into a
+    dense cache once. Lengths are read on the GPU. Pages between the anchors and the window are not read.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q and max_seqlen_q.

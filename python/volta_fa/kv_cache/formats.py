@@ -109,7 +109,7 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     The argument `scale` is for fp8 only: a float, or a tensor that broadcasts to (..., nheads), such as (1) or (nheads); None is 1.
     fwd_kvcache calls it k_descale or v_descale. int8 and int4 compute a scale for each token and head.
 
-    int8: scale = max |x| / 127. int4: scale = (max x - min x) / 15, and zero_point = -(min x) / scale, not rounded. There, if all x of a
+    int8: scale = max |x| / 127. int4: scale = (max x - min x) / 15, and zero_point = -(min x) / scale, not rounded. In int4, if all x of a
     token and head are equal, scale = |x|, which loses nothing. Column 2 i is in the low half of byte i, column 2 i + 1 in the high half. A
     token and head with a NaN or infinity has codes 0 and scale NaN, so it dequantizes to NaN. All is computed in float32, rounded to
     nearest even; max x - min x may exceed float32's largest number. fp8 saturates; NaN stays NaN.

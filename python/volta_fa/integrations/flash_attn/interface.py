@@ -82,7 +82,7 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
     `kv`: (batch, seqlen_k, 2, nheads_k, headdim)."""
-    k, v = _unbind("kv", kv, "batch, seqlen_k", 2)  # raises ValueError for other shapes, in terms of these dimensions; 2 tensors in kv
+    k, v = _unbind("kv", kv, "batch, seqlen_k", 2)  # 2: the size of dimension -3. The text names the dimensions before it, for the error
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
@@ -249,7 +249,7 @@ def flash_attn_with_kvcache(
         k, v: (batch, seqlen_new, nheads_k, headdim or headdim_v), written after the first cache_seqlens keys; both or
             neither.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), q's dtype or float32: k is rotated by its positions from
-            cache_seqlens on, q likewise where causal or a window orders the queries; else all of q by position cache_seqlens.
+            cache_seqlens on, and so is q with causal or a window. Otherwise all of q is rotated by position cache_seqlens.
         cache_seqlens: int, or int32 (batch): keys of each entry before the append, those before cache_leftpad included. None: as many
             as the cache has room for.
         cache_batch_idx: int32 (batch): the cache's entry of each entry of q. Not together with block_table.

@@ -135,7 +135,7 @@ def flash_attn_prefill_paged(
     if (dtype := _FORMATS[kv_cache_dtype]) is not None:
         k_cache, v_cache = k_cache.view(dtype), v_cache.view(dtype)
         options = {f"{side}_descale": q.new_full((1,), scale, dtype=torch.float32) for side, scale in (("k", k_scale), ("v", v_scale))}
-    left, right = window_size
+    left, right = window_size  # with causal, flash-attn ignores right, and the operator would raise
     result, _ = torch.ops.volta_fa.fwd_kvcache(
         q, k_cache, v_cache, cache_seqlens=seq_lens[: len(q)], block_table=block_table[: len(q)],
         softmax_scale=softmax_scale, is_causal=causal, window_left=left, window_right=-1 if causal else right,

@@ -17,8 +17,8 @@ from . import releases  # VERSION: major and minor number of transformers
 from .mask_rule import sequence_arguments  # cu_seqlens and max_seqlen of `volta_fa::fwd` by name
 from .releases import NAME, PAGED_NAME  # attn_implementation, and what some releases set in its place in generate_batch
 
-#: The first supported transformers. In 5.13 the cache of sliding layers gives wrong tokens, with its own attention too; the releases
-#: between are untested.
+#: The first supported transformers. In 5.13 the cache of sliding layers gives wrong tokens, with transformers' own attention too. The
+#: releases between are untested.
 _FIRST_RELEASE = (5, 17)
 
 

@@ -56,6 +56,7 @@ def replacements(enabled: Enabled) -> list[releases.Replacement]:
         window = sliding_window or getattr(self_attn, "sliding_window", None)
         dtype = kernel_dtype(query, key, value)
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
+        # as in unsloth_zoo's function, the layer's scale comes before the argument
         scale = getattr(self_attn, "scaling", None) or getattr(self_attn, "scale", None) or scale
         # transformers counts the query's own key in the window
         left = window - 1 if isinstance(window, int) and window > 0 else -1

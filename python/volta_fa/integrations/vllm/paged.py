@@ -249,6 +249,7 @@ class Attention:
             if self.alibi_slopes is not None:
                 expected = "None with ALiBi, which has no bias for later tokens"
                 raise bad_argument("mm_prefix_range", "spans", expected, error=NotImplementedError)
+            # The operator copies keys of a quantized cache for many queries. Copies are as long as the table allows, so it is cut.
             blocks = -(-spans.max_seqlen_k // k_cache.shape[1])
             part = dataclasses.replace(spans.batch, block_table=spans.batch.block_table[:, :blocks])
             out.index_copy_(0, spans.rows, self._attend(q.index_select(0, spans.rows), k_cache, v_cache, part, scales))
@@ -258,7 +259,7 @@ class Attention:
         """Returns attention of the batch's queries over the cache, (tokens, nheads, head_size_v), without `mm_prefix_range`."""
         scores = self.scores | scales
         packed: dict[str, Any] = {"cu_seqlens_q": batch.query_start_loc, "max_seqlen_q": batch.max_query_len}
-        if batch.common_prefix_len:
+        if batch.common_prefix_len:  # not with ALiBi or a window (`use_cascade_attention` of backend.py)
             assert batch.shared_seqlen is not None and batch.own_seqlens is not None
             shared = batch.common_prefix_len // k_cache.shape[1]
             out, _ = cascade_attention(
@@ -267,7 +268,7 @@ class Attention:
             )  # fmt: skip
             return out
         packed |= {"cache_seqlens": batch.seq_lens, "block_table": batch.block_table}
-        if self.anchor_tokens:
+        if self.anchor_tokens:  # not with ALiBi, which backend.py refuses then
             if not batch.causal:
                 expected = "True with VOLTA_FA_VLLM_ANCHORED_WINDOW: unset the variable"
                 raise bad_argument("causal", False, expected, error=NotImplementedError)
@@ -282,6 +283,7 @@ class Attention:
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, output: Tensor, **scales: Tensor
     ) -> None:
         """Computes what `attend` does with a cache whose tokens several ranks share, into output. All ranks must call it.
+        For layers without ALiBi and windows: backend.py refuses these.
 
         Args:
             query: (tokens, nheads, head_size), of this rank's heads.

@@ -22,7 +22,7 @@ class Spans:
     """The queries of a step that see later tokens."""
 
     rows: Tensor  # int64 (queries): their rows among the step's packed queries
-    batch: Batch  # one sequence for each span, up to the span's last token
+    batch: Batch  # one sequence for each span, up to the span's last token in the cache
     max_seqlen_k: int  # tokens of the longest of these sequences
     longest: int  # tokens of the longest span, those of earlier steps included: backend.py rejects one longer than a layer's window
 
