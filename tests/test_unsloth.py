@@ -176,6 +176,7 @@ def test_causal_window_notices_in_place_changes():
     assert gqa_sdpa.causal_window(mask) is None
     assert gqa_sdpa.causal_window(visible()[None, None].clone()) == -1
     assert gqa_sdpa.causal_window(torch.where(visible(WINDOW), 0.0, -3.0)[None, None]) is None  # a bias, not a mask
+    assert gqa_sdpa.causal_window(torch.zeros(BATCH, 1, 0, 0)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])

@@ -135,7 +135,7 @@ def causal_window(mask: Tensor) -> int | None:
 def _read_window(mask: Tensor) -> int | None:
     """Computes `causal_window` from the mask's values."""
     rows, keys = mask.shape[-2:]
-    if rows != keys:
+    if rows != keys or rows == 0:
         return None
     visible = mask if mask.dtype == torch.bool else mask == 0
     seen = visible[..., -1, :].sum(-1).amax()  # by the last query
